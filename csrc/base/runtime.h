@@ -1,0 +1,46 @@
+// What the engine takes from whoever embeds it. The bindings hand in torch's thread pool, its brgemm
+// and Python's signal check; the engine's own tests hand in std::thread and nothing else.
+#pragma once
+
+#include <cstdint>
+
+namespace torch_mesh {
+
+// body(context, begin, end) is called on disjoint ranges that cover [0, count), from any thread.
+using ParallelBody = void (*)(void* context, int64_t begin, int64_t end);
+
+struct Runtime {
+  // Runs body over [0, count) on `threads` threads at most and returns when all of it is done.
+  void (*parallel_for)(int64_t count, int32_t threads, ParallelBody body, void* context) = nullptr;
+
+  // C[m][n] (ldc) = A[m][k] (lda) · B, B in 64-column panels as packed (VNNI order, ldb = 64).
+  // nullptr where the machine or the build has none; then the engine's own many-row kernels run.
+  void (*gemm_bf16)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                    const uint16_t* a, const uint16_t* b, float* c) = nullptr;
+  void (*gemm_u8s8)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                    const uint8_t* a, const int8_t* b, int32_t* c) = nullptr;
+  // Ends a thread's run of gemm calls (AMX tile state).
+  void (*gemm_release)() = nullptr;
+
+  // True when the caller should stop waiting (a pending Ctrl-C). Called about ten times a second
+  // by a thread that waits, never by an I/O thread.
+  bool (*interrupted)() = nullptr;
+};
+
+// parallel_for for any callable `body(begin, end)`, without an allocation.
+template <typename Body>
+void parallel_for(const Runtime& runtime, int64_t count, int32_t threads, const Body& body) {
+  if (count <= 0) return;
+  if (runtime.parallel_for == nullptr || threads <= 1 || count == 1) {
+    body(int64_t{0}, count);
+    return;
+  }
+  runtime.parallel_for(
+      count, threads,
+      [](void* context, int64_t begin, int64_t end) {
+        (*static_cast<const Body*>(context))(begin, end);
+      },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,120 @@
+// Reads from NVMe behind one interface, whatever carries them out.
+//
+// A Reader owns one I/O thread. It cuts requests into chunks, keeps a bounded number of them under
+// way, takes demand chunks before prefetch chunks, continues short reads, repeats what is worth
+// repeating and reports each request exactly once. What differs between io_uring, a pool of preadv
+// threads and injected faults is only the Backend that carries out one chunk.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "store/extent.h"
+#include "store/source.h"
+
+namespace torch_mesh {
+
+enum class Urgency : uint8_t { kDemand, kPrefetch };
+
+// One contiguous read. With direct I/O file offset, bytes and memory are multiples of the reader's
+// alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its bytes must
+// be there (the last block of a file may end early).
+struct Piece {
+  Extent from;
+  int64_t needed;
+  std::byte* to;
+};
+
+struct ReadRequest {
+  uint64_t tag;
+  Urgency urgency;
+  int32_t pieces;
+  std::array<Piece, kMaxPieces> piece;
+};
+
+struct ReadResult {
+  uint64_t tag;
+  int error;  // 0, or an errno; ENODATA: the file ended before `needed` bytes
+  int32_t file;
+  int64_t offset;  // where it failed
+};
+
+struct MemoryRegion {
+  std::byte* data;
+  size_t bytes;
+};
+
+// Faults drawn per chunk from a seeded generator, for tests. Probabilities in [0, 1].
+struct Faults {
+  uint64_t seed = 0;
+  double short_read = 0;
+  double eintr = 0;
+  double eagain = 0;
+  double eio_once = 0;    // the chunk fails once, its repeat succeeds
+  double eio_always = 0;  // the chunk fails whenever it is tried
+  double delay = 0;       // completes up to max_delay later
+  double reorder = 0;     // held back until others have completed
+  double bit_flip = 0;
+  double wrong_offset = 0;
+  std::chrono::microseconds max_delay{2000};
+
+  bool any() const;
+};
+
+struct ReaderOptions {
+  std::string backend = "auto";  // "auto": uring where it works, else threads; "uring"; "threads"
+  int32_t depth = 16;            // chunks under way
+  int64_t chunk_bytes = 1 << 20;
+  int32_t threads = 8;           // of the "threads" backend
+  int32_t retries = 3;           // repeats of a chunk that failed with EIO
+  bool direct = true;            // O_DIRECT where the file system allows it
+  Faults faults;
+};
+
+struct ReaderStats {
+  int64_t requests;
+  int64_t chunks;
+  int64_t bytes;
+  int64_t short_reads;
+  int64_t retries;
+};
+
+class Reader {
+ public:
+  // Called on the I/O thread, once per request, in order of completion. Must not throw. It may call
+  // submit() and hasten().
+  using Done = std::function<void(const ReadResult&)>;
+
+  virtual ~Reader() = default;  // lets what is under way complete, drops what was not started
+
+  // From any thread; never waits for the disk. Throws Error(kClosed) after close().
+  virtual void submit(const ReadRequest& request) = 0;
+  // The prefetch `tag` has become a demand read. Unknown tags are ignored.
+  virtual void hasten(uint64_t tag) = 0;
+  // Refuses new requests, reports what was not started as ECANCELED, waits for what is under way.
+  virtual void close() = 0;
+
+  virtual ReaderStats stats() const = 0;
+  virtual const char* backend() const = 0;       // "uring", "threads"
+  virtual int64_t alignment() const = 0;         // of offsets, lengths and memory, in bytes
+  virtual std::vector<std::string> notes() const = 0;  // what was tried and fell back, in words
+};
+
+// `buffers` is memory that requests will read into; registered with io_uring where the memlock limit
+// allows it. Throws Error(kRead) for a file that cannot be opened, Error(kInvalid) for a backend that is
+// unknown or cannot work here (the message says why: seccomp, sysctl, not built in).
+std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
+                                    std::span<const MemoryRegion> buffers, Reader::Done done);
+
+// Why io_uring cannot be used in this process, or "" if it can. Probes by setting a ring up.
+std::string uring_unavailable();
+
+}  // namespace torch_mesh

@@ -1,0 +1,22 @@
+// Packing: quantise and lay out one expert, and back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/matrix_view.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+// Writes layout.bytes bytes, padding included. The result depends on the weights alone: every instruction set
+// packs the same bits. Integer scales minimise the squared error of each group over a set of candidates on the bf16 grid.
+// A weight that is not finite makes its group's scale NaN, so that it shows in the output instead of vanishing.
+void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record);
+
+// Weights as the kernels see them. gate_up is [halves * intermediate][hidden] with gate first, down is
+// [hidden][intermediate]; the biases likewise. A null pointer skips that part.
+void unpack_record(const RecordLayout& layout, const std::byte* record, float* gate_up, float* down,
+                   float* gate_up_bias, float* down_bias);
+
+}  // namespace torch_mesh

@@ -1,0 +1,46 @@
+// A policy chooses which resident expert to give up. It is a state machine over dense expert ids
+// (layer * experts + expert) without threads, clocks or memory of its own beyond what the constructor takes, so
+// the very same object serves the live pool and a simulation of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace torch_mesh {
+
+using ExpertId = int32_t;
+inline constexpr ExpertId kNoExpert = -1;
+
+class Policy {
+ public:
+  virtual ~Policy() = default;
+  virtual const char* name() const = 0;
+
+  virtual void admit(ExpertId id) = 0;   // has become resident, unpinned
+  virtual void remove(ExpertId id) = 0;  // is resident no more (evicted, or its read failed)
+  virtual void touch(ExpertId id) = 0;   // a forward uses it; resident
+  virtual void pin(ExpertId id) = 0;     // first pin: no victim until unpin()
+  virtual void unpin(ExpertId id) = 0;   // last pin gone
+  // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
+  virtual ExpertId victim() = 0;
+
+  // Router scores of one token over all experts of a layer (probabilities). Most policies have no use for them.
+  virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
+  // One forward of a layer begins: the clock of policies that decay.
+  virtual void tick(int32_t layer) { (void)layer; }
+};
+
+struct PolicyOptions {
+  int32_t layers;
+  int32_t experts;  // per layer
+  int32_t slots;
+};
+
+// "lru", "lfu" (decayed) or "slru"; "auto" is the one that wins on traces. Else Error(kInvalid).
+std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
+std::vector<std::string_view> policy_names();
+
+}  // namespace torch_mesh

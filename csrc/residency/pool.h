@@ -1,0 +1,147 @@
+// The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers of a model.
+//
+// The life of a slot:
+//
+//            reserve            land                 evict
+//   EMPTY ───────────▶ LOADING ───────▶ READY ─────────────────▶ EMPTY
+//     ▲                   │            (pinned by readers, evictable at zero pins)
+//     └───────────────────┘
+//        fail: the error stays with the slot until the last forward that joined the read has seen it
+//
+// - A pin counts a forward that uses the slot or waits for its read. A LOADING slot is never a victim, whether
+//   pinned or not, so a buffer is not reused before its read has completed.
+// - A forward waits for slots only while it holds no pin, first come first served; so forwards on a small pool
+//   cannot deadlock, and none starves.
+// - Reading, checking and packing happen outside the lock.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/runtime.h"
+#include "io/reader.h"
+#include "residency/policy.h"
+#include "store/source.h"
+
+namespace torch_mesh {
+
+enum class SlotState : uint8_t { kEmpty, kLoading, kReady };
+enum class Verify : uint8_t { kFirst, kAlways, kNever };
+
+struct PoolOptions {
+  int32_t slots = 0;
+  int64_t record_bytes = 0;  // a multiple of 4 KiB
+  std::string policy = "auto";
+  Verify verify = Verify::kFirst;
+  std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
+  ReaderOptions reader;
+  int32_t staging = 4;  // buffers for raw records; ignored for a store
+};
+
+// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record. Called on the I/O thread.
+using PackRecord =
+    std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
+
+// Counts since the pool was opened or reset. "Access" is one distinct expert of one forward of a layer.
+struct LayerStats {
+  int64_t accesses = 0;
+  int64_t hits = 0;             // was READY
+  int64_t cold_misses = 0;      // had to be read
+  int64_t inflight_misses = 0;  // was being read already: a prefetch, or another forward's demand
+  int64_t promoted = 0;         // reads that became READY
+  int64_t evicted = 0;
+  int64_t bytes_read = 0;
+  int64_t prefetches = 0;       // prefetch reads queued
+  int64_t failed = 0;           // reads that ended in an error
+  int64_t stall_nanoseconds = 0;  // forwards that had nothing to compute and waited
+};
+
+class Pool {
+ public:
+  // Reads from `source`; `pack` only for a raw one.
+  Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack);
+  // Records exist in memory only: layers * experts == slots, put there by fill(), never evicted.
+  Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
+  ~Pool();  // waits for reads under way; no Claim may be alive
+
+  // Copies a packed record into a slot and makes it READY.
+  void fill(int32_t layer, int32_t expert, std::span<const std::byte> record);
+
+  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Throws what a forward would throw.
+  void promote(int32_t layer, std::span<const int32_t> experts);
+  // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full pool.
+  void prefetch(int32_t layer, std::span<const int32_t> experts);
+  // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool throws.
+  int32_t evict(int32_t layer, std::span<const int32_t> experts);
+  void observe(int32_t layer, std::span<const float> scores);
+
+  SlotState state(int32_t layer, int32_t expert) const;
+  std::vector<LayerStats> stats() const;
+  void reset_stats();
+  // Waits for all reads under way; for tests and for closing.
+  void drain();
+  // Refuses new claims; idempotent.
+  void close();
+
+  // Throws std::logic_error naming the first broken invariant (expert map and slots agree, pin counts match
+  // the claims alive, policy residents are the READY slots, no slot is in two places ...).
+  void validate() const;
+
+  int32_t layers() const;
+  int32_t experts() const;
+  int32_t slots() const;
+  int32_t pinned() const;  // slots with at least one pin
+  int64_t memory_bytes() const;
+  const char* policy() const;
+  const Reader* reader() const;  // nullptr in a memory-only pool
+
+ private:
+  friend class Claim;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+struct ReadyExpert {
+  int32_t index;  // position in the claim's list of experts
+  const std::byte* record;
+};
+
+// The experts that one forward of one layer needs, handed out as they become ready: first all that are
+// resident, then each cold one as it lands. Keeps as many cold reads under way as there are slots for.
+class Claim {
+ public:
+  // `experts` are distinct and stay alive as long as the claim. Queues the first reads at once. `scratch` is room for
+  // the claim's bookkeeping: at least experts.size() entries, so that claiming allocates nothing.
+  struct Entry {
+    int32_t slot;
+    uint8_t state;  // private to the pool
+  };
+  Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch);
+  ~Claim();  // drops all pins; reads under way go on as if they were prefetches
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while there is none.
+  // Returns how many; 0 when every expert has been handed out. Throws Error when a read failed, timed out, or the wait was interrupted.
+  int32_t next(std::span<ReadyExpert> ready);
+  // The forward is done with this one; its slot may be reused, also by this claim.
+  void release(int32_t index);
+
+ private:
+  Pool& pool_;
+  int32_t layer_;
+  std::span<const int32_t> experts_;
+  std::span<Entry> entries_;
+  int32_t waiting_ = 0;   // not reserved yet
+  int32_t loading_ = 0;   // joined or queued, not handed out
+  int32_t held_ = 0;      // handed out, not released
+};
+
+}  // namespace torch_mesh

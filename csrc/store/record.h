@@ -1,0 +1,76 @@
+// The packed layout of one expert, the unit that a promotion reads with a single request.
+//
+// A record is   gate_up | down | gate_up bias | down bias | zeros up to 4 KiB.
+// A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so that
+// one thread streams it front to back. A block is a row of groups; a group of an integer format is
+//   64 bf16 scales | 64 int16 weight sums (int8 only) | its words,
+// and a bf16 block is words alone. A word is 32 bits and holds the next k-values of one column:
+//   bf16: 2 values                        [K/2][64] words
+//   int8: 4 signed bytes                  [group/4][64] words
+//   int4: k0..3 in the low nibbles of its bytes, k4..7 in the high ones, each value + 8
+//                                         [group/8][64] words
+// which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
+// block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and depth
+// to max(64, group). Weight sums correct products with activations that were shifted to unsigned:
+// sum((a + 128) * w) - 128 * sum(w).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace torch_mesh {
+
+enum class Format : uint8_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+
+inline constexpr int32_t kFormatVersion = 1;
+inline constexpr int32_t kBlockColumns = 64;
+inline constexpr int64_t kRecordAlignment = 4096;
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+struct PackedMatrix {
+  Format format;
+  int32_t group_size;    // 0 for bf16
+  int32_t columns;       // output features, without padding; of one half in a gated gate_up
+  int32_t depth;         // input features, without padding
+  int32_t blocks;        // 64-column blocks, gate and up counted both
+  int32_t depth_padded;  // a multiple of max(64, group_size)
+  int64_t group_bytes;   // scales, sums and words of one group; the whole block for bf16
+  int64_t block_bytes;
+
+  int32_t groups() const { return group_size == 0 ? 1 : depth_padded / group_size; }
+  int64_t scales_bytes() const { return format == Format::kBf16 ? 0 : kBlockColumns * 2; }
+  int64_t sums_bytes() const { return format == Format::kInt8 ? kBlockColumns * 2 : 0; }
+  int64_t bytes() const { return blocks * block_bytes; }
+};
+
+struct RecordLayout {
+  Format format;
+  int32_t group_size;
+  int32_t hidden;
+  int32_t intermediate;
+  bool gated;
+  bool bias;
+  PackedMatrix gate_up;
+  PackedMatrix down;
+  int64_t gate_up_offset;
+  int64_t down_offset;
+  int64_t gate_up_bias_offset;  // float[(gated ? 2 : 1) * intermediate], gate first; -1: none
+  int64_t down_bias_offset;     // float[hidden]; -1: none
+  int64_t bytes;                // a multiple of kRecordAlignment
+
+  int32_t halves() const { return gated ? 2 : 1; }
+
+  // Throws Error(kInvalid) for a size or group that the format does not know: group_size is one of
+  // 32, 64, 128 for integers and ignored for bf16; sizes are in [1, 2^20].
+  static RecordLayout make(Format format, int32_t group_size, int32_t hidden, int32_t intermediate,
+                           bool gated, bool bias);
+};
+
+Format format_from_name(std::string_view name);  // "bf16", "int8", "int4"; else Error(kInvalid)
+const char* format_name(Format format);
+
+}  // namespace torch_mesh

@@ -1,0 +1,46 @@
+// Where the records of a model come from, and what turns the bytes read into a packed record.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "store/extent.h"
+
+namespace torch_mesh {
+
+inline constexpr int32_t kMaxPieces = 6;  // gate, up, down and their biases
+
+struct Source {
+  std::vector<File> files;
+  int32_t layers = 0;
+  int32_t experts = 0;  // per layer
+  int32_t pieces = 1;   // extents per expert: 1 in a store, 2 to 6 in a raw checkpoint
+
+  // [layers][experts][pieces], row-major.
+  std::vector<Extent> extents;
+
+  // A record as stored lands in its slot and is used as it is. Raw weights land in a staging buffer,
+  // piece by piece, and are packed from there.
+  bool raw = false;
+
+  // [layers][experts]; empty: the source has none, and the first read of each record sets its own.
+  std::vector<uint64_t> checksums;
+  // Hashed before each record's bytes together with layer and expert, so that the right bytes in the
+  // wrong place do not pass.
+  std::array<uint8_t, 16> store_id{};
+
+  const Extent* expert(int32_t layer, int32_t index) const {
+    return &extents[(static_cast<size_t>(layer) * experts + index) * pieces];
+  }
+};
+
+// XXH3-64 over store id, layer, expert (both little-endian int32) and the record's bytes.
+uint64_t record_checksum(const std::array<uint8_t, 16>& store_id, int32_t layer, int32_t expert,
+                         const std::byte* record, int64_t bytes);
+
+// Throws Error(kInvalid) unless every extent lies within its file, nothing overflows, and counts agree.
+void validate(const Source& source);
+
+}  // namespace torch_mesh
