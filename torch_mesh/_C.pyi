@@ -1,0 +1,89 @@
+"""The control plane: what Python asks of the engine outside of a forward. The data plane is torch.ops.torch_mesh."""
+
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+torch_version: str  # of the torch this extension was built against
+
+def features() -> dict[str, str]:
+    """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'numa_nodes'."""
+
+def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
+def record_checksum(store_id: bytes, layer: int, expert: int, record: memoryview | bytes | npt.NDArray[np.uint8]) -> int: ...
+def policy_names() -> list[str]: ...
+def direct_io_alignment(path: str) -> int:
+    """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""
+
+class RawView(TypedDict):
+    """One matrix inside the pieces of a raw expert: element (r, c) is piece[offset + r*row_stride + c*column_stride], in elements."""
+
+    piece: int
+    offset: int
+    row_stride: int
+    column_stride: int
+
+class Source:
+    """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums`` uint64 [layers, experts] or None.
+
+    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32') and ``raw_views`` with keys among
+    gate, up, down, gate_bias, up_bias, down_bias; all experts of the model share them.
+    Raises ValueError if an extent does not lie within its file.
+    """
+
+    def __init__(
+        self,
+        files: list[tuple[str, int]],
+        extents: npt.NDArray[np.int64],
+        checksums: npt.NDArray[np.uint64] | None,
+        store_id: bytes,
+        raw_dtype: str | None = None,
+        raw_views: dict[str, RawView] | None = None,
+    ) -> None: ...
+
+class Engine:
+    """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts)."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        experts: int,
+        format: str,
+        group_size: int,
+        hidden: int,
+        intermediate: int,
+        gated: bool,
+        bias: bool,
+        activation: str | None,  # 'silu', 'gelu', 'gelu_tanh'; None: only grouped_linear is used
+        slots: int,
+        policy: str,
+        verify: str,
+        io: str,
+        threads: int,  # 0: torch's intra-op threads
+        workspace: int,
+        timeout: float,  # seconds
+        source: Source | None,
+        faults: dict[str, float] | None = None,  # seed and probabilities, see csrc/io/reader.h; for tests
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    def fill(self, layer: int, expert: int, record: npt.NDArray[np.uint8]) -> None: ...
+    def read_record(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
+        """A copy of the packed record, promoted if it is cold."""
+
+    def stats(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Each field of LayerStats (csrc/residency/pool.h) as int64 [layers]."""
+
+    def reset_stats(self) -> None: ...
+    def pinned(self) -> int: ...
+    def validate(self) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None:
+        """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
+
+    def describe(self) -> dict[str, object]:
+        """'slots', 'record_bytes', 'pool_bytes', 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes', 'huge_page_bytes'."""

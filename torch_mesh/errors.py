@@ -1,0 +1,42 @@
+"""Every exception that torch_mesh raises on purpose, apart from ``ValueError`` and ``TypeError`` for arguments."""
+
+from __future__ import annotations
+
+
+class MeshError(RuntimeError):
+    """Base class. ``layer``, ``expert``, ``file`` and ``offset`` say where, and are None where that is unknown."""
+
+    layer: int | None = None
+    expert: int | None = None
+    file: str | None = None
+    offset: int | None = None
+
+
+class UnsupportedModelError(MeshError):
+    """The model or checkpoint is of a kind that torch_mesh cannot run; the message lists those it can."""
+
+
+class StoreError(MeshError):
+    """A store or checkpoint on disk is damaged, incomplete, or not what its manifest says."""
+
+
+class ReadError(MeshError):
+    """Reading an expert failed; ``errno`` is the operating system's."""
+
+    errno: int | None = None
+
+
+class ChecksumError(MeshError):
+    """The bytes of an expert are not those that were stored, after a second read."""
+
+
+class ReadTimeoutError(MeshError):
+    """A read or a wait for a slot took longer than the pool's time-out."""
+
+
+class PoolClosedError(MeshError):
+    """The pool was closed (``unpatch``, or the model was deleted), or the handle is of an older generation."""
+
+
+class ForkedProcessError(MeshError):
+    """The pool was used in a forked child of the process that opened it."""
