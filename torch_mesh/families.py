@@ -1,0 +1,252 @@
+"""Finding a model's experts: which modules hold them, in what layout, and which kernel path computes them.
+
+transformers marks the experts modules that share one calling convention with ``use_experts_implementation``; what that
+decorator leaves on an instance describes its layout. Everything a family does beyond those flags is an entry of
+``ADAPTERS``, so that supporting one more never edits the code that uses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import activations
+from transformers.integrations import moe
+
+from .errors import UnsupportedModelError
+
+# Config attributes that hold the number of experts per token, in the order in which they are tried.
+_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+
+# What use_experts_implementation leaves on every instance.
+_LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the decorator's flags do not say about an experts class.
+
+    ``plain_gate``: its own ``_apply_gate`` computes act(gate) * up and nothing else, so the fused kernel may replace it.
+    """
+
+    plain_gate: bool = False
+
+
+# By the name of the experts class; a class that is not listed has the standard behaviour.
+ADAPTERS: dict[str, Adapter] = {
+    # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
+    "BeamExperts": Adapter(plain_gate=True),
+}
+
+# Families with experts that do not follow the decorated layout, by model type: why not.
+UNDECORATED: dict[str, str] = {
+    "dbrx": "its experts are stacked into matrices without an expert dimension",
+    "doge": "its experts are rows of embedding tables",
+    "jetmoe": "its experts are spread over attention and feed-forward layers",
+    "llama4": "its experts compute every token and weight their input, not their output",
+    "longcat_flash": "some of its experts are identities",
+    "nllb_moe": "its experts are separate modules with a capacity limit",
+    "step3p7": "its experts class is not marked with the standard layout, and clamps in some layers only",
+    "switch_transformers": "its experts are separate modules with a capacity limit",
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all experts of one pool have in common."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    has_gate: bool
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """One expert as ``torch.ops.torch_mesh.pack`` takes it: views, not copies.
+
+    ``gate`` (None without a gate) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate]; the biases
+    are vectors, or None.
+    """
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """The experts of one layer. Sizes are those of one expert, without padding."""
+
+    path: str  # as in model.named_modules()
+    module: nn.Module = field(repr=False)
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool  # weights are [experts, in, out]
+    is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
+    activation: str | None  # 'silu', 'gelu', 'gelu_tanh'; None: the module's own gate or activation must run
+    has_post_expert_norm: bool
+    expert_parallel: bool  # router ids >= num_experts are sentinels to skip
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.num_experts, self.hidden, self.intermediate, self.has_gate, self.has_bias)
+
+    @property
+    def fused_activation(self) -> str | None:
+        """The activation of the fused op; None where the layer must go through grouped_linear."""
+        return None if self.has_post_expert_norm else self.activation
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The module's expert parameters, which leave it while it is patched."""
+        names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        return names + tuple(f"{name}_bias" for name in names) if self.has_bias else names
+
+    def expert(self, index: int) -> ExpertTensors:
+        """Views of one expert's weights in the module's parameters."""
+        gate_up_name, down_name = self.parameter_names[:2]
+        gate_up = self._oriented(gate_up_name, index)
+        gate, up = self.split_gate_up(gate_up)
+        gate_bias = up_bias = down_bias = None
+        if self.has_bias:
+            gate_bias, up_bias = self.split_gate_up(getattr(self.module, f"{gate_up_name}_bias")[index])
+            down_bias = getattr(self.module, f"{down_name}_bias")[index]
+        return ExpertTensors(gate, up, self._oriented(down_name, index), gate_bias, up_bias, down_bias)
+
+    def split_gate_up(self, stacked: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Gate and up rows of one expert's [rows, ...] gate_up, in this module's order."""
+        if not self.has_gate:
+            return None, stacked
+        if self.is_concatenated:
+            return stacked[: self.intermediate], stacked[self.intermediate :]
+        return stacked[0::2], stacked[1::2]
+
+    def _oriented(self, name: str, index: int) -> torch.Tensor:
+        weight = getattr(self.module, name)[index]
+        return weight.t() if self.is_transposed else weight
+
+
+def find_experts(model: nn.Module) -> list[ExpertsLayer]:
+    """The experts layers of ``model`` in the order in which its modules are registered.
+
+    Works on meta parameters and on patched models too. Raises UnsupportedModelError, listing the supported families,
+    if there is none or one that cannot be supported.
+    """
+    layers = [_describe(path, module) for path, module in _decorated_modules(model)]
+    if not layers:
+        raise UnsupportedModelError(_no_experts_message(model))
+    return layers
+
+
+def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
+    """The geometry shared by all ``layers``; UnsupportedModelError if they differ, for one pool has slots of one size."""
+    first = layers[0]
+    for layer in layers[1:]:
+        if layer.geometry != first.geometry:
+            raise UnsupportedModelError(
+                f"torch_mesh needs experts of one shape in all layers, but {first.path} has {first.geometry} and "
+                f"{layer.path} has {layer.geometry}. Load the part of the model that you need "
+                "(for instance its text model) on its own."
+            )
+    return first.geometry
+
+
+def supported_families() -> list[str]:
+    """Folders of transformers.models whose experts have the decorated layout, in the installed transformers."""
+    models = Path(transformers.__file__).parent / "models"
+    decorated = re.compile(r"^@use_experts_implementation", re.MULTILINE)
+    return sorted(
+        {
+            source.parent.name
+            for source in models.glob("*/modeling_*.py")
+            if decorated.search(source.read_text(encoding="utf-8"))
+        }
+    )
+
+
+def _decorated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if all(flag in module.__dict__ for flag in _LAYOUT_FLAGS):
+            yield path, module
+
+
+def _describe(path: str, module: Any) -> ExpertsLayer:
+    gate_up = module.gate_up_proj if module.has_gate else module.up_proj
+    num_experts, rows, hidden = gate_up.transpose(-2, -1).shape if module.is_transposed else gate_up.shape
+    return ExpertsLayer(
+        path=path,
+        module=module,
+        num_experts=num_experts,
+        top_k=_top_k(path, module.config),
+        hidden=hidden,
+        intermediate=rows // 2 if module.has_gate else rows,
+        has_gate=module.has_gate,
+        has_bias=module.has_bias,
+        is_transposed=module.is_transposed,
+        is_concatenated=module.is_concatenated,
+        activation=_activation(module),
+        has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
+        expert_parallel=getattr(module, "_is_expert_parallel", False),
+    )
+
+
+def _adapter(module: nn.Module) -> Adapter:
+    for cls in type(module).__mro__:
+        if cls.__name__ in ADAPTERS:
+            return ADAPTERS[cls.__name__]
+    return Adapter()
+
+
+def _top_k(path: str, config: Any) -> int:
+    for name in _TOP_K_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+        if isinstance(value, list):  # one per layer: what the pool must hold is the largest
+            return max(value)
+    raise UnsupportedModelError(
+        f"The number of experts per token of {path} is unknown: {type(config).__name__} has none of {_TOP_K_NAMES}."
+    )
+
+
+def _activation(module: Any) -> str | None:
+    own_gate = module.has_gate and type(module)._apply_gate is not moe._default_apply_gate
+    if own_gate and not _adapter(module).plain_gate:
+        return None
+    return _activation_name(module.act_fn)
+
+
+def _activation_name(function: Any) -> str | None:
+    if function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation)):
+        return "silu"
+    if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
+        return "gelu_tanh"
+    if isinstance(function, activations.GELUActivation):
+        return "gelu"
+    if isinstance(function, nn.GELU):
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    return None
+
+
+def _no_experts_message(model: nn.Module) -> str:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    name = type(model).__name__ if model_type is None else f"{type(model).__name__} (model type {model_type!r})"
+    reason = UNDECORATED.get(
+        str(model_type).removesuffix("_text"), "it has no module with the experts layout of transformers"
+    )
+    return f"torch_mesh cannot run {name}: {reason}. Supported families: {', '.join(supported_families())}."
