@@ -1,0 +1,64 @@
+# Everything runs in .venv, which tools/bootstrap.sh fills; second runs only check that nothing has changed.
+#   make TORCH='torch==2.12.1'     another torch (any requirement that pip takes, with options if need be)
+#   make PYTHON=python3.12         another interpreter for a new .venv
+#   make PYTEST='-k reader -x'     further arguments for pytest
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST ?=
+export PYTHON TORCH
+
+RUN := .venv/bin/python
+BOOTSTRAP := tools/bootstrap.sh
+# ThreadSanitizer needs its shadow memory where address space randomisation of more than 28 bits may put other things.
+FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
+
+.NOTPARALLEL:
+.PHONY: help build build-dev demo test test-all test-engine test-tsan test-asan test-gpu style bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+build: ## .venv with torch, the requirements and the extension
+	@$(BOOTSTRAP)
+
+build-dev:
+	@$(BOOTSTRAP) --dev
+
+demo: build ## generate text with a quarter of a small model's experts resident
+	$(RUN) examples/demo.py
+
+test: build-dev engine-tests ## the engine's C++ tests, then the Python tests but the slow ones
+	$(RUN) -m pytest -m 'not slow' $(PYTEST)
+
+test-all: build-dev engine-tests ## the same, the slow ones too
+	$(RUN) -m pytest $(PYTEST)
+
+test-engine: build-dev engine-tests ## the engine's C++ tests alone
+
+.PHONY: engine-tests
+engine-tests:
+	$(RUN) setup.py engine_tests
+	build/engine-tests/engine_tests --gtest_brief=1
+
+test-tsan: build-dev ## the engine's C++ tests under ThreadSanitizer
+	$(RUN) setup.py engine_tests --sanitize thread
+	TSAN_OPTIONS="halt_on_error=1 $$TSAN_OPTIONS" $(FIXED_ADDRESSES) build/engine-tests-thread/engine_tests --gtest_brief=1
+
+test-asan: build-dev ## the engine's C++ tests under AddressSanitizer
+	$(RUN) setup.py engine_tests --sanitize address
+	build/engine-tests-address/engine_tests --gtest_brief=1
+
+test-gpu: build-dev ## the Python tests that need a CUDA device
+	$(RUN) -m pytest -m gpu $(PYTEST)
+
+style: build-dev ## ruff, mypy on the public package, clang-format
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy torch_mesh ops
+	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
+
+bench: build-dev ## every benchmark, one table each
+	@for benchmark in benchmarks/bench_*.py; do echo "$$benchmark"; $(RUN) "$$benchmark" || exit 1; done
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,129 @@
+#!/bin/sh
+# Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
+# Usage: tools/bootstrap.sh [--dev]; --dev adds what tests and style checks need.
+# Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
+set -eu
+
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+torch=${TORCH:-torch==2.13.0}
+cxx=${CXX:-g++}
+venv_python=.venv/bin/python
+stamps=.venv/stamps
+
+dev=
+case "${1-}" in
+  '') ;;
+  --dev) dev=yes ;;
+  *) echo "usage: $0 [--dev]" >&2; exit 2 ;;
+esac
+
+say() { printf 'torch_mesh: %s\n' "$*" >&2; }
+die() { say "$@"; exit 1; }
+
+check_python() {
+  command -v "$python" >/dev/null || die "there is no '$python'; install Python 3.10 or newer, or name it: make PYTHON=/path/to/python3"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "'$python' is $("$python" --version 2>&1), torch_mesh needs 3.10 or newer; name another: make PYTHON=/path/to/python3"
+}
+
+has_header() { printf '#include <%s>\n' "$1" | "$cxx" -std=c++20 -x c++ -E - >/dev/null 2>&1; }
+
+# Debian's Python comes without its headers and without ensurepip; others bring both along.
+python_package() {
+  "$python" -c 'import sys; print("python%d.%d-%s" % (*sys.version_info[:2], sys.argv[1]))' "$1"
+}
+
+required_packages() {
+  command -v "$cxx" >/dev/null || echo g++
+  has_header xxhash.h || echo libxxhash-dev
+  "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    python_package dev
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || python_package venv
+  if [ -n "$dev" ] && ! has_header gtest/gtest.h; then echo libgtest-dev; fi
+}
+
+optional_packages() { has_header liburing.h || echo liburing-dev; }
+
+apt_install() {
+  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
+
+install_system_packages() {
+  required=$(required_packages | tr '\n' ' ')
+  optional=$(optional_packages | tr '\n' ' ')
+  [ -n "$required$optional" ] || return 0
+  if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    say "installing system packages: $required$optional"
+    apt-get update -q || say "apt-get update failed; going on with the package lists that are there"
+    # shellcheck disable=SC2086  # a list of names
+    if [ -n "$required" ]; then apt_install $required || die "could not install: $required"; fi
+    # shellcheck disable=SC2086
+    if [ -n "$optional" ]; then apt_install $optional || say "could not install: $optional"; fi
+    # g++ has come only now, so what is missing is known only now.
+    required=$(required_packages | tr '\n' ' ')
+    optional=$(optional_packages | tr '\n' ' ')
+  fi
+  [ -z "$required" ] ||
+    die "these system packages are missing: $required- install them with: sudo apt-get install $required$optional"
+  [ -z "$optional" ] ||
+    say "building without io_uring: reads will go through a pool of threads; to have it: sudo apt-get install $optional"
+}
+
+make_venv() {
+  if "$venv_python" -m pip --version >/dev/null 2>&1; then
+    ours=$("$venv_python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    asked=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    [ "$ours" = "$asked" ] || say ".venv stays with Python $ours although $python is $asked; remove .venv to change over"
+  else
+    say "creating .venv"
+    "$python" -m venv --clear .venv
+  fi
+  mkdir -p "$stamps"
+}
+
+hash_of() { sha256sum | cut -d ' ' -f 1; }
+is_stamped() { [ "$(cat "$stamps/$1" 2>/dev/null)" = "$2" ]; }
+stamp() { printf '%s\n' "$2" >"$stamps/$1"; }
+torch_version() { "$venv_python" -c 'from importlib.metadata import version; print(version("torch"))'; }
+
+# Alone and before everything else: with other requirements in the same command pip may choose another build of it.
+install_torch() {
+  if is_stamped torch "$torch"; then return; fi
+  say "installing $torch"
+  # shellcheck disable=SC2086  # TORCH may carry options of pip, such as an index
+  "$venv_python" -m pip install $torch
+  stamp torch "$torch"
+}
+
+install_requirements() {
+  groups="build run${dev:+ dev}"
+  wanted=$(for group in $groups; do "$venv_python" tools/requirements.py "$group"; done)
+  key=$(printf '%s\n%s\n' "$torch" "$wanted" | hash_of)
+  if is_stamped "requirements${dev:+-dev}" "$key"; then return; fi
+  say "installing requirements"
+  # The installed torch is named too, so that a conflict with it is an error and never a replacement.
+  printf '%s\n' "$wanted" "torch==$(torch_version)" >.venv/requirements.txt
+  "$venv_python" -m pip install -r .venv/requirements.txt
+  stamp "requirements${dev:+-dev}" "$key"
+}
+
+build_extension() {
+  key=$({
+    find csrc setup.py pyproject.toml torch_mesh/version.py -type f -exec sha256sum {} + | LC_ALL=C sort -k 2
+    torch_version
+    "$cxx" --version
+    has_header liburing.h && echo liburing
+  } | hash_of)
+  if is_stamped extension "$key" && ls torch_mesh/_C*.so >/dev/null 2>&1; then return; fi
+  say "building the extension; the first time this takes some minutes"
+  "$venv_python" -m pip install --no-build-isolation --no-deps -e .
+  stamp extension "$key"
+}
+
+check_python
+install_system_packages
+make_venv
+install_torch
+install_requirements
+build_extension
