@@ -1,0 +1,291 @@
+"""Headers of safetensors files: where each tensor's bytes stand.
+
+The safetensors library does not tell offsets, and the engine reads by offset, so the header is parsed here. The file is
+hostile until shown otherwise: every count, size and offset is checked before anything is believed, and what fails is a
+``StoreError`` that names the file and the tensor. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_mesh.errors import StoreError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_TENSORS = 1 << 20
+# Commas and opening brackets of a header: bounds what json builds from it, about 64 bytes for each, before it is built.
+MAX_STRUCTURE = 12 * MAX_TENSORS
+MAX_RANK = 32
+MAX_INTEGER = (1 << 63) - 1
+ALIGNMENT = 4096
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file. ``offset`` counts bytes from the start of the file, not of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: tensors lie in the file, do not overlap, and leave no hole."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    data_start: int
+    file_bytes: int
+
+
+def store_error(path: str | os.PathLike[str], problem: str, offset: int | None = None) -> StoreError:
+    """A ``StoreError`` about one file, with ``file`` and ``offset`` set."""
+    error = StoreError(f"{os.fspath(path)}: {problem}")
+    error.file = os.fspath(path)
+    error.offset = offset
+    return error
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """The checked header of one safetensors file. Raises ``StoreError`` for anything else than a well-formed one."""
+    path = Path(path)
+    raw, file_bytes = _read_raw_header(path)
+    try:
+        table = parse_json(raw)
+    except ValueError as problem:
+        raise store_error(path, f"the header is not valid JSON: {problem}") from None
+    if not isinstance(table, dict):
+        raise store_error(path, f"the header is a JSON {type(table).__name__}, not an object")
+    metadata = _check_metadata(path, table.pop("__metadata__", None))
+    if len(table) > MAX_TENSORS:
+        raise store_error(path, f"the header lists {len(table)} tensors; at most {MAX_TENSORS} are accepted")
+    data_start = 8 + len(raw)
+    tensors = {name: _check_tensor(path, name, entry, data_start, file_bytes) for name, entry in table.items()}
+    _check_coverage(path, tensors.values(), data_start, file_bytes)
+    return Header(path, tensors, metadata, data_start, file_bytes)
+
+
+def parse_json(raw: bytes, floats: bool = False) -> Any:
+    """JSON of untrusted origin. Raises ``ValueError`` where the text is not UTF-8, nests too deep, repeats a key, or holds an integer
+    beyond 64 bits, a constant like NaN or, without ``floats``, a float."""
+    if raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_STRUCTURE:
+        raise ValueError(f"it has more than {MAX_STRUCTURE} elements")
+    try:
+        return json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_int=_parse_integer,
+            parse_float=float if floats else _refuse_number,
+            parse_constant=_refuse_number,
+        )
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """Length field and header for tensors ``(name, dtype, shape, bytes)`` that follow one another, padded with spaces so that
+    the data starts at a multiple of 4 KiB."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes is over the limit of {MAX_HEADER_BYTES}: use more files")
+    return struct.pack("<Q", len(text)) + text
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The safetensors files that make up a checkpoint folder: ``model.safetensors``, or those that its index names.
+
+    Raises ``StoreError`` if there is neither, if the index is malformed, or if it names anything but a file of that folder.
+    """
+    folder = Path(folder)
+    single = folder / SINGLE_NAME
+    if single.is_file():
+        return [single]
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_index(index).values()))]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        raise store_error(
+            folder,
+            "holds pickled weights only; torch_mesh reads safetensors (save_pretrained of the loaded model writes them)",
+        )
+    raise store_error(folder, f"holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The ``weight_map`` of a sharded checkpoint: tensor name to file name. A file name is one plain component: no path leads out."""
+    path = Path(path)
+    table = read_json_file(path, floats=True)  # some writers give total_size as a float
+    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise store_error(path, "has no 'weight_map' object that names tensors and their files")
+    for tensor, name in weight_map.items():
+        check_file_name(path, name, f"tensor {tensor!r}")
+    return weight_map
+
+
+def read_json_file(path: Path, floats: bool = False) -> Any:
+    """``parse_json`` of a file of bounded size; ``StoreError`` where it cannot be read or parsed."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_HEADER_BYTES + 1)
+    except OSError as problem:
+        raise store_error(path, f"cannot be read: {problem.strerror}") from problem
+    if len(raw) > MAX_HEADER_BYTES:
+        raise store_error(path, f"has more than the {MAX_HEADER_BYTES} bytes that are accepted")
+    try:
+        return parse_json(raw, floats)
+    except ValueError as problem:
+        raise store_error(path, f"is not valid JSON: {problem}") from None
+
+
+def check_file_name(path: Path, name: object, what: str) -> None:
+    """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control characters."""
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
+    if not plain or any(0xD800 <= ord(c) < 0xE000 for c in name):  # a lone surrogate has no bytes to open a file with
+        raise store_error(path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder")
+
+
+def _read_raw_header(path: Path) -> tuple[bytes, int]:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise store_error(path, "is not a regular file")
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise store_error(
+                    path, f"ends after {len(prefix)} bytes; a safetensors file starts with an 8-byte length", 0
+                )
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_BYTES:
+                raise store_error(path, f"says its header has {length} bytes; the format allows {MAX_HEADER_BYTES}", 0)
+            if length > file_bytes - 8:
+                raise store_error(
+                    path, f"says its header has {length} bytes, but has {file_bytes} in all: truncated?", 0
+                )
+            raw = file.read(length)
+            if len(raw) < length:
+                raise store_error(path, f"shrank while it was read: {len(raw)} of {length} header bytes", 8)
+    except OSError as problem:
+        raise store_error(path, f"cannot be read: {problem.strerror}") from problem
+    if not raw.startswith(b"{"):
+        raise store_error(path, "the header does not start with '{': not a safetensors file", 8)
+    return raw, file_bytes
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return table
+
+
+def _parse_integer(digits: str) -> int:
+    # int() of a long string of digits takes quadratic time before Python 3.11.
+    if len(digits) > 20 or abs(int(digits)) > MAX_INTEGER:
+        raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
+    return int(digits)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text[:40]} stands where only integers may")
+
+
+def _check_metadata(path: Path, metadata: object) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise store_error(path, "'__metadata__' is not an object of strings")
+    return metadata
+
+
+def _check_tensor(path: Path, name: str, entry: object, data_start: int, file_bytes: int) -> Tensor:
+    def refuse(problem: str) -> NoReturn:
+        raise store_error(path, f"tensor {name!r}: {problem}")
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        refuse("is not described by exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        refuse(f"has the unknown dtype {dtype!r}")
+    if not _are_sizes(shape) or len(shape) > MAX_RANK:
+        refuse(f"has the shape {_short(shape)}; it must be a list of at most {MAX_RANK} sizes >= 0")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        refuse(f"has the data_offsets {_short(offsets)}; they must be [begin, end] with 0 <= begin <= end")
+    begin, end = offsets
+    if data_start + end > file_bytes:
+        refuse(f"ends at byte {data_start + end}, the file at {file_bytes}: truncated?")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (end - begin):
+        refuse(f"has {end - begin} bytes, but {dtype} of shape {_short(shape)} has {_short(bits)} bits")
+    return Tensor(name, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_coverage(path: Path, tensors: Iterable[Tensor], data_start: int, file_bytes: int) -> None:
+    end, previous = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.bytes)):
+        if tensor.offset < end:
+            raise store_error(
+                path, f"tensor {tensor.name!r} overlaps {previous} at byte {tensor.offset}", tensor.offset
+            )
+        if tensor.offset > end:
+            raise store_error(path, f"{tensor.offset - end} bytes before tensor {tensor.name!r} belong to none", end)
+        end, previous = tensor.offset + tensor.bytes, repr(tensor.name)
+    if end != file_bytes:
+        raise store_error(path, f"{file_bytes - end} bytes after {previous} belong to no tensor", end)
