@@ -1,0 +1,259 @@
+"""What a user may choose about a patched model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.quantizers import auto
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+_ENVIRONMENT_PREFIX = "TORCH_MESH_"
+
+WEIGHTS = ("auto", "bf16", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)
+IO = ("auto", "uring", "threads")
+POLICIES = ("auto", "lru", "lfu", "slru")
+VERIFY = ("first", "always", "never")
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+_NOT_GIVEN: Any = _NotGiven()
+
+
+def parse_size(value: str | int, field: str) -> int:
+    """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``; ValueError names ``field`` and what is allowed."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip().lower())
+        if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
+            return size
+    raise ValueError(
+        f"{field}={value!r} is not a size: give bytes or a number with a unit among KiB, MiB, GiB, TiB, KB, MB, GB, TB."
+    )
+
+
+def _one_of(allowed: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def check(field: str, value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(map(repr, allowed))}.")
+        return value
+
+    return check
+
+
+def _check_resident(field: str, value: Any) -> str | float:
+    if value == "auto":
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[01]?\.\d+|[01]", value.strip()):
+        value = float(value)
+    if isinstance(value, float) or (value == 1 and not isinstance(value, bool)):
+        if 0 < value <= 1:
+            return float(value)
+        raise ValueError(f"{field}={value!r} is not a fraction of all experts: it must be in (0, 1].")
+    try:
+        parse_size(value, field)
+    except ValueError as error:
+        raise ValueError(f"{error} Or a fraction of all experts in (0, 1], or 'auto'.") from None
+    return value
+
+
+def _check_group_size(field: str, value: Any) -> int:
+    if str(value).strip() not in map(str, GROUP_SIZES):
+        raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
+    return int(value)
+
+
+def _check_store(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError(f"{field}={value!r} is not a folder: give a path, or None.")
+    return os.path.expanduser(os.fspath(value))
+
+
+def _check_threads(field: str, value: Any) -> str | int:
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", str(value).strip()):
+        raise ValueError(f"{field}={value!r} is not a number of threads: give a positive number or 'auto'.")
+    return int(value)
+
+
+def _check_workspace(field: str, value: Any) -> str | int:
+    parse_size(value, field)
+    return value
+
+
+def _check_timeout(field: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if isinstance(value, bool) or not 0 < seconds < float("inf"):
+        raise ValueError(f"{field}={value!r} is not a time-out: give a positive number of seconds.")
+    return seconds
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "resident": _check_resident,
+    "weights": _one_of(WEIGHTS),
+    "group_size": _check_group_size,
+    "store": _check_store,
+    "io": _one_of(IO),
+    "policy": _one_of(POLICIES),
+    "verify": _one_of(VERIFY),
+    "threads": _check_threads,
+    "workspace": _check_workspace,
+    "timeout": _check_timeout,
+}
+
+_DEFAULTS: dict[str, Any] = {
+    "resident": "auto",
+    "weights": "auto",
+    "group_size": 64,
+    "store": None,
+    "io": "auto",
+    "policy": "auto",
+    "verify": "first",
+    "threads": "auto",
+    "workspace": "256MiB",
+    "timeout": 30.0,
+}
+
+
+@auto.register_quantization_config("mesh")
+@dataclass(init=False, repr=False)
+class MeshConfig(QuantizationConfigMixin):
+    """How a model's experts are stored, kept resident and read. Also a ``quantization_config=`` of ``from_pretrained``.
+
+    A field that is not given comes from the environment (``TORCH_MESH_RESIDENT`` ...), then from the checkpoint's own
+    config, then from its default.
+
+    Args:
+        resident: how much of the experts stays in memory: ``"auto"`` (free memory less a margin; cgroup limits count),
+            a size such as ``"8GiB"``, bytes, or a fraction of all experts in (0, 1].
+        weights: ``"bf16"``, ``"int8"``, ``"int4"``, or ``"auto"``: as the checkpoint or store has them.
+        group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
+        store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
+            formats are converted once into the cache folder.
+        io: ``"auto"``, ``"uring"`` or ``"threads"``.
+        policy: ``"auto"``, ``"lru"``, ``"lfu"`` or ``"slru"``.
+        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
+        threads: ``"auto"`` (torch's intra-op threads) or a number.
+        workspace: memory for products and activations, as a size or bytes.
+        timeout: seconds that a read or a wait for a slot may take.
+
+    Raises ValueError for an unknown field or value, saying what is allowed.
+    """
+
+    resident: str | float
+    weights: str
+    group_size: int
+    store: str | None
+    io: str
+    policy: str
+    verify: str
+    threads: str | int
+    workspace: str | int
+    timeout: float
+
+    def __init__(
+        self,
+        *,
+        resident: str | float = _NOT_GIVEN,
+        weights: str = _NOT_GIVEN,
+        group_size: int = _NOT_GIVEN,
+        store: str | os.PathLike[str] | None = _NOT_GIVEN,
+        io: str = _NOT_GIVEN,
+        policy: str = _NOT_GIVEN,
+        verify: str = _NOT_GIVEN,
+        threads: str | int = _NOT_GIVEN,
+        workspace: str | int = _NOT_GIVEN,
+        timeout: float = _NOT_GIVEN,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _CHECKS and value is not _NOT_GIVEN}
+        self._resolve(given | unknown, {})
+
+    @property
+    def workspace_bytes(self) -> int:
+        return parse_size(self.workspace, "workspace")
+
+    @property
+    def thread_count(self) -> int:
+        """As the engine takes it: 0 is torch's intra-op threads."""
+        return 0 if isinstance(self.threads, str) else self.threads
+
+    def replace(self, **fields: Any) -> MeshConfig:
+        """A copy in which ``fields`` are given."""
+        copy = MeshConfig()
+        copy._resolve(self._given | fields, self.to_dict())
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method} | {name: getattr(self, name) for name in _CHECKS}
+
+    def __iter__(self) -> Any:
+        return iter(self.to_dict().items())
+
+    def __repr__(self) -> str:
+        return f"MeshConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in _CHECKS)})"
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:  # type: ignore[override]
+        """The config that a checkpoint's config.json holds; the environment beats it."""
+        config = cls()
+        config._resolve({name: kwargs.pop(name) for name in list(kwargs) if name in _CHECKS}, config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """The fields that were given, which from_pretrained puts in the place of the checkpoint's own."""
+        return {name: getattr(self, name) for name in self._given}
+
+    def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+        self.quant_method: Any = "mesh"
+        self._given = _environment() | _checked(given)
+        stored = _checked({name: value for name, value in checkpoint.items() if name != "quant_method"})
+        for name, value in (_DEFAULTS | stored | self._given).items():
+            setattr(self, name, value)
+
+
+def _environment() -> dict[str, Any]:
+    fields = {}
+    for name, check in _CHECKS.items():
+        variable = f"{_ENVIRONMENT_PREFIX}{name.upper()}"
+        if value := os.environ.get(variable):
+            fields[name] = check(variable, value)
+    return fields
+
+
+def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    for name in fields:
+        if name not in _CHECKS:
+            close = difflib.get_close_matches(name, _CHECKS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"MeshConfig has no field {name!r}.{hint} Its fields are {', '.join(_CHECKS)}.")
+    return {name: _CHECKS[name](name, value) for name, value in fields.items()}
+
+
+# Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MeshConfig,)

@@ -1,0 +1,117 @@
+"""How much memory this process may still take, and how many experts fit into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+
+from .config import parse_size
+
+# What "auto" leaves to the rest of the process: activations, the KV cache, the page cache's working set.
+_MARGIN_BYTES = 512 << 20
+_MARGIN_SHARE = 8  # one part in so many
+
+
+def available_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory that can be taken without swapping or being killed: the least of what the machine and every memory
+    cgroup above this process (v1 or v2) have left. Page cache that can be dropped counts as free."""
+    return max(0, min([_machine_available(proc), *_cgroups_available(proc)]))
+
+
+def resident_slots(
+    resident: str | float, *, layers: int, experts: int, top_k: int, record_bytes: int, reserved: int = 0
+) -> int:
+    """How many experts a pool holds, between ``top_k`` and layers * experts.
+
+    ``resident`` is that of MeshConfig; "auto" takes what is free now less ``reserved`` bytes and a margin.
+    Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``.
+    """
+    every = layers * experts
+    if isinstance(resident, float):
+        # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
+        return max(top_k, math.floor(Fraction(str(resident)) * every))
+    if resident == "auto":
+        free = available_bytes() - reserved
+        budget = free - max(_MARGIN_BYTES, free // _MARGIN_SHARE)
+        return min(every, max(top_k, budget // record_bytes))
+    slots = parse_size(resident, "resident") // record_bytes
+    if slots < top_k:
+        raise ValueError(
+            f"resident={resident!r} holds {slots} experts of {record_bytes:,} bytes, but every token needs {top_k}: "
+            f"give at least {top_k * record_bytes:,} bytes."
+        )
+    return min(every, slots)
+
+
+def _machine_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{proc / 'meminfo'} has no MemAvailable line")
+
+
+def _cgroups_available(proc: Path) -> Iterator[int]:
+    for version, folder, mount in _memory_cgroups(proc):
+        while True:
+            left = _cgroup_left(version, folder)
+            if left is not None:
+                yield left
+            if folder == mount or mount not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _memory_cgroups(proc: Path) -> Iterator[tuple[int, Path, Path]]:
+    """(version, folder of this process's cgroup, mount point) for each hierarchy that controls memory."""
+    own = {}
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            own[2] = path
+        elif "memory" in controllers.split(","):
+            own[1] = path
+    for line in _lines(proc / "self/mountinfo"):
+        fields, _, (kind, _, options) = _split_mount(line)
+        version = 2 if kind == "cgroup2" else 1 if kind == "cgroup" and "memory" in options.split(",") else 0
+        if version in own:
+            root, mount = PurePosixPath(fields[3]), Path(fields[4])
+            path = PurePosixPath(own[version])
+            # A container may see its own cgroup mounted as the root of the hierarchy.
+            inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+            yield version, mount / inside, mount
+
+
+def _split_mount(line: str) -> tuple[list[str], str, tuple[str, str, str]]:
+    before, dash, after = line.partition(" - ")
+    kind, source, options = after.split(" ", 2)
+    return before.split(" "), dash, (kind, source, options)
+
+
+def _cgroup_left(version: int, folder: Path) -> int | None:
+    """Bytes up to this cgroup's limit; None without a limit, or where the files cannot be read."""
+    if version == 2:
+        limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
+        usage, prefix = _number(folder / "memory.current"), ""
+    else:
+        limits = [_number(folder / "memory.limit_in_bytes")]
+        usage, prefix = _number(folder / "memory.usage_in_bytes"), "total_"
+    known = [limit for limit in limits if limit is not None]
+    if not known or usage is None:
+        return None
+    droppable = (f"{prefix}inactive_file", f"{prefix}active_file")
+    statistics = (line.split() for line in _lines(folder / "memory.stat"))
+    return min(known) - usage + sum(int(value) for name, value in statistics if name in droppable)
+
+
+def _number(file: Path) -> int | None:
+    lines = _lines(file)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
