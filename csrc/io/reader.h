@@ -114,6 +114,10 @@ class Reader {
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
 
+// What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file system does not say, -1 if
+// it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be opened.
+int64_t direct_io_alignment(const std::string& path);
+
 // Why io_uring cannot be used in this process, or "" if it can. Probes by setting a ring up.
 std::string uring_unavailable();
 

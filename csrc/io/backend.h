@@ -1,0 +1,65 @@
+// The concept that carries out one chunk at a time. Everything a Reader promises (order, repeats,
+// reports) stands above it, so a backend knows neither requests nor retries.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/file_table.h"
+#include "io/reader.h"
+
+namespace torch_mesh {
+
+// `chunk` is below the depth that the backend was made with and names one chunk until it completes.
+struct ChunkRead {
+  int32_t chunk;
+  int32_t file;
+  int64_t offset;
+  int64_t bytes;
+  std::byte* to;
+};
+
+struct ChunkResult {
+  int32_t chunk;
+  int64_t result;  // bytes read, or a negative errno
+};
+
+// All members but wake() are called on the reader's I/O thread.
+class Backend {
+ public:
+  virtual ~Backend() = default;  // after stop(), or when start() threw
+
+  // Throws Error(kInvalid) when this backend cannot work here, with the reason.
+  virtual void start() = 0;
+  // Takes a chunk over without waiting for it. At most capacity() are under way at a time.
+  virtual void submit(const ChunkRead& read) = 0;
+  // Completed chunks, as many as fit into `results`. Returns early, perhaps with none, on wake()
+  // and when the time is over.
+  virtual int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) = 0;
+  // From any thread: ends the current wait(), or the next one if none is under way.
+  virtual void wake() = 0;
+  // Gives everything back; nothing may be under way.
+  virtual void stop() = 0;
+
+  virtual const char* name() const = 0;
+  virtual int32_t capacity() const = 0;
+  // What start() tried and fell back from, in words.
+  virtual std::vector<std::string> notes() const = 0;
+};
+
+std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,
+                                              int32_t threads, int32_t depth);
+
+std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
+                                            std::span<const MemoryRegion> buffers, int32_t depth);
+
+std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner,
+                                             std::shared_ptr<const FileTable> files,
+                                             const Faults& faults);
+
+}  // namespace torch_mesh

@@ -1,0 +1,309 @@
+#include "io/chunk_scheduler.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+
+namespace torch_mesh {
+
+namespace {
+
+// Requests that fit before the tables grow: more than a forward of the largest models asks for.
+constexpr size_t kReservedRequests = 4096;
+// Attempts in a row that bring nothing: a kernel that keeps saying EAGAIN, or a file cut off within
+// a block, must end in an error and not in a loop.
+constexpr int32_t kMaxInterruptions = 1000;
+constexpr int32_t kMaxShortStalls = 8;
+
+}  // namespace
+
+ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment,
+                               int32_t retries)
+    : chunk_bytes_(chunk_bytes), alignment_(alignment), retries_(retries) {
+  assert(depth > 0 && chunk_bytes > 0 && chunk_bytes % alignment == 0);
+  requests_.reserve(kReservedRequests);
+  free_requests_.reserve(kReservedRequests);
+  chunks_.resize(depth);
+  for (int32_t chunk = depth - 1; chunk >= 0; --chunk) free_chunks_.push_back(chunk);
+}
+
+void ChunkScheduler::push(Queue& queue, int32_t request) {
+  requests_[request].previous = queue.tail;
+  requests_[request].next = -1;
+  (queue.tail < 0 ? queue.head : requests_[queue.tail].next) = request;
+  queue.tail = request;
+}
+
+void ChunkScheduler::unlink(Queue& queue, int32_t request) {
+  const Request& gone = requests_[request];
+  (gone.previous < 0 ? queue.head : requests_[gone.previous].next) = gone.next;
+  (gone.next < 0 ? queue.tail : requests_[gone.next].previous) = gone.previous;
+}
+
+void ChunkScheduler::add(const ReadRequest& read) {
+  assert(read.pieces >= 1 && read.pieces <= kMaxPieces);
+  if (free_requests_.empty()) {
+    free_requests_.push_back(static_cast<int32_t>(requests_.size()));
+    requests_.emplace_back();
+  }
+  const int32_t index = free_requests_.back();
+  free_requests_.pop_back();
+  Request& request = requests_[index];
+  request = Request{};
+  request.read = read;
+  request.state = RequestState::kQueued;
+  push(queue_of(read.urgency), index);
+  ++live_;
+  ++stats_.requests;
+  if (canceled_) {
+    stop_cutting(index);
+    finish_if_complete(index);
+  }
+}
+
+void ChunkScheduler::hasten(uint64_t tag) {
+  for (size_t index = 0; index < requests_.size(); ++index) {
+    Request& request = requests_[index];
+    const bool waits =
+        request.state == RequestState::kQueued || request.state == RequestState::kCut;
+    if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) continue;
+    if (request.state == RequestState::kQueued) {
+      unlink(queued_prefetch_, static_cast<int32_t>(index));
+      push(queued_demand_, static_cast<int32_t>(index));
+    }
+    request.read.urgency = Urgency::kDemand;
+  }
+}
+
+void ChunkScheduler::cancel() {
+  canceled_ = true;
+  for (size_t index = 0; index < chunks_.size(); ++index) {
+    if (chunks_[index].state == ChunkState::kReady) fail(static_cast<int32_t>(index), ECANCELED);
+  }
+  for (Queue* queue : {&queued_demand_, &queued_prefetch_}) {
+    while (queue->head >= 0) {
+      const int32_t request = queue->head;
+      stop_cutting(request);
+      finish_if_complete(request);
+    }
+  }
+}
+
+std::optional<ChunkRead> ChunkScheduler::next() {
+  for (const Urgency urgency : {Urgency::kDemand, Urgency::kPrefetch}) {
+    int32_t chunk = ready_chunk(urgency);
+    if (chunk < 0) chunk = cut(urgency);
+    if (chunk >= 0) return start(chunk);
+  }
+  return std::nullopt;
+}
+
+int32_t ChunkScheduler::ready_chunk(Urgency urgency) const {
+  if (ready_ == 0) return -1;
+  for (size_t index = 0; index < chunks_.size(); ++index) {
+    const Chunk& chunk = chunks_[index];
+    if (chunk.state == ChunkState::kReady && requests_[chunk.request].read.urgency == urgency) {
+      return static_cast<int32_t>(index);
+    }
+  }
+  return -1;
+}
+
+// Moves on to the next byte that somebody needs; false when there is none.
+bool ChunkScheduler::skip_to_needed(Request& request) const {
+  while (request.cut_piece < request.read.pieces &&
+         request.cut_offset >= request.read.piece[request.cut_piece].needed) {
+    ++request.cut_piece;
+    request.cut_offset = 0;
+  }
+  return request.cut_piece < request.read.pieces;
+}
+
+int32_t ChunkScheduler::cut(Urgency urgency) {
+  Queue& queue = queue_of(urgency);
+  if (free_chunks_.empty() || queue.head < 0) return -1;
+  const int32_t owner = queue.head;
+  Request& request = requests_[owner];
+  // A request with nothing left to cut has left the queue.
+  const Piece& piece = request.read.piece[request.cut_piece];
+  const int32_t index = free_chunks_.back();
+  free_chunks_.pop_back();
+  const int64_t bytes = std::min(chunk_bytes_, piece.from.bytes - request.cut_offset);
+  chunks_[index] = Chunk{.state = ChunkState::kReady,
+                         .request = owner,
+                         .file = piece.from.file,
+                         .offset = piece.from.offset + request.cut_offset,
+                         .bytes = bytes,
+                         .needed = std::min(bytes, piece.needed - request.cut_offset),
+                         .landed = 0,
+                         .resume = 0,
+                         .retries = 0,
+                         .stalls = 0,
+                         .to = piece.to + request.cut_offset};
+  ++ready_;
+  ++stats_.chunks;
+  ++request.chunks;
+  request.cut_offset += bytes;
+  if (!skip_to_needed(request)) {
+    unlink(queue, owner);
+    request.state = RequestState::kCut;
+  }
+  return index;
+}
+
+ChunkRead ChunkScheduler::start(int32_t index) {
+  Chunk& chunk = chunks_[index];
+  assert(chunk.state == ChunkState::kReady);
+  chunk.state = ChunkState::kUnderWay;
+  --ready_;
+  return ChunkRead{.chunk = index,
+                   .file = chunk.file,
+                   .offset = chunk.offset + chunk.resume,
+                   .bytes = chunk.bytes - chunk.resume,
+                   .to = chunk.to + chunk.resume};
+}
+
+void ChunkScheduler::complete(int32_t index, int64_t result) {
+  Chunk& chunk = chunks_[index];
+  assert(chunk.state == ChunkState::kUnderWay);
+  chunk.state = ChunkState::kReady;
+  ++ready_;
+  if (result >= 0) {
+    advance(index, result);
+    return;
+  }
+  const int error = static_cast<int>(-result);
+  switch (recovery_for(error)) {
+    case Recovery::kRepeat:
+      if (++chunk.stalls > kMaxInterruptions) {
+        fail(index, error);
+      } else {
+        repeat(index);
+      }
+      return;
+    case Recovery::kRetry:
+      if (++chunk.retries > retries_) {
+        // ENODATA is how the block layer names a medium error; to our callers it is the file's end.
+        fail(index, error == ENODATA ? EIO : error);
+      } else {
+        repeat(index);
+      }
+      return;
+    case Recovery::kFail:
+      fail(index, error);
+      return;
+  }
+}
+
+ChunkScheduler::Recovery ChunkScheduler::recovery_for(int error) {
+  switch (error) {
+    case EINTR:      // a signal came first
+    case EAGAIN:     // the kernel ran out of something for a moment
+    case EBUSY:      // likewise
+    case ENOMEM:     // likewise; memory may come back
+    case ECANCELED:  // the kernel dropped it, nobody here did
+      return Recovery::kRepeat;
+    case EIO:        // the disk; the next attempt may be served by its own error correction
+    case ENODATA:    // medium error, from the block layer
+    case EREMOTEIO:  // target error
+    case ETIMEDOUT:  // the device did not answer in time
+    case ENOLINK:    // the path to it went away
+    case EILSEQ:     // its protection information did not match
+      return Recovery::kRetry;
+    default:  // EINVAL, EFAULT, EBADF, EISDIR, ESTALE …: the same again would fail the same way
+      return Recovery::kFail;
+  }
+}
+
+void ChunkScheduler::advance(int32_t index, int64_t bytes) {
+  Chunk& chunk = chunks_[index];
+  assert(bytes <= chunk.bytes - chunk.resume);
+  stats_.bytes += bytes;
+  const int64_t landed = chunk.resume + bytes;
+  if (landed >= chunk.needed) {
+    release(index);
+    return;
+  }
+  ++stats_.short_reads;
+  const bool progress = landed > chunk.landed;
+  chunk.landed = std::max(chunk.landed, landed);
+  chunk.stalls = progress ? 0 : chunk.stalls + 1;
+  // Direct I/O refuses to go on from the middle of a block, so that block is read again. A file
+  // that ends within it brings the same bytes each time.
+  chunk.resume = chunk.landed / alignment_ * alignment_;
+  if (bytes == 0 || chunk.stalls > kMaxShortStalls) {
+    fail(index, ENODATA);
+  } else if (unwanted(chunk)) {
+    fail(index, ECANCELED);
+  }
+}
+
+// The chunk is ready already and next() will find it, unless nobody wants it any more.
+void ChunkScheduler::repeat(int32_t index) {
+  ++stats_.retries;
+  if (unwanted(chunks_[index])) fail(index, ECANCELED);
+}
+
+bool ChunkScheduler::unwanted(const Chunk& chunk) const {
+  return canceled_ || requests_[chunk.request].error != 0;
+}
+
+void ChunkScheduler::record_error(Request& request, int error, int32_t file, int64_t offset) {
+  if (request.error != 0) return;
+  request.error = error;
+  request.file = file;
+  request.offset = offset;
+}
+
+void ChunkScheduler::fail(int32_t index, int error) {
+  const Chunk& chunk = chunks_[index];
+  Request& request = requests_[chunk.request];
+  record_error(request, error, chunk.file, chunk.offset + chunk.landed);
+  stop_cutting(chunk.request);
+  release(index);
+}
+
+void ChunkScheduler::release(int32_t index) {
+  Chunk& chunk = chunks_[index];
+  assert(chunk.state == ChunkState::kReady);
+  chunk.state = ChunkState::kFree;
+  --ready_;
+  free_chunks_.push_back(index);
+  --requests_[chunk.request].chunks;
+  finish_if_complete(chunk.request);
+}
+
+// What is not cut yet will not be read: the request has failed or the reader closes.
+void ChunkScheduler::stop_cutting(int32_t index) {
+  Request& request = requests_[index];
+  if (request.state != RequestState::kQueued) return;
+  unlink(queue_of(request.read.urgency), index);
+  request.state = RequestState::kCut;
+  const Extent& rest = request.read.piece[request.cut_piece].from;
+  record_error(request, ECANCELED, rest.file, rest.offset + request.cut_offset);
+}
+
+// A failed request is reported only when its last chunk is back: the caller may then reuse the
+// buffer.
+void ChunkScheduler::finish_if_complete(int32_t index) {
+  Request& request = requests_[index];
+  if (request.state != RequestState::kCut || request.chunks > 0) return;
+  request.state = RequestState::kFinished;
+  push(finished_, index);
+}
+
+std::optional<ReadResult> ChunkScheduler::take_finished() {
+  if (finished_.head < 0) return std::nullopt;
+  const int32_t index = finished_.head;
+  unlink(finished_, index);
+  Request& request = requests_[index];
+  request.state = RequestState::kFree;
+  free_requests_.push_back(index);
+  --live_;
+  return ReadResult{.tag = request.read.tag,
+                    .error = request.error,
+                    .file = request.file,
+                    .offset = request.offset};
+}
+
+}  // namespace torch_mesh

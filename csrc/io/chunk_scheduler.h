@@ -1,0 +1,120 @@
+// What a reader does next, as plain data: requests in, chunks out, completions in, reports out. No
+// threads, no clocks, no system calls, so that every order of events can be tried in a test.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "io/backend.h"
+#include "io/reader.h"
+
+namespace torch_mesh {
+
+class ChunkScheduler {
+ public:
+  ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries);
+
+  void add(const ReadRequest& request);
+  void hasten(uint64_t tag);
+  // Nothing is started any more; requests that lack chunks finish with ECANCELED once those under
+  // way are back.
+  void cancel();
+
+  // The chunk to start now: repeats before new chunks, demand before prefetch, first come first.
+  // None when `depth` are under way or nothing waits.
+  std::optional<ChunkRead> next();
+  // `result` is a number of bytes or a negative errno.
+  void complete(int32_t chunk, int64_t result);
+  // The next finished request, in order of completion.
+  std::optional<ReadResult> take_finished();
+
+  // Nothing waits, is under way or is left to be taken.
+  bool idle() const { return live_ == 0; }
+  const ReaderStats& stats() const { return stats_; }
+
+ private:
+  enum class RequestState : uint8_t {
+    kFree,
+    kQueued,    // in the queue of its urgency, with bytes not cut into chunks yet
+    kCut,       // all chunks cut, or none to be cut any more; some are not back
+    kFinished,  // in the finished queue
+  };
+  enum class ChunkState : uint8_t {
+    kFree,
+    kReady,     // cut, to be started (again)
+    kUnderWay,  // with the backend
+  };
+  // What a failed attempt asks for.
+  enum class Recovery : uint8_t { kRepeat, kRetry, kFail };
+
+  struct Request {
+    ReadRequest read;
+    RequestState state;
+    int32_t cut_piece;   // the next bytes to cut
+    int64_t cut_offset;  // within that piece
+    int32_t chunks;      // cut and not back
+    int error;
+    int32_t file;    // of the first error
+    int64_t offset;  // of the first error
+    int32_t previous;
+    int32_t next;
+  };
+  struct Chunk {
+    ChunkState state;
+    int32_t request;
+    int32_t file;
+    int64_t offset;
+    int64_t bytes;
+    int64_t needed;
+    int64_t landed;   // bytes that are there, from the front
+    int64_t resume;   // where the next attempt starts: `landed`, aligned down
+    int32_t retries;  // after errors of the disk
+    int32_t stalls;   // attempts in a row without progress
+    std::byte* to;
+  };
+  // A doubly linked list through requests_.
+  struct Queue {
+    int32_t head = -1;
+    int32_t tail = -1;
+  };
+
+  static Recovery recovery_for(int error);
+
+  void push(Queue& queue, int32_t request);
+  void unlink(Queue& queue, int32_t request);
+  Queue& queue_of(Urgency urgency) {
+    return urgency == Urgency::kDemand ? queued_demand_ : queued_prefetch_;
+  }
+
+  int32_t ready_chunk(Urgency urgency) const;
+  int32_t cut(Urgency urgency);
+  bool skip_to_needed(Request& request) const;
+  ChunkRead start(int32_t chunk);
+  void advance(int32_t chunk, int64_t bytes);
+  void repeat(int32_t chunk);
+  bool unwanted(const Chunk& chunk) const;
+  void fail(int32_t chunk, int error);
+  void release(int32_t chunk);
+  void stop_cutting(int32_t request);
+  void record_error(Request& request, int error, int32_t file, int64_t offset);
+  void finish_if_complete(int32_t request);
+
+  const int64_t chunk_bytes_;
+  const int64_t alignment_;
+  const int32_t retries_;
+  bool canceled_ = false;
+
+  std::vector<Request> requests_;
+  std::vector<Chunk> chunks_;  // `depth` of them, never more
+  std::vector<int32_t> free_requests_;
+  std::vector<int32_t> free_chunks_;
+  Queue queued_demand_;
+  Queue queued_prefetch_;
+  Queue finished_;
+  int32_t ready_ = 0;
+  int64_t live_ = 0;
+  ReaderStats stats_{};
+};
+
+}  // namespace torch_mesh

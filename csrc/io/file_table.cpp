@@ -1,0 +1,166 @@
+#include "io/file_table.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+
+namespace torch_mesh {
+
+namespace {
+
+// Every Linux file system that does direct I/O at all takes pages.
+constexpr int64_t kUnknownAlignment = 4096;
+// An alignment beyond this would make the reads of small tensors mostly superset.
+constexpr int64_t kLargestAlignment = 65536;
+
+[[noreturn]] void fail_to_open(const File& file, int error, const std::string& what) {
+  throw Error(ErrorKind::kRead, what + " " + file.path + ": " + std::strerror(error),
+              {.file = file.path}, error);
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int value) : value_(value) {}
+  ~Descriptor() {
+    if (value_ >= 0) ::close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  int get() const { return value_; }
+  int release() { return std::exchange(value_, -1); }
+
+ private:
+  int value_;
+};
+
+int open_repeating(const File& file, int flags) {
+  for (;;) {
+    const int descriptor = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC | flags);
+    if (descriptor >= 0 || errno != EINTR) return descriptor;
+  }
+}
+
+// What the file system asks of direct I/O; 0 when it does not say.
+int64_t reported_alignment([[maybe_unused]] int descriptor) {
+#ifdef STATX_DIOALIGN
+  struct statx status;
+  if (::statx(descriptor, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 &&
+      (status.stx_mask & STATX_DIOALIGN) != 0) {
+    return std::max<int64_t>(status.stx_dio_mem_align, status.stx_dio_offset_align);
+  }
+#endif
+  return 0;
+}
+
+// Some file systems let O_DIRECT pass at open and refuse the reads: one read tells.
+bool direct_read_refused(int descriptor, int64_t alignment) {
+  void* block = std::aligned_alloc(alignment, alignment);
+  if (block == nullptr) throw Error(ErrorKind::kMemory, "no memory to probe direct I/O");
+  ssize_t got;
+  do {
+    got = ::pread(descriptor, block, alignment, 0);
+  } while (got < 0 && errno == EINTR);
+  const int error = got < 0 ? errno : 0;
+  std::free(block);
+  // Any other error belongs to the request that meets it.
+  return error == EINVAL || error == EOPNOTSUPP;
+}
+
+// Before it is opened: to open a pipe is to wait for its writer.
+void check_kind(const File& file) {
+  struct stat status;
+  if (::stat(file.path.c_str(), &status) != 0) fail_to_open(file, errno, "cannot open");
+  if (S_ISDIR(status.st_mode)) fail_to_open(file, EISDIR, "cannot read");
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
+    throw Error(ErrorKind::kInvalid,
+                file.path + " is neither a regular file nor a block device, so it holds no store",
+                {.file = file.path});
+  }
+}
+
+void check_size(const File& file, int descriptor) {
+  struct stat status;
+  if (::fstat(descriptor, &status) != 0) fail_to_open(file, errno, "cannot stat");
+  // A block device has no size in its inode.
+  if (S_ISREG(status.st_mode) && status.st_size < file.bytes) {
+    throw Error(ErrorKind::kRead,
+                file.path + " has " + std::to_string(status.st_size) + " bytes and had " +
+                    std::to_string(file.bytes) +
+                    " when its header was read: it was cut off or replaced; convert or download it "
+                    "again",
+                {.file = file.path, .offset = status.st_size}, ENODATA);
+  }
+}
+
+}  // namespace
+
+FileTable::FileTable(std::span<const File> files, bool direct) {
+  descriptors_.reserve(files.size());
+  bytes_.reserve(files.size());
+  try {
+    for (const File& file : files) open_one(file, direct);
+  } catch (...) {
+    close_all();
+    throw;
+  }
+}
+
+FileTable::~FileTable() { close_all(); }
+
+void FileTable::close_all() {
+  for (const int descriptor : descriptors_) ::close(descriptor);
+  descriptors_.clear();
+}
+
+void FileTable::open_one(const File& file, bool direct) {
+  if (file.bytes < 0) {
+    throw Error(ErrorKind::kInvalid,
+                "the size of " + file.path + " is given as " + std::to_string(file.bytes) +
+                    " bytes; it must be 0 or more",
+                {.file = file.path});
+  }
+  check_kind(file);
+  if (direct) {
+    Descriptor opened(open_repeating(file, O_DIRECT));
+    if (opened.get() < 0 && errno != EINVAL) fail_to_open(file, errno, "cannot open");
+    if (opened.get() >= 0) {
+      check_size(file, opened.get());
+      const int64_t reported = reported_alignment(opened.get());
+      const bool usable =
+          reported > 0 && reported <= kLargestAlignment && std::has_single_bit(uint64_t(reported));
+      const int64_t alignment = usable ? reported : kUnknownAlignment;
+      if (!direct_read_refused(opened.get(), alignment)) {
+        if (!usable) {
+          notes_.push_back(file.path +
+                           ": the file system does not say how direct I/O is aligned (" +
+                           std::to_string(reported) + "); reading in units of 4096 bytes");
+        }
+        alignment_ = std::max(alignment_, alignment);
+        descriptors_.push_back(opened.release());
+        bytes_.push_back(file.bytes);
+        return;
+      }
+    }
+    notes_.push_back(
+        file.path +
+        ": the file system refuses O_DIRECT; reading through the page cache, which takes "
+        "memory of its own");
+  }
+  Descriptor opened(open_repeating(file, 0));
+  if (opened.get() < 0) fail_to_open(file, errno, "cannot open");
+  check_size(file, opened.get());
+  descriptors_.push_back(opened.release());
+  bytes_.push_back(file.bytes);
+}
+
+}  // namespace torch_mesh

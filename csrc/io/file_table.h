@@ -1,0 +1,40 @@
+// The open files of a reader and what direct I/O asks of them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "store/extent.h"
+
+namespace torch_mesh {
+
+class FileTable {
+ public:
+  // Throws Error(kRead) for a file that cannot be opened or has shrunk, Error(kInvalid) for one
+  // that is no file or has a negative size. `direct` asks for O_DIRECT; a file system that refuses
+  // it is read through the page cache, and notes() says so.
+  FileTable(std::span<const File> files, bool direct);
+  ~FileTable();
+  FileTable(const FileTable&) = delete;
+  FileTable& operator=(const FileTable&) = delete;
+
+  std::span<const int> descriptors() const { return descriptors_; }
+  int64_t file_bytes(int32_t file) const { return bytes_[file]; }
+  // Of offsets, lengths and memory; 1 when every file is read through the page cache.
+  int64_t alignment() const { return alignment_; }
+  const std::vector<std::string>& notes() const { return notes_; }
+
+ private:
+  void open_one(const File& file, bool direct);
+  void close_all();
+
+  std::vector<int> descriptors_;
+  std::vector<int64_t> bytes_;
+  int64_t alignment_ = 1;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,389 @@
+#include "io/reader.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <exception>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "io/backend.h"
+#include "io/chunk_scheduler.h"
+#include "io/file_table.h"
+
+namespace torch_mesh {
+
+namespace {
+
+// A lost wake-up would cost this much and not the process.
+constexpr std::chrono::microseconds kLongestWait{500'000};
+constexpr size_t kReservedMessages = 4096;
+constexpr int64_t kChunkUnit = 4096;
+constexpr int64_t kLargestChunk = int64_t{1} << 30;
+
+// Threads made under this guard leave signals to the application's own threads: Python expects them
+// there, and a thread that only reads has no use for them. What a thread causes itself stays open.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT, SIGPROF}) {
+      sigdelset(&blocked, own);
+    }
+    pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// All that the I/O thread touches. Separate from the Reader so that a forked child, in which that
+// thread does not exist, can leave it behind as a whole.
+class Engine {
+ public:
+  Engine(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
+         std::unique_ptr<Backend> backend, Reader::Done done)
+      : files_(std::move(files)),
+        backend_(std::move(backend)),
+        done_(std::move(done)),
+        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
+        results_(backend_->capacity()) {
+    inbox_.requests.reserve(kReservedMessages);
+    inbox_.hastened.reserve(kReservedMessages);
+    taken_.requests.reserve(kReservedMessages);
+    taken_.hastened.reserve(kReservedMessages);
+    const SignalsBlocked guard;
+    thread_ = std::thread([this] { run(); });
+  }
+
+  ~Engine() {
+    close();
+    thread_.join();
+  }
+
+  // Throws what the backend's start() threw.
+  void wait_until_started() {
+    std::unique_lock lock(mutex_);
+    life_changed_.wait(lock, [this] { return life_ != Life::kStarting; });
+    if (start_error_) std::rethrow_exception(start_error_);
+  }
+
+  void submit(const ReadRequest& request) {
+    const std::lock_guard lock(mutex_);
+    if (life_ != Life::kRunning) {
+      throw Error(ErrorKind::kClosed, "the reader is closed; open another one");
+    }
+    inbox_.requests.push_back(request);
+    wake_once();
+  }
+
+  void hasten(uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    if (life_ != Life::kRunning) return;
+    inbox_.hastened.push_back(tag);
+    wake_once();
+  }
+
+  void close() {
+    std::unique_lock lock(mutex_);
+    if (life_ == Life::kRunning) {
+      life_ = Life::kClosing;
+      wake_once();
+    }
+    life_changed_.wait(lock, [this] { return life_ == Life::kClosed; });
+  }
+
+  bool on_io_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+  ReaderStats stats() const {
+    const std::lock_guard lock(mutex_);
+    return stats_;
+  }
+  const Backend& backend() const { return *backend_; }
+
+ private:
+  enum class Life : uint8_t { kStarting, kRunning, kClosing, kClosed };
+
+  struct Messages {
+    std::vector<ReadRequest> requests;
+    std::vector<uint64_t> hastened;
+  };
+
+  // Under the lock, so that the backend is not stopped meanwhile. One wake-up serves everything
+  // that arrives before the I/O thread has looked.
+  void wake_once() {
+    if (!std::exchange(awake_, true)) backend_->wake();
+  }
+
+  void set_life(Life life) {
+    const std::lock_guard lock(mutex_);
+    life_ = life;
+    life_changed_.notify_all();
+  }
+
+  void run() {
+    pthread_setname_np(pthread_self(), "mesh-io");
+    try {
+      backend_->start();
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      start_error_ = std::current_exception();
+      life_ = Life::kClosed;
+      life_changed_.notify_all();
+      return;
+    }
+    set_life(Life::kRunning);
+    for (;;) {
+      const bool closing = take_messages();
+      start_chunks();
+      report_finished();
+      if (closing && scheduler_.idle()) break;
+      const int32_t count = backend_->wait(kLongestWait, results_);
+      for (const ChunkResult& result : std::span(results_).first(count)) {
+        scheduler_.complete(result.chunk, result.result);
+        --under_way_;
+      }
+    }
+    backend_->stop();
+    set_life(Life::kClosed);
+  }
+
+  // True when the reader closes. Shows the statistics before the requests in them are reported.
+  bool take_messages() {
+    bool closing;
+    {
+      const std::lock_guard lock(mutex_);
+      std::swap(inbox_, taken_);
+      awake_ = false;
+      closing = life_ == Life::kClosing;
+      stats_ = scheduler_.stats();
+    }
+    for (const ReadRequest& request : taken_.requests) scheduler_.add(request);
+    for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
+    taken_.requests.clear();
+    taken_.hastened.clear();
+    if (closing) scheduler_.cancel();
+    return closing;
+  }
+
+  void start_chunks() {
+    while (under_way_ < backend_->capacity()) {
+      const std::optional<ChunkRead> read = scheduler_.next();
+      if (!read) return;
+      backend_->submit(*read);
+      ++under_way_;
+    }
+  }
+
+  void report_finished() {
+    while (const std::optional<ReadResult> result = scheduler_.take_finished()) done_(*result);
+  }
+
+  const std::shared_ptr<const FileTable> files_;
+  const std::unique_ptr<Backend> backend_;
+  const Reader::Done done_;
+
+  // Of the I/O thread alone.
+  ChunkScheduler scheduler_;
+  std::vector<ChunkResult> results_;
+  int32_t under_way_ = 0;
+  Messages taken_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable life_changed_;
+  Life life_ = Life::kStarting;
+  std::exception_ptr start_error_;
+  Messages inbox_;
+  bool awake_ = false;
+  ReaderStats stats_{};
+
+  std::thread thread_;
+};
+
+class EngineReader final : public Reader {
+ public:
+  EngineReader(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
+               std::unique_ptr<Backend> backend, Done done, std::vector<std::string> notes)
+      : files_(std::move(files)), notes_(std::move(notes)), name_(backend->name()) {
+    engine_ = std::make_unique<Engine>(options, files_, std::move(backend), std::move(done));
+    engine_->wait_until_started();
+    const std::vector<std::string> more = engine_->backend().notes();
+    notes_.insert(notes_.end(), more.begin(), more.end());
+  }
+
+  ~EngineReader() override {
+    // The I/O thread did not come along into the child, and at the moment of the fork it may have
+    // held the lock: nothing in there can be waited for or freed. Leaked on purpose.
+    if (forked()) static_cast<void>(engine_.release());
+  }
+
+  void submit(const ReadRequest& request) override {
+    if (forked()) {
+      throw Error(ErrorKind::kForked,
+                  "this reader belongs to process " + std::to_string(pid_) +
+                      " and cannot be used in its child; open the model after the fork");
+    }
+    check(request);
+    engine_->submit(request);
+  }
+
+  void hasten(uint64_t tag) override {
+    if (!forked()) engine_->hasten(tag);
+  }
+
+  void close() override {
+    if (forked()) return;
+    if (engine_->on_io_thread()) {
+      throw Error(
+          ErrorKind::kInvalid,
+          "close() was called from the completion callback, which it would wait for; call it "
+          "from another thread");
+    }
+    engine_->close();
+  }
+
+  ReaderStats stats() const override { return forked() ? ReaderStats{} : engine_->stats(); }
+  const char* backend() const override { return name_; }
+  int64_t alignment() const override { return files_->alignment(); }
+  std::vector<std::string> notes() const override { return notes_; }
+
+ private:
+  bool forked() const { return ::getpid() != pid_; }
+
+  [[noreturn]] void refuse(const std::string& message) const {
+    throw Error(ErrorKind::kInvalid, "a read request " + message);
+  }
+
+  void check(const ReadRequest& request) const {
+    if (request.pieces < 1 || request.pieces > kMaxPieces) {
+      refuse("has " + std::to_string(request.pieces) + " pieces; 1 to " +
+             std::to_string(kMaxPieces) + " are allowed");
+    }
+    for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
+  }
+
+  void check(const Piece& piece) const {
+    const Extent& from = piece.from;
+    const int64_t files = std::ssize(files_->descriptors());
+    if (from.file < 0 || from.file >= files) {
+      refuse("names file " + std::to_string(from.file) + "; the reader has files 0 to " +
+             std::to_string(files - 1));
+    }
+    if (from.offset < 0 || from.bytes < 1 ||
+        from.bytes > std::numeric_limits<int64_t>::max() - from.offset) {
+      refuse("asks for " + std::to_string(from.bytes) + " bytes at offset " +
+             std::to_string(from.offset) + "; an offset is 0 or more and a length 1 or more");
+    }
+    if (piece.needed < 1 || piece.needed > from.bytes) {
+      refuse("needs " + std::to_string(piece.needed) + " of " + std::to_string(from.bytes) +
+             " bytes; it must need 1 or more and at most all");
+    }
+    if (piece.to == nullptr) refuse("has no memory to read into");
+    const int64_t unit = files_->alignment();
+    if (from.offset % unit != 0 || from.bytes % unit != 0 ||
+        reinterpret_cast<uintptr_t>(piece.to) % unit != 0) {
+      refuse("asks for " + std::to_string(from.bytes) + " bytes at offset " +
+             std::to_string(from.offset) + " into " +
+             std::to_string(reinterpret_cast<uintptr_t>(piece.to)) +
+             "; with direct I/O all three must be multiples of " + std::to_string(unit));
+    }
+  }
+
+  const pid_t pid_ = ::getpid();
+  const std::shared_ptr<const FileTable> files_;
+  std::vector<std::string> notes_;
+  const char* name_;
+  std::unique_ptr<Engine> engine_;
+};
+
+void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return;
+  throw Error(ErrorKind::kInvalid, std::string("the reader's ") + name + " is " +
+                                       std::to_string(value) + "; " + std::to_string(least) +
+                                       " to " + std::to_string(most) + " are allowed");
+}
+
+void check_faults(const Faults& faults) {
+  for (const double probability :
+       {faults.short_read, faults.eintr, faults.eagain, faults.eio_once, faults.eio_always,
+        faults.delay, faults.reorder, faults.bit_flip, faults.wrong_offset}) {
+    // Written so that NaN is refused too.
+    if (!(probability >= 0 && probability <= 1)) {
+      throw Error(ErrorKind::kInvalid, "the probability of a fault is " +
+                                           std::to_string(probability) + "; 0 to 1 are allowed");
+    }
+  }
+  check_range("longest injected delay in microseconds", faults.max_delay.count(), 0, 60'000'000);
+}
+
+void check(const ReaderOptions& options, std::span<const File> files,
+           std::span<const MemoryRegion> buffers, const Reader::Done& done) {
+  check_range("depth", options.depth, 1, 1024);
+  check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kLargestChunk);
+  check_range("number of threads", options.threads, 1, 256);
+  check_range("number of retries", options.retries, 0, 100);
+  check_range("number of files", std::ssize(files), 1, std::numeric_limits<int32_t>::max());
+  check_faults(options.faults);
+  if (options.chunk_bytes % kChunkUnit != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "the reader's chunk_bytes is " + std::to_string(options.chunk_bytes) +
+                    "; it must be a multiple of " + std::to_string(kChunkUnit));
+  }
+  if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
+    throw Error(ErrorKind::kInvalid, "the reader's backend is \"" + options.backend +
+                                         "\"; \"auto\", \"uring\" and \"threads\" are allowed");
+  }
+  for (const MemoryRegion& buffer : buffers) {
+    if (buffer.data == nullptr || buffer.bytes == 0) {
+      throw Error(ErrorKind::kInvalid, "a buffer of the reader is empty; leave it out");
+    }
+  }
+  if (!done) throw Error(ErrorKind::kInvalid, "the reader has no completion callback");
+}
+
+std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const ReaderOptions& options,
+                                  std::shared_ptr<const FileTable> files, const Reader::Done& done,
+                                  std::vector<std::string> notes) {
+  if (options.faults.any()) {
+    backend = make_faulty_backend(std::move(backend), files, options.faults);
+  }
+  return std::make_unique<EngineReader>(options, std::move(files), std::move(backend), done,
+                                        std::move(notes));
+}
+
+}  // namespace
+
+bool Faults::any() const {
+  return short_read > 0 || eintr > 0 || eagain > 0 || eio_once > 0 || eio_always > 0 || delay > 0 ||
+         reorder > 0 || bit_flip > 0 || wrong_offset > 0;
+}
+
+std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
+                                    std::span<const MemoryRegion> buffers, Reader::Done done) {
+  check(options, files, buffers, done);
+  const auto table = std::make_shared<const FileTable>(files, options.direct);
+  std::vector<std::string> notes = table->notes();
+  if (options.backend != "threads") {
+    try {
+      return open_with(make_uring_backend(table, buffers, options.depth), options, table, done,
+                       notes);
+    } catch (const Error& error) {
+      if (options.backend == "uring" || error.kind() != ErrorKind::kInvalid) throw;
+      notes.push_back(std::string(error.what()) + "; reading with a pool of threads");
+    }
+  }
+  return open_with(make_threads_backend(table, options.threads, options.depth), options, table,
+                   done, std::move(notes));
+}
+
+}  // namespace torch_mesh

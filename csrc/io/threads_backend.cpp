@@ -1,0 +1,148 @@
+// Reads by a pool of threads in pread: for containers that forbid io_uring and machines without it.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "io/backend.h"
+
+namespace torch_mesh {
+
+namespace {
+
+// A queue of fixed size; at most `capacity` chunks are under way, so it never overflows.
+template <typename T>
+class Ring {
+ public:
+  explicit Ring(int32_t capacity) : items_(capacity) {}
+
+  bool empty() const { return size_ == 0; }
+  void push(const T& item) {
+    items_[(head_ + size_) % items_.size()] = item;
+    ++size_;
+  }
+  T pop() {
+    const T item = items_[head_];
+    head_ = (head_ + 1) % items_.size();
+    --size_;
+    return item;
+  }
+
+ private:
+  std::vector<T> items_;
+  size_t head_ = 0;
+  size_t size_ = 0;
+};
+
+class ThreadsBackend final : public Backend {
+ public:
+  // More chunks than threads would queue here, where demand could not overtake prefetch.
+  ThreadsBackend(std::shared_ptr<const FileTable> files, int32_t threads, int32_t depth)
+      : files_(std::move(files)),
+        capacity_(std::min(threads, depth)),
+        waiting_(capacity_),
+        completed_(capacity_) {}
+
+  void start() override {
+    try {
+      for (int32_t thread = 0; thread < capacity_; ++thread) {
+        threads_.emplace_back([this] { work(); });
+      }
+    } catch (const std::system_error& error) {
+      stop();
+      throw Error(ErrorKind::kInvalid,
+                  "cannot start " + std::to_string(capacity_) + " reader threads: " + error.what() +
+                      "; raise the limit of processes (ulimit -u, pids.max) or ask for fewer",
+                  {}, error.code().value());
+    }
+  }
+
+  void submit(const ChunkRead& read) override {
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_.push(read);
+    }
+    work_waits_.notify_one();
+  }
+
+  int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
+    std::unique_lock lock(mutex_);
+    something_happened_.wait_for(lock, timeout, [this] { return woken_ || !completed_.empty(); });
+    woken_ = false;
+    int32_t count = 0;
+    while (!completed_.empty() && count < static_cast<int32_t>(results.size())) {
+      results[count++] = completed_.pop();
+    }
+    return count;
+  }
+
+  void wake() override {
+    {
+      const std::lock_guard lock(mutex_);
+      woken_ = true;
+    }
+    something_happened_.notify_one();
+  }
+
+  void stop() override {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_waits_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+  const char* name() const override { return "threads"; }
+  int32_t capacity() const override { return capacity_; }
+  std::vector<std::string> notes() const override { return {}; }
+
+ private:
+  void work() {
+    pthread_setname_np(pthread_self(), "mesh-pread");
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_waits_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      const ChunkRead read = waiting_.pop();
+      lock.unlock();
+      const ssize_t got =
+          ::pread(files_->descriptors()[read.file], read.to, read.bytes, read.offset);
+      const int64_t result = got >= 0 ? got : -int64_t{errno};
+      lock.lock();
+      completed_.push({.chunk = read.chunk, .result = result});
+      something_happened_.notify_one();
+    }
+  }
+
+  const std::shared_ptr<const FileTable> files_;
+  const int32_t capacity_;
+
+  std::mutex mutex_;
+  std::condition_variable work_waits_;
+  std::condition_variable something_happened_;
+  Ring<ChunkRead> waiting_;
+  Ring<ChunkResult> completed_;
+  bool woken_ = false;
+  bool stopping_ = false;
+
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_threads_backend(std::shared_ptr<const FileTable> files,
+                                              int32_t threads, int32_t depth) {
+  return std::make_unique<ThreadsBackend>(std::move(files), threads, depth);
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,286 @@
+// Reads by io_uring. The ring belongs to the I/O thread alone: it is made, fed and taken down
+// there.
+#include "io/backend.h"
+
+#ifndef TORCH_MESH_WITH_URING
+
+#include "base/error.h"
+
+namespace torch_mesh {
+
+std::string uring_unavailable() {
+  return "built without liburing; install liburing-dev and build again";
+}
+
+std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
+                                            std::span<const MemoryRegion>, int32_t) {
+  throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + uring_unavailable());
+}
+
+}  // namespace torch_mesh
+
+#else
+
+#include <liburing.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+
+namespace torch_mesh {
+
+namespace {
+
+// The kernel takes no more in one iovec, and no more iovecs than this.
+constexpr size_t kLargestBuffer = size_t{1} << 30;
+constexpr size_t kMostBuffers = 1 << 14;
+// The user data of the poll that wakes the ring; chunks are 0 and up.
+constexpr uint64_t kWakeUp = ~uint64_t{0};
+// How long to stay away from a ring that answers with an error nobody expects.
+constexpr std::chrono::microseconds kCoolDown{1000};
+
+std::string why_no_ring(int error) {
+  const std::string reason = std::strerror(error);
+  switch (error) {
+    case EPERM:
+    case EACCES:
+      return "io_uring_setup is forbidden (" + reason +
+             "): by the seccomp profile of the container, or by sysctl kernel.io_uring_disabled";
+    case ENOSYS:
+      return "this kernel has no io_uring (" + reason + ")";
+    case ENOMEM:
+      return "no memory for a ring (" + reason + "): raise the memlock limit (ulimit -l)";
+    case EMFILE:
+    case ENFILE:
+      return "no file descriptor left for a ring (" + reason + "): raise ulimit -n";
+    default:
+      return "io_uring_setup failed (" + reason + ")";
+  }
+}
+
+// 0 or a positive errno. Each set of flags is tried on the kernel itself; versions tell little,
+// because distributions backport.
+int make_ring(unsigned entries, io_uring* ring) {
+  constexpr std::array<unsigned, 3> kFlags = {
+      IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
+  int error = 0;
+  for (const unsigned flags : kFlags) {
+    error = -io_uring_queue_init(entries, ring, flags);
+    if (error != EINVAL) break;  // the kernel knows these flags
+  }
+  if (error != 0) return error;
+  // Without it a wait with a time-out would be a request of its own.
+  if ((ring->features & IORING_FEAT_EXT_ARG) == 0) {
+    io_uring_queue_exit(ring);
+    return ENOSYS;
+  }
+  return 0;
+}
+
+class UringBackend final : public Backend {
+ public:
+  UringBackend(std::shared_ptr<const FileTable> files, std::span<const MemoryRegion> buffers,
+               int32_t depth)
+      : files_(std::move(files)), depth_(depth) {
+    for (const MemoryRegion& buffer : buffers) add_buffer(buffer);
+    std::sort(buffers_.begin(), buffers_.end(),
+              [](const iovec& left, const iovec& right) { return left.iov_base < right.iov_base; });
+    wake_descriptor_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_descriptor_ < 0) {
+      throw Error(ErrorKind::kInvalid,
+                  std::string("io_uring cannot be used: no eventfd: ") + std::strerror(errno), {},
+                  errno);
+    }
+  }
+
+  ~UringBackend() override { ::close(wake_descriptor_); }
+
+  void start() override {
+    // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
+    // overflows.
+    const int error = make_ring(static_cast<unsigned>(depth_) + 1, &ring_);
+    if (error != 0) {
+      throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(error), {}, error);
+    }
+    if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
+      notes_.push_back(
+          "this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU time");
+    }
+    register_files();
+    register_buffers();
+    arm_wake_up();
+  }
+
+  void submit(const ChunkRead& read) override {
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+    const int file = files_registered_ ? read.file : files_->descriptors()[read.file];
+    const int buffer = buffer_of(read);
+    const unsigned bytes = static_cast<unsigned>(read.bytes);
+    if (buffer >= 0) {
+      io_uring_prep_read_fixed(entry, file, read.to, bytes, read.offset, buffer);
+    } else {
+      io_uring_prep_read(entry, file, read.to, bytes, read.offset);
+    }
+    if (files_registered_) entry->flags |= IOSQE_FIXED_FILE;
+    io_uring_sqe_set_data64(entry, static_cast<uint64_t>(read.chunk));
+  }
+
+  int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
+    io_uring_cqe* first = nullptr;
+    __kernel_timespec span{.tv_sec = timeout.count() / 1'000'000,
+                           .tv_nsec = timeout.count() % 1'000'000 * 1000};
+    const int status = io_uring_submit_and_wait_timeout(&ring_, &first, 1, &span, nullptr);
+    recover(status < 0 ? -status : 0);
+    return reap(results);
+  }
+
+  void wake() override {
+    // Fails only when the counter is full, and then the ring is awake already.
+    static_cast<void>(::eventfd_write(wake_descriptor_, 1));
+  }
+
+  void stop() override {
+    // Done here and not by the exit, which gives the pages back some time later.
+    if (buffers_registered_) io_uring_unregister_buffers(&ring_);
+    if (files_registered_) io_uring_unregister_files(&ring_);
+    io_uring_queue_exit(&ring_);
+  }
+
+  const char* name() const override { return "uring"; }
+  int32_t capacity() const override { return depth_; }
+  std::vector<std::string> notes() const override { return notes_; }
+
+ private:
+  void add_buffer(MemoryRegion rest) {
+    while (rest.bytes > 0) {
+      const size_t bytes = std::min(rest.bytes, kLargestBuffer);
+      buffers_.push_back({.iov_base = rest.data, .iov_len = bytes});
+      rest = {.data = rest.data + bytes, .bytes = rest.bytes - bytes};
+    }
+  }
+
+  void register_files() {
+    const std::span<const int> files = files_->descriptors();
+    const int error =
+        -io_uring_register_files(&ring_, files.data(), static_cast<unsigned>(files.size()));
+    files_registered_ = error == 0;
+    if (!files_registered_) {
+      notes_.push_back("io_uring did not register " + std::to_string(files.size()) + " files (" +
+                       std::strerror(error) + "); naming them in every read");
+    }
+  }
+
+  void register_buffers() {
+    if (buffers_.empty()) return;
+    size_t bytes = 0;
+    for (const iovec& buffer : buffers_) bytes += buffer.iov_len;
+    const int error = buffers_.size() > kMostBuffers
+                          ? E2BIG
+                          : -io_uring_register_buffers(&ring_, buffers_.data(),
+                                                       static_cast<unsigned>(buffers_.size()));
+    buffers_registered_ = error == 0;
+    if (buffers_registered_) return;
+    std::string note = "io_uring did not register " + std::to_string(bytes) +
+                       " bytes of buffers (" + std::strerror(error) +
+                       "), so reads cost more CPU time";
+    // Both are the answer of a kernel whose limit of locked memory is too low.
+    if (error == ENOMEM || error == EPERM) {
+      note += "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size";
+    }
+    notes_.push_back(note);
+  }
+
+  // The registered buffer that holds all of the chunk; -1 when there is none.
+  int buffer_of(const ChunkRead& read) const {
+    if (!buffers_registered_) return -1;
+    const auto after = std::upper_bound(
+        buffers_.begin(), buffers_.end(), read.to, [](const std::byte* to, const iovec& buffer) {
+          return to < static_cast<const std::byte*>(buffer.iov_base);
+        });
+    if (after == buffers_.begin()) return -1;
+    const iovec& buffer = *std::prev(after);
+    const std::byte* end = static_cast<const std::byte*>(buffer.iov_base) + buffer.iov_len;
+    const bool inside = read.to < end && read.bytes <= end - read.to;
+    return inside ? static_cast<int>(std::prev(after) - buffers_.begin()) : -1;
+  }
+
+  // A poll and not a read: it leaves no buffer of ours with the kernel when the ring is taken down.
+  void arm_wake_up() {
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+    io_uring_prep_poll_add(entry, wake_descriptor_, POLLIN);
+    io_uring_sqe_set_data64(entry, kWakeUp);
+  }
+
+  void recover(int error) {
+    switch (error) {
+      case 0:
+      case ETIME:  // the time is over
+      case EINTR:  // a signal came first; what was to be submitted stays in the queue
+        return;
+      case EAGAIN:  // no memory for requests, or completions must be reaped first: both pass; the
+      case EBUSY:   // entries stay in the queue for the next call
+      case ENOMEM:
+        break;
+      default:
+        // Nothing that is under way may be given up, because its buffer would be reused. So the
+        // ring is asked again, without burning a core, and the caller's own time-outs bound the
+        // damage.
+        break;
+    }
+    if (io_uring_cq_ready(&ring_) == 0) ::usleep(static_cast<useconds_t>(kCoolDown.count()));
+  }
+
+  int32_t reap(std::span<ChunkResult> results) {
+    int32_t count = 0;
+    io_uring_cqe* completion = nullptr;
+    while (count < std::ssize(results) && io_uring_peek_cqe(&ring_, &completion) == 0) {
+      const uint64_t data = io_uring_cqe_get_data64(completion);
+      const int result = completion->res;
+      io_uring_cqe_seen(&ring_, completion);
+      if (data == kWakeUp) {
+        eventfd_t ignored;
+        static_cast<void>(::eventfd_read(wake_descriptor_, &ignored));
+        arm_wake_up();
+      } else {
+        results[count++] = {.chunk = static_cast<int32_t>(data), .result = result};
+      }
+    }
+    return count;
+  }
+
+  const std::shared_ptr<const FileTable> files_;
+  const int32_t depth_;
+  std::vector<iovec> buffers_;  // by address
+  int wake_descriptor_ = -1;
+  io_uring ring_{};
+  bool files_registered_ = false;
+  bool buffers_registered_ = false;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace
+
+std::string uring_unavailable() {
+  io_uring ring;
+  const int error = make_ring(2, &ring);
+  if (error != 0) return why_no_ring(error);
+  io_uring_queue_exit(&ring);
+  return "";
+}
+
+std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
+                                            std::span<const MemoryRegion> buffers, int32_t depth) {
+  return std::make_unique<UringBackend>(std::move(files), buffers, depth);
+}
+
+}  // namespace torch_mesh
+
+#endif  // TORCH_MESH_WITH_URING
