@@ -1,0 +1,547 @@
+"""Where each expert stands in a Hugging Face checkpoint as it was downloaded.
+
+Names in a checkpoint are not those of the model: transformers renames, merges and transposes while it loads. Its own conversion
+mapping is followed here symbolically, on offsets and strides instead of tensors, so that an expert can be read straight from the
+file. A mapping that does more to experts than rearrange them is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from transformers import conversion_mapping, core_model_loading
+
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts
+from torch_mesh.store.header import Header, Tensor, read_header, store_error, weight_files
+from torch_mesh.store.manifest import Shape
+
+if TYPE_CHECKING:
+    from torch_mesh._C import RawView
+
+RAW_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
+@dataclass(frozen=True)
+class CheckpointExperts:
+    """The experts of a checkpoint, found but not read.
+
+    ``extents`` is int64 [layers, experts, pieces, 3] of (index in ``files``, offset, bytes); ``raw_views`` says where in those
+    pieces gate, up, down and their biases are, and is the same for every expert. ``modules`` are the paths of the experts modules,
+    ``names`` the tensors in the checkpoint that hold experts; all others are ``other_tensors``, by file.
+    """
+
+    folder: Path
+    shape: Shape
+    modules: tuple[str, ...]
+    dtype: str  # 'bf16', 'fp16', 'fp32'
+    files: tuple[tuple[str, int], ...]
+    extents: npt.NDArray[np.int64]
+    raw_views: dict[str, RawView]
+    names: frozenset[str]
+    headers: tuple[Header, ...]
+
+    @property
+    def other_tensors(self) -> list[tuple[Header, list[Tensor]]]:
+        """Tensors that are no routed expert's, by file and in the file's order."""
+        by_file = [
+            (header, [t for t in header.tensors.values() if t.name not in self.names]) for header in self.headers
+        ]
+        return [(header, sorted(tensors, key=lambda t: t.offset)) for header, tensors in by_file if tensors]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return checkpoint_fingerprint(header.path for header in self.headers)
+
+    def source_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
+        return {
+            "files": list(self.files),
+            "extents": self.extents,
+            "checksums": None,
+            "store_id": bytes(16),
+            "raw_dtype": self.dtype,
+            "raw_views": self.raw_views,
+        }
+
+    def read_expert(self, layer: int, expert: int) -> ExpertTensors:
+        """One expert's weights in the checkpoint's dtype, read now; ``gate``, ``up`` and ``down`` are views of what was read."""
+        pieces = [self._read_piece(*extent) for extent in self.extents[layer, expert].tolist()]
+        tensors = {part: self._view(pieces, part) for part in _PARTS}
+        return ExpertTensors(**tensors)  # type: ignore[arg-type]  # up and down are always there
+
+    def _read_piece(self, file: int, offset: int, size: int) -> torch.Tensor:
+        path = self.files[file][0]
+        buffer = bytearray(size)
+        view, done = memoryview(buffer), 0
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise store_error(path, f"ends before byte {offset + size}: it was cut since it was opened", offset)
+                done += count
+            # What was read is packed once and not wanted again: leave the page cache to others.
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[self.dtype])
+
+    def _view(self, pieces: Sequence[torch.Tensor], part: str) -> torch.Tensor | None:
+        view = self.raw_views.get(part)
+        if view is None:
+            return None
+        sizes, strides = self._part_shape(part), (view["row_stride"], view["column_stride"])
+        return pieces[view["piece"]].as_strided(sizes, strides[: len(sizes)], view["offset"])
+
+    def _part_shape(self, part: str) -> tuple[int, ...]:
+        hidden, intermediate = self.shape.hidden, self.shape.intermediate
+        if part.endswith("_bias"):
+            return (hidden,) if part == "down_bias" else (intermediate,)
+        return (hidden, intermediate) if part == "down" else (intermediate, hidden)
+
+
+def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    """The model that ``config`` describes, on the meta device: every module and shape, no memory."""
+    architectures = getattr(config, "architectures", None) or [""]
+    model_class = getattr(transformers, architectures[0], None)
+    if model_class is None and hasattr(config, "auto_map"):
+        raise UnsupportedModelError(
+            f"The model class {architectures[0]!r} is code of the checkpoint's own; torch_mesh runs models of transformers only."
+        )
+    with torch.device("meta"):
+        if model_class is not None:
+            return model_class(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.PreTrainedModel) -> CheckpointExperts:
+    """Where the experts of ``model`` stand in the checkpoint in ``folder``.
+
+    ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for pre-quantised
+    checkpoints, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
+    """
+    folder = Path(folder)
+    check_not_quantised(model.config, folder)
+    layers = find_experts(model)
+    geometry = common_geometry(layers)
+    headers = tuple(read_header(path) for path in weight_files(folder))
+    stacks = _ParameterStacks(folder, model, layers, headers)
+    placed = [_layer_views(layer, stacks) for layer in layers]
+    extents, raw_views = _pieces(folder, layers, placed, headers)
+    return CheckpointExperts(
+        folder=folder,
+        shape=Shape(
+            layers=len(layers),
+            experts=geometry.num_experts,
+            top_k=max(layer.top_k for layer in layers),
+            hidden=geometry.hidden,
+            intermediate=geometry.intermediate,
+            gated=geometry.has_gate,
+            bias=geometry.has_bias,
+            activation=layers[0].fused_activation,
+        ),
+        modules=tuple(layer.path for layer in layers),
+        dtype=stacks.dtype,
+        files=tuple((str(header.path), header.file_bytes) for header in headers),
+        extents=extents,
+        raw_views=raw_views,
+        names=frozenset(stacks.names),
+        headers=headers,
+    )
+
+
+def checkpoint_fingerprint(files: Iterable[Path]) -> str:
+    """Hex digest of the files' names, sizes, times of change and safetensors headers: another checkpoint has another."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(files):
+        status = path.stat()
+        header = read_header(path)
+        with path.open("rb") as file:
+            raw = file.read(header.data_start)
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def check_not_quantised(config: Any, folder: Path) -> None:
+    """Raises ``UnsupportedModelError`` for checkpoints that were quantised by another tool."""
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        quantisation = getattr(config.get_text_config(), "quantization_config", None)
+    if quantisation is None:
+        return
+    table = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method = str(table.get("quant_method", "an unnamed method"))
+    if method == "mesh":
+        raise UnsupportedModelError(
+            f"{folder} is a converted store already; open it as it is, without converting it again."
+        )
+    raise UnsupportedModelError(
+        f"{folder} is quantised already ({method}). torch_mesh reads bf16, fp16 and fp32 checkpoints and quantises them itself "
+        "(weights='int8' or 'int4'): use the unquantised original."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A matrix inside a tensor of a file. ``begin`` and ``size`` (bytes) are the stretch that belongs to this expert alone; ``offset``
+    and the strides count elements from ``begin``."""
+
+    file: int
+    begin: int
+    size: int
+    offset: int
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+
+    def transposed(self) -> _View:
+        return replace(
+            self, rows=self.columns, columns=self.rows, row_stride=self.column_stride, column_stride=self.row_stride
+        )
+
+    def take_rows(self, start: int, count: int, step: int = 1) -> _View:
+        return replace(
+            self, offset=self.offset + start * self.row_stride, rows=count, row_stride=self.row_stride * step
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One expert's matrix: ``parts`` side by side along ``axis``."""
+
+    parts: tuple[_View, ...]
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        first = self.parts[0]
+        if self.axis == 0:
+            return sum(part.rows for part in self.parts), first.columns
+        return first.rows, sum(part.columns for part in self.parts)
+
+    def transposed(self) -> _Matrix:
+        return _Matrix(tuple(part.transposed() for part in self.parts), 1 - self.axis)
+
+    def rows(self, start: int, count: int, step: int = 1) -> _View | None:
+        """Those rows as one view, or None if strides cannot say it."""
+        if len(self.parts) == 1:
+            return self.parts[0].take_rows(start, count, step)
+        if self.axis != 0 or step != 1:
+            return None
+        for part in self.parts:
+            if 0 <= start and start + count <= part.rows:
+                return part.take_rows(start, count)
+            start -= part.rows
+        return None
+
+    def whole(self) -> _View | None:
+        return self.rows(0, self.shape[0])
+
+
+_Stack = list[_Matrix]  # one per expert
+
+
+class _ParameterStacks:
+    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files."""
+
+    def __init__(self, folder: Path, model: Any, layers: Sequence[ExpertsLayer], headers: Sequence[Header]) -> None:
+        self._folder = folder
+        self._parameters = {
+            f"{layer.path}.{name}": getattr(layer.module, name) for layer in layers for name in layer.parameter_names
+        }
+        self._tensors = self._tensors_by_name(headers)
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+        self._sources = self._match(model, transforms)
+        self.names = {name for sources in self._sources.values() for names in sources.values() for name in names}
+        self.dtype = self._common_dtype()
+
+    def stack(self, parameter: str) -> _Stack:
+        """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
+        sources = self._sources.get(parameter)
+        if not sources:
+            raise store_error(
+                self._folder, f"no tensor of the checkpoint holds {parameter}: incomplete, or of another model"
+            )
+        converter = next((c for c in self._converters if set(sources) <= set(c.source_patterns)), None)
+        expected = tuple(self._parameters[parameter].shape)
+        operands = {pattern: self._operand(parameter, names, len(expected)) for pattern, names in sources.items()}
+        if converter is not None and None not in sources:
+            operands = self._convert(parameter, converter, operands, expected)
+        result = self._single(parameter, operands)
+        shape = (len(result), *result[0].shape)[: len(expected)]
+        if shape != expected:
+            raise store_error(
+                self._folder, f"{parameter} has the shape {shape} in the checkpoint, {expected} in the model"
+            )
+        return result
+
+    def _tensors_by_name(self, headers: Sequence[Header]) -> dict[str, tuple[int, Tensor]]:
+        tensors: dict[str, tuple[int, Tensor]] = {}
+        for file, header in enumerate(headers):
+            for name, tensor in header.tensors.items():
+                if name in tensors:
+                    raise store_error(header.path, f"tensor {name!r} is also in {headers[tensors[name][0]].path}")
+                tensors[name] = (file, tensor)
+        return tensors
+
+    def _match(self, model: Any, transforms: Sequence[Any]) -> dict[str, dict[str | None, list[str]]]:
+        """Checkpoint names per expert parameter and pattern of the converter (None: it is only renamed), in transformers' order."""
+        renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+        state = model.state_dict()
+        matches: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name in sorted(self._tensors, key=core_model_loading.dot_natural_key):
+            target, pattern = core_model_loading.rename_source_key(
+                name, renamings, self._converters, model.base_model_prefix, state
+            )
+            if target not in state and name in state:
+                target, pattern = name, None
+            if target in self._parameters:
+                matches[target][pattern].append(name)
+            elif pattern is not None:
+                self._refuse_split(target, pattern, name)
+        return matches
+
+    def _refuse_split(self, target: str, pattern: str, name: str) -> None:
+        """A converter with several targets names the first alone: if any other is an experts parameter, it cannot be followed."""
+        converter = next(c for c in self._converters if pattern in c.source_patterns)
+        ends = [t.replace("\\", "").lstrip(".") for t in converter.target_patterns]
+        if len(ends) > 1 and any(parameter.endswith(end) for parameter in self._parameters for end in ends):
+            raise UnsupportedModelError(
+                self._cannot_follow(target, f"{name} is spread over {converter.target_patterns}")
+            )
+
+    def _common_dtype(self) -> str:
+        dtypes: dict[str, str] = {}
+        for name in sorted(self.names):
+            dtypes.setdefault(self._tensors[name][1].dtype, name)
+        known = ", ".join(RAW_DTYPES.values())
+        for dtype, name in dtypes.items():
+            if dtype not in RAW_DTYPES:
+                raise UnsupportedModelError(
+                    f"{self._folder}: the expert tensor {name} is {dtype}. torch_mesh reads {known} checkpoints and quantises them "
+                    "itself: use the unquantised original."
+                )
+        if len(dtypes) > 1:
+            examples = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            raise UnsupportedModelError(
+                f"{self._folder}: experts have different dtypes ({examples}). All must have one of {known}: save the model in one dtype."
+            )
+        return RAW_DTYPES[next(iter(dtypes), "BF16")]
+
+    def _operand(self, parameter: str, names: Sequence[str], rank: int) -> _Stack:
+        """Tensors of the parameter's rank are stacks of experts already; of one rank less, one expert each."""
+        matrices: _Stack = []
+        for name in names:
+            file, tensor = self._tensors[name]
+            if len(tensor.shape) == rank and len(names) == 1:
+                matrices.extend(_split_experts(file, tensor))
+            elif len(tensor.shape) == rank - 1:
+                matrices.append(_Matrix((_plain_view(file, tensor),)))
+            else:
+                raise UnsupportedModelError(self._cannot_follow(parameter, f"{name} has the shape {tensor.shape}"))
+        return matrices
+
+    def _convert(
+        self, parameter: str, converter: Any, operands: dict[Any, _Stack], expected: tuple[int, ...]
+    ) -> dict[Any, _Stack]:
+        for operation in converter.operations:
+            rule = _OPERATIONS.get(type(operation))
+            result = rule(operation, operands, converter.source_patterns, expected) if rule is not None else None
+            if result is None:
+                raise UnsupportedModelError(self._cannot_follow(parameter, f"it is made by {operation!r}"))
+            operands = result
+        return operands
+
+    def _single(self, parameter: str, operands: dict[Any, _Stack]) -> _Stack:
+        if len(operands) != 1:
+            raise UnsupportedModelError(self._cannot_follow(parameter, f"it is made of {len(operands)} tensors"))
+        (stack,) = operands.values()
+        return stack
+
+    def _cannot_follow(self, parameter: str, why: str) -> str:
+        return (
+            f"{self._folder}: {parameter} cannot be read straight from the checkpoint, because {why}. "
+            "Load the model with from_pretrained, then patch it with torch_mesh.patch."
+        )
+
+
+def _plain_view(file: int, tensor: Tensor) -> _View:
+    rows, columns = (*tensor.shape, 1, 1)[:2]
+    return _View(file, tensor.offset, tensor.bytes, 0, rows, columns, columns, 1)
+
+
+def _split_experts(file: int, tensor: Tensor) -> _Stack:
+    experts = tensor.shape[0]
+    size = tensor.bytes // experts if experts else 0
+    return [
+        _Matrix(
+            (_plain_view(file, replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + i * size, bytes=size)),)
+        )
+        for i in range(experts)
+    ]
+
+
+# Each rule is one operation of transformers' mapping, or None where strides cannot describe it.
+_Operands = dict[Any, _Stack]
+
+
+def _merge(operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]) -> _Operands | None:
+    return operands if operation.dim == 0 else None
+
+
+def _concatenate(
+    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
+) -> _Operands | None:
+    stacks = [operands[pattern] for pattern in patterns if pattern in operands]
+    axis = operation.dim - 1
+    if axis not in (0, 1) or len({len(stack) for stack in stacks}) != 1:
+        return None
+    joined = []
+    for matrices in zip(*stacks, strict=True):
+        if (
+            any(len(m.parts) > 1 and m.axis != axis for m in matrices)
+            or len({m.shape[1 - axis] for m in matrices}) != 1
+        ):
+            return None
+        joined.append(_Matrix(tuple(part for m in matrices for part in m.parts), axis))
+    return {patterns[0]: joined}
+
+
+def _transpose(
+    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
+) -> _Operands | None:
+    if len(operands) != 1 or {operation.dim0, operation.dim1} != {1, 2}:
+        return None
+    ((pattern, stack),) = operands.items()
+    if operation.check_dims and stack and (len(stack), *stack[0].shape) == expected:
+        return operands
+    return {pattern: [matrix.transposed() for matrix in stack]}
+
+
+def _deinterleave(
+    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
+) -> _Operands | None:
+    if len(operands) != 1 or operation.inverse or operation.dim not in (1, 2):
+        return None
+    ((pattern, stack),) = operands.items()
+    result = []
+    for matrix in stack:
+        turned = matrix if operation.dim == 1 else matrix.transposed()
+        half = turned.shape[0] // 2
+        even, odd = turned.rows(0, half, 2), turned.rows(1, half, 2)
+        if even is None or odd is None or turned.shape[0] % 2:
+            return None
+        halves = _Matrix((even, odd))
+        result.append(halves if operation.dim == 1 else halves.transposed())
+    return {pattern: result}
+
+
+_OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
+    core_model_loading.MergeModulelist: _merge,
+    core_model_loading.Concatenate: _concatenate,
+    core_model_loading.Transpose: _transpose,
+    core_model_loading.Interleave: _deinterleave,
+}
+
+
+def _layer_views(layer: ExpertsLayer, stacks: _ParameterStacks) -> list[dict[str, _View]]:
+    """Per expert of one layer, the view of each part."""
+    views: list[dict[str, _View]] = [{} for _ in range(layer.num_experts)]
+    gate_up, down = layer.parameter_names[:2]
+    for suffix in ("", "_bias") if layer.has_bias else ("",):
+        turn = layer.is_transposed and suffix == ""
+        for expert, matrix in enumerate(stacks.stack(f"{layer.path}.{gate_up}{suffix}")):
+            for part, view in _gate_and_up(layer, matrix.transposed() if turn else matrix).items():
+                views[expert][part + suffix] = _strided(layer, gate_up, view)
+        for expert, matrix in enumerate(stacks.stack(f"{layer.path}.{down}{suffix}")):
+            views[expert]["down" + suffix] = _strided(layer, down, (matrix.transposed() if turn else matrix).whole())
+    return views
+
+
+def _gate_and_up(layer: ExpertsLayer, matrix: _Matrix) -> dict[str, _View | None]:
+    count = layer.intermediate
+    if not layer.has_gate:
+        return {"up": matrix.whole()}
+    if layer.is_concatenated:
+        return {"gate": matrix.rows(0, count), "up": matrix.rows(count, count)}
+    return {"gate": matrix.rows(0, count, 2), "up": matrix.rows(1, count, 2)}
+
+
+def _strided(layer: ExpertsLayer, parameter: str, view: _View | None) -> _View:
+    if view is None:
+        raise UnsupportedModelError(
+            f"{layer.path}.{parameter} cannot be read straight from the checkpoint, because no strides describe where its gate and up "
+            "rows stand. Load the model with from_pretrained, then patch it with torch_mesh.patch."
+        )
+    return view
+
+
+def _pieces(
+    folder: Path,
+    layers: Sequence[ExpertsLayer],
+    placed: Sequence[Sequence[dict[str, _View]]],
+    headers: Sequence[Header],
+) -> tuple[npt.NDArray[np.int64], dict[str, RawView]]:
+    """Extents per expert, and the views into them that all experts share."""
+    shared: dict[str, RawView] | None = None
+    extents = []
+    for layer, experts in zip(layers, placed, strict=True):
+        for views in experts:
+            pieces, raw_views = _expert_pieces(views)
+            if shared is not None and raw_views != shared:
+                raise UnsupportedModelError(
+                    f"{folder}: the experts of {layer.path} are laid out differently from those of {layers[0].path}. "
+                    "Save the model anew with save_pretrained, so that all are alike."
+                )
+            shared = raw_views
+            extents.append(pieces)
+    assert shared is not None, "find_experts returned at least one layer with experts"
+    return np.array(extents, dtype=np.int64).reshape(len(layers), len(placed[0]), -1, 3), shared
+
+
+def _expert_pieces(views: Mapping[str, _View]) -> tuple[list[tuple[int, int, int]], dict[str, RawView]]:
+    pieces: list[tuple[int, int, int]] = []
+    raw_views: dict[str, RawView] = {}
+    for part in _PARTS:
+        if part not in views:
+            continue
+        view = views[part]
+        extent = (view.file, view.begin, view.size)
+        if extent not in pieces:
+            pieces.append(extent)
+        raw_views[part] = {
+            "piece": pieces.index(extent),
+            "offset": view.offset,
+            "row_stride": view.row_stride,
+            "column_stride": view.column_stride,
+        }
+    return pieces, raw_views
+
+
+def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
+    """The folder's config, whatever its quantisation."""
+    config = Path(folder) / "config.json"
+    if not config.is_file():
+        raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except json.JSONDecodeError as problem:
+        raise store_error(config, f"is not valid JSON: {problem}") from None

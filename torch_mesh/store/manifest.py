@@ -1,0 +1,350 @@
+"""What a converted folder holds, and the checks before any of it is believed. Torch-free.
+
+A store is a complete Hugging Face checkpoint:
+
+| file | content |
+|---|---|
+| ``config.json`` | the source's, with ``quantization_config = {"quant_method": "mesh", ...}`` |
+| tokenizer, generation config, ... | copied |
+| ``model-0000i-of-0000n.safetensors``, ``model.safetensors.index.json`` | everything but the experts; the index lists no record |
+| ``mesh-0000i-of-0000n.safetensors`` | records: one U8 tensor per expert, layer by layer, the first at a multiple of 4 KiB |
+| ``mesh_manifest.json`` | this module's ``Manifest``; written last |
+
+A store that was written from a loaded model holds records and manifest alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_mesh.store.header import (
+    ALIGNMENT,
+    MAX_TENSORS,
+    check_file_name,
+    encode_header,
+    read_header,
+    read_json_file,
+    store_error,
+)
+
+MANIFEST_NAME = "mesh_manifest.json"
+FORMAT_VERSION = 1  # of the manifest and of the packed layout, csrc/store/record.h
+WEIGHTS = ("bf16", "int8", "int4")
+GROUP_SIZES = (32, 64, 128)
+MAX_FILE_BYTES = 4 << 30
+_MAX_PATH = 512
+_MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The experts of a model. ``activation`` is that of the fused kernel, None where the module's own gate must run."""
+
+    layers: int
+    experts: int  # per layer
+    top_k: int
+    hidden: int
+    intermediate: int
+    gated: bool
+    bias: bool
+    activation: str | None
+
+    def record_bytes(self, weights: str, group_size: int) -> int:
+        """Bytes of one packed expert, padding included."""
+        from torch_mesh import _C
+
+        return _C.record_bytes(weights, group_size, self.hidden, self.intermediate, self.gated, self.bias)
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """``records`` records, one after the other from ``data_start`` on."""
+
+    name: str
+    bytes: int
+    data_start: int
+    records: int
+
+
+@dataclass(frozen=True)
+class OtherFile:
+    """A file of the checkpoint that holds no records. ``digest`` is BLAKE2b-128 of its bytes."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``checksums`` is uint64 [layers, experts], XXH3-64 over store id, layer, expert and the record's bytes."""
+
+    store_id: bytes
+    source_name: str
+    source_fingerprint: str
+    weights: str
+    group_size: int  # 0 for bf16
+    record_bytes: int
+    shape: Shape
+    modules: tuple[str, ...]
+    record_files: tuple[RecordFile, ...]
+    other_files: tuple[OtherFile, ...]
+    checksums: npt.NDArray[np.uint64]
+
+    def place(self, layer: int, expert: int) -> tuple[int, int]:
+        """Index in ``record_files`` and offset of a record."""
+        index = layer * self.shape.experts + expert
+        for number, file in enumerate(self.record_files):
+            if index < file.records:
+                return number, file.data_start + index * self.record_bytes
+            index -= file.records
+        raise IndexError(f"layer {layer}, expert {expert} of {self.shape.layers} x {self.shape.experts}")
+
+    def to_json(self) -> str:
+        """The manifest file's text. Its last key is a digest of all that stands before."""
+        table: dict[str, object] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        table["store_id"] = self.store_id.hex()
+        table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
+        table["digest"] = _digest(table)
+        return json.dumps(table, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder whose manifest, files and headers agree. Records are checked when they are read."""
+
+    folder: Path
+    manifest: Manifest
+
+    def source_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``torch_mesh._C.Source``."""
+        manifest = self.manifest
+        places = [manifest.place(layer, expert) for layer, expert in self.records()]
+        extents = np.array([(file, offset, manifest.record_bytes) for file, offset in places], dtype=np.int64)
+        return {
+            "files": [(str(self.folder / file.name), file.bytes) for file in manifest.record_files],
+            "extents": extents.reshape(manifest.shape.layers, manifest.shape.experts, 1, 3),
+            "checksums": manifest.checksums,
+            "store_id": manifest.store_id,
+        }
+
+    def records(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert) in the order in which they stand."""
+        shape = self.manifest.shape
+        return ((layer, expert) for layer in range(shape.layers) for expert in range(shape.experts))
+
+
+def is_store(folder: str | os.PathLike[str]) -> bool:
+    return (Path(folder) / MANIFEST_NAME).is_file()
+
+
+def open_store(folder: str | os.PathLike[str]) -> Store:
+    """The store in ``folder``, everything but the records' bytes checked. Raises ``StoreError`` for whatever does not agree."""
+    folder = Path(folder)
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise store_error(folder, f"is not a store: it has no {MANIFEST_NAME} (torch-mesh convert makes one)")
+    manifest = _parse_manifest(path, read_json_file(path))
+    expected = manifest.shape.record_bytes(manifest.weights, manifest.group_size)
+    if manifest.record_bytes != expected:
+        raise store_error(path, f"says that a record has {manifest.record_bytes} bytes; its shape makes {expected}")
+    first = 0
+    for file in manifest.record_files:
+        _check_record_file(folder, manifest, file, first)
+        first += file.records
+    return Store(folder, manifest)
+
+
+def record_name(modules: tuple[str, ...], experts: int, index: int) -> str:
+    """The tensor that holds the record of that index, counted layer by layer."""
+    return f"{modules[index // experts]}.{index % experts}"
+
+
+def plan_record_files(
+    shape: Shape, modules: tuple[str, ...], record_bytes: int, store_id: bytes, max_file_bytes: int = MAX_FILE_BYTES
+) -> list[tuple[RecordFile, bytes]]:
+    """How records are spread over files, and each file's header."""
+    total = shape.layers * shape.experts
+    each = max(1, max_file_bytes // record_bytes)
+    count = -(-total // each)
+    plan = []
+    for number in range(count):
+        indices = range(number * each, min(total, (number + 1) * each))
+        header = record_file_header(shape, modules, record_bytes, store_id, indices)
+        name = f"mesh-{number + 1:05d}-of-{count:05d}.safetensors"
+        size = len(header) + len(indices) * record_bytes
+        plan.append((RecordFile(name, size, len(header), len(indices)), header))
+    return plan
+
+
+def record_file_header(
+    shape: Shape, modules: tuple[str, ...], record_bytes: int, store_id: bytes, indices: range
+) -> bytes:
+    tensors = ((record_name(modules, shape.experts, i), "U8", (record_bytes,), record_bytes) for i in indices)
+    return encode_header(tensors, {"format": "torch_mesh", "store_id": store_id.hex()})
+
+
+def _digest(table: dict[str, object]) -> str:
+    text = json.dumps({key: value for key, value in table.items() if key != "digest"}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _parse_manifest(path: Path, table: object) -> Manifest:
+    if not isinstance(table, dict):
+        raise store_error(path, f"is a JSON {type(table).__name__}, not an object")
+    version = table.get("format_version")
+    if version != FORMAT_VERSION:
+        raise store_error(
+            path, f"has the format version {version!r}; this release reads {FORMAT_VERSION}: convert anew"
+        )
+    keys = {field.name for field in fields(Manifest)} | {"format_version", "digest"}
+    if set(table) != keys:
+        raise store_error(path, f"lacks {sorted(keys - set(table))} and has the unknown {sorted(set(table) - keys)}")
+    if table["digest"] != _digest(table):
+        raise store_error(path, "was changed after it was written: its digest is another")
+    try:
+        return _typed_manifest(path, table)
+    except (TypeError, ValueError, KeyError, AttributeError) as problem:
+        raise store_error(path, f"is malformed: {problem}") from None
+
+
+def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
+    shape = _typed_shape(table["shape"])
+    weights, group_size = table["weights"], _integer(table, "group_size", 0, max(GROUP_SIZES))
+    if weights not in WEIGHTS or group_size not in ((0,) if weights == "bf16" else GROUP_SIZES):
+        raise ValueError(f"weights {weights!r} with group_size {group_size} are unknown to this release")
+    record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
+    modules = table["modules"]
+    if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):
+        raise ValueError(f"'modules' must name {shape.layers} modules")
+    if len(set(modules)) != len(modules):
+        raise ValueError("'modules' names one module twice")
+    record_files = tuple(_typed_record_file(path, entry, record_bytes) for entry in table["record_files"])
+    other_files = tuple(_typed_other_file(path, entry) for entry in table["other_files"])
+    names = [file.name for file in (*record_files, *other_files)]
+    if len(set(names)) != len(names):
+        raise ValueError("one file is listed twice")
+    if sum(file.records for file in record_files) != shape.layers * shape.experts:
+        raise ValueError(f"the files hold other than {shape.layers} x {shape.experts} records")
+    return Manifest(
+        store_id=_hex_bytes(table["store_id"], 16),
+        source_name=_string(table, "source_name"),
+        source_fingerprint=_string(table, "source_fingerprint"),
+        weights=weights,
+        group_size=group_size,
+        record_bytes=record_bytes,
+        shape=shape,
+        modules=tuple(modules),
+        record_files=record_files,
+        other_files=other_files,
+        checksums=_typed_checksums(table["checksums"], shape),
+    )
+
+
+def _is_module_path(path: object) -> bool:
+    return isinstance(path, str) and path.isprintable() and 0 < len(path) <= _MAX_PATH
+
+
+def _typed_shape(table: dict[str, Any]) -> Shape:
+    if set(table) != {field.name for field in fields(Shape)}:
+        raise ValueError(f"'shape' has the keys {sorted(table)}")
+    shape = Shape(
+        layers=_integer(table, "layers", 1, MAX_TENSORS),
+        experts=_integer(table, "experts", 1, MAX_TENSORS),
+        top_k=_integer(table, "top_k", 1, MAX_TENSORS),
+        hidden=_integer(table, "hidden", 1, _MAX_SIZE),
+        intermediate=_integer(table, "intermediate", 1, _MAX_SIZE),
+        gated=_boolean(table, "gated"),
+        bias=_boolean(table, "bias"),
+        activation=None if table["activation"] is None else _string(table, "activation"),
+    )
+    if shape.layers * shape.experts > MAX_TENSORS or shape.top_k > shape.experts:
+        raise ValueError(f"top {shape.top_k} of {shape.experts} experts in {shape.layers} layers is out of bounds")
+    return shape
+
+
+def _typed_record_file(path: Path, entry: dict[str, Any], record_bytes: int) -> RecordFile:
+    file = RecordFile(
+        name=_file_name(path, entry),
+        bytes=_integer(entry, "bytes", 1, 1 << 60),
+        data_start=_integer(entry, "data_start", ALIGNMENT, 1 << 30),
+        records=_integer(entry, "records", 1, MAX_TENSORS),
+    )
+    if file.data_start % ALIGNMENT or file.bytes != file.data_start + file.records * record_bytes:
+        raise ValueError(f"the sizes of {file.name} do not add up")
+    return file
+
+
+def _typed_other_file(path: Path, entry: dict[str, Any]) -> OtherFile:
+    return OtherFile(
+        _file_name(path, entry), _integer(entry, "bytes", 0, 1 << 60), _hex_bytes(entry["digest"], 16).hex()
+    )
+
+
+def _typed_checksums(rows: list[str], shape: Shape) -> npt.NDArray[np.uint64]:
+    if len(rows) != shape.layers:
+        raise ValueError(f"checksums of {len(rows)} layers, not {shape.layers}")
+    values = np.empty((shape.layers, shape.experts), dtype=np.uint64)
+    for layer, row in enumerate(rows):
+        words = row.split(" ")
+        if len(words) != shape.experts or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
+            raise ValueError(f"the checksums of layer {layer} are not {shape.experts} numbers of 16 hexadecimal digits")
+        values[layer] = [int(word, 16) for word in words]
+    return values
+
+
+def _check_record_file(folder: Path, manifest: Manifest, file: RecordFile, first: int) -> None:
+    path = folder / file.name
+    header = read_header(path)
+    if (header.file_bytes, header.data_start, len(header.tensors)) != (file.bytes, file.data_start, file.records):
+        raise store_error(
+            path,
+            f"has {header.file_bytes} bytes and {len(header.tensors)} tensors from byte {header.data_start} on; "
+            f"the manifest says {file.bytes}, {file.records} and {file.data_start}",
+        )
+    expected = record_file_header(
+        manifest.shape, manifest.modules, manifest.record_bytes, manifest.store_id, range(first, first + file.records)
+    )
+    with path.open("rb") as stream:
+        if stream.read(len(expected)) != expected:
+            raise store_error(path, "has another header than the manifest describes: a file of another store?", 0)
+
+
+def _integer(table: dict[str, Any], key: str, low: int, high: int) -> int:
+    value = table[key]
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{key!r} is {value!r}; it must be an integer in [{low}, {high}]")
+    return value
+
+
+def _boolean(table: dict[str, Any], key: str) -> bool:
+    if type(table[key]) is not bool:
+        raise ValueError(f"{key!r} is {table[key]!r}; it must be true or false")
+    return table[key]
+
+
+def _string(table: dict[str, Any], key: str) -> str:
+    if not isinstance(table[key], str):
+        raise TypeError(f"{key!r} is {table[key]!r}; it must be a string")
+    return table[key]
+
+
+def _hex_bytes(text: object, count: int) -> bytes:
+    if not isinstance(text, str) or not re.fullmatch(f"[0-9a-f]{{{2 * count}}}", text):
+        raise ValueError(f"{text!r} is not {2 * count} hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _file_name(path: Path, entry: dict[str, Any]) -> str:
+    check_file_name(path, entry["name"], "a part of the store")
+    return entry["name"]
