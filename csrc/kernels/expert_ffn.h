@@ -1,8 +1,8 @@
-// One expert: act(x · gate) * (x · up) · down * routing weight, on packed bytes, cut into tasks that any thread
-// may run in any order. All gate_up tasks of an expert come before its down tasks.
+// One expert: act(x · gate) * (x · up) · down * routing weight, on packed bytes, cut into tasks
+// that any thread may run in any order. All gate_up tasks of an expert come before its down tasks.
 //
-// A product's bits depend on the weights, the row and the number of rows of the expert, never on which thread ran it, what
-// else ran, or where the record stands.
+// A product's bits depend on the weights, the row and the number of rows of the expert, never on
+// which thread ran it, what else ran, or where the record stands.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@
 #include <vector>
 
 #include "base/runtime.h"
+#include "kernels/activation.h"
 #include "kernels/matrix_view.h"
 #include "store/record.h"
 
 namespace torch_mesh {
-
-enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh };
 
 Activation activation_from_name(std::string_view name);  // "silu", "gelu", "gelu_tanh"
 
 // One instruction set's kernels; opaque here, see kernel_table.h.
 struct KernelTable;
 
-// The best table this processor runs, or the one that TORCH_MESH_ISA names when the process starts: "scalar", "avx2",
-// "avx512", "avx512_vnni", "avx512_bf16". Error(kInvalid) for an unknown name or one the processor lacks.
+// The best table this processor runs, or the one that TORCH_MESH_ISA names when the process starts:
+// "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16". Error(kInvalid) for an unknown name or
+// one the processor lacks.
 const KernelTable& kernel_table();
 const KernelTable& kernel_table(std::string_view name);
 std::vector<std::string_view> kernel_tables();  // those this processor runs, scalar first
@@ -49,8 +49,9 @@ class ExpertFfn {
 
   const RecordLayout& layout() const { return layout_; }
 
-  // Activations in the operand form of the products (bf16, or int8 with a scale per group), made once per layer and shared by
-  // all of its experts. Rows are independent: ranges may be prepared by different threads.
+  // Activations in the operand form of the products (bf16, or int8 with a scale per group), made
+  // once per layer and shared by all of its experts. Rows are independent: ranges may be prepared
+  // by different threads.
   int64_t prepared_bytes(int32_t rows) const;
   void prepare(const void* x, ScalarType type, int64_t row_stride, int32_t rows, int32_t begin,
                int32_t end, std::byte* prepared) const;
@@ -62,9 +63,9 @@ class ExpertFfn {
                const ExpertRows& expert) const;
   void down(int32_t task, const ExpertRows& expert) const;
 
-  // One projection alone: out[row][columns] = x · W^T + bias for `rows` prepared rows beginning at `first`.
-  // projection 0 is gate_up ([gate | up], without padding), 1 is down. `prepared` for projection 1 is made by
-  // prepare_hidden, whose rows are `intermediate` long.
+  // One projection alone: out[row][columns] = x · W^T + bias for `rows` prepared rows beginning at
+  // `first`. projection 0 is gate_up ([gate | up], without padding), 1 is down. `prepared` for
+  // projection 1 is made by prepare_hidden, whose rows are `intermediate` long.
   int64_t prepared_hidden_bytes(int32_t rows) const;
   void prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t rows,
                       int32_t begin, int32_t end, std::byte* prepared) const;

@@ -9,8 +9,8 @@ enum class ScalarType : uint8_t { kBf16, kFloat16, kFloat32 };
 
 constexpr int64_t scalar_bytes(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
 
-// Element (output feature r, input feature c) is data[r * row_stride + c * column_stride]; strides count elements.
-// data == nullptr: there is none.
+// Element (output feature r, input feature c) is data[r * row_stride + c * column_stride]; strides
+// count elements. data == nullptr: there is none.
 struct MatrixView {
   const void* data = nullptr;
   ScalarType type = ScalarType::kBf16;

@@ -4,18 +4,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/expert_ffn.h"
 #include "kernels/matrix_view.h"
 #include "store/record.h"
 
 namespace torch_mesh {
 
-// Writes layout.bytes bytes, padding included. The result depends on the weights alone: every instruction set
-// packs the same bits. Integer scales minimise the squared error of each group over a set of candidates on the bf16 grid.
-// A weight that is not finite makes its group's scale NaN, so that it shows in the output instead of vanishing.
+// Writes layout.bytes bytes, padding included. The result depends on the weights alone: every
+// instruction set packs the same bits. Integer scales minimise the squared error of each group over
+// a set of candidates on the bf16 grid. A weight that is not finite makes its group's scale NaN, so
+// that it shows in the output instead of vanishing. Throws Error(kInvalid) when a view is missing,
+// or present and not part of the layout.
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record);
+void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
+                 const KernelTable& table);
 
-// Weights as the kernels see them. gate_up is [halves * intermediate][hidden] with gate first, down is
-// [hidden][intermediate]; the biases likewise. A null pointer skips that part.
+// Weights as the kernels see them. gate_up is [halves * intermediate][hidden] with gate first, down
+// is [hidden][intermediate]; the biases likewise. A null pointer skips that part.
 void unpack_record(const RecordLayout& layout, const std::byte* record, float* gate_up, float* down,
                    float* gate_up_bias, float* down_bias);
 

@@ -1,0 +1,68 @@
+// Which table runs: the best one that the processor has, or the one that TORCH_MESH_ISA names.
+#include <cstdlib>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/expert_ffn.h"
+#include "kernels/kernel_table.h"
+
+namespace torch_mesh {
+namespace {
+
+struct Candidate {
+  const KernelTable* table;
+  bool (*runs)();
+};
+
+// __builtin_cpu_supports asks the operating system (XGETBV) about the registers too.
+constexpr Candidate kCandidates[] = {
+    {&kScalarTable, [] { return true; }},
+};
+
+std::string list(const std::vector<std::string_view>& names) {
+  std::string text;
+  for (std::string_view name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text;
+}
+
+const KernelTable& first_choice() {
+  const char* name = std::getenv("TORCH_MESH_ISA");
+  if (name != nullptr && *name != '\0') return kernel_table(name);
+  return kernel_table(kernel_tables().back());
+}
+
+}  // namespace
+
+const KernelTable& kernel_table() {
+  static const KernelTable& table = first_choice();
+  return table;
+}
+
+const KernelTable& kernel_table(std::string_view name) {
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.table->name == name && candidate.runs()) return *candidate.table;
+  }
+  throw Error(ErrorKind::kInvalid, "no kernels for the instruction set \"" + std::string(name) +
+                                       "\" (TORCH_MESH_ISA); this processor runs " +
+                                       list(kernel_tables()));
+}
+
+std::vector<std::string_view> kernel_tables() {
+  std::vector<std::string_view> names;
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.runs()) names.emplace_back(candidate.table->name);
+  }
+  return names;
+}
+
+const char* kernel_table_name(const KernelTable& table) { return table.name; }
+
+Activation activation_from_name(std::string_view name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw Error(ErrorKind::kInvalid, "unknown activation \"" + std::string(name) +
+                                       "\"; there are \"silu\", \"gelu\" and \"gelu_tanh\"");
+}
+
+}  // namespace torch_mesh

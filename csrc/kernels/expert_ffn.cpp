@@ -1,0 +1,244 @@
+#include "kernels/expert_ffn.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/kernel_table.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr int32_t kMaxTaskColumns = kMaxGroup;
+
+OperandShape operand_shape(const PackedMatrix& matrix) {
+  const bool bf16 = matrix.format == Format::kBf16;
+  const int64_t bytes =
+      bf16 ? int64_t{2} * matrix.depth_padded : matrix.depth_padded + int64_t{8} * matrix.groups();
+  return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64)};
+}
+
+// A task covers whole groups of the hidden activations, so that it can quantise them itself.
+int32_t task_columns(const RecordLayout& layout) {
+  return std::max(kBlockColumns, layout.group_size);
+}
+
+void prepare_row(const KernelTable& table, const PackedMatrix& matrix, const OperandShape& shape,
+                 const std::byte* x, ScalarType type, std::byte* row) {
+  const int32_t step = std::max(kBlockColumns, matrix.group_size);
+  alignas(64) float values[kMaxTaskColumns];
+  for (int32_t k = 0; k < matrix.depth_padded; k += step) {
+    const int32_t count = std::clamp(matrix.depth - k, 0, step);
+    table.to_floats(x + k * scalar_bytes(type), type, count, values);
+    std::fill(values + count, values + step, 0.0f);
+    table.store_operands(values, k, step, shape, row);
+  }
+}
+
+void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const void* x,
+                  ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
+                  std::byte* prepared) {
+  const OperandShape shape = operand_shape(matrix);
+  for (int32_t row = begin; row < end; ++row) {
+    const std::byte* from =
+        static_cast<const std::byte*>(x) + row * row_stride * scalar_bytes(type);
+    prepare_row(table, matrix, shape, from, type, prepared + row * shape.row_bytes);
+  }
+}
+
+// The rows of one task against blocks of one matrix. Whether gemm runs depends on the number of
+// rows alone, so a product's bits do too.
+class TaskProducts {
+ public:
+  TaskProducts(const KernelTable& table, const Runtime& runtime, const PackedMatrix& matrix,
+               int32_t rows)
+      : product_(table.products[static_cast<int>(matrix.format)]), runtime_(runtime) {
+    const bool has_gemm = matrix.format == Format::kBf16 ? runtime.gemm_bf16 != nullptr
+                                                         : runtime.gemm_u8s8 != nullptr;
+    use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
+  }
+  ~TaskProducts() {
+    if (use_gemm_ && runtime_.gemm_release != nullptr) runtime_.gemm_release();
+  }
+  TaskProducts(const TaskProducts&) = delete;
+  TaskProducts& operator=(const TaskProducts&) = delete;
+
+  void operator()(const std::byte* block, const OperandShape& shape, const OperandRows& rows,
+                  float* sums) const {
+    product_({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
+  }
+
+ private:
+  void (*product_)(const BlockProducts&);
+  const Runtime& runtime_;
+  bool use_gemm_;
+};
+
+// One block's part of a bias, padded; nullptr where there is none.
+class BlockBias {
+ public:
+  BlockBias(const std::byte* record, int64_t offset, int64_t first, int32_t columns) {
+    if (offset < 0) return;
+    std::memcpy(values_, record + offset + first * 4, sizeof(float) * static_cast<size_t>(columns));
+    data_ = values_;
+  }
+  BlockBias(const BlockBias&) = delete;
+  BlockBias& operator=(const BlockBias&) = delete;
+  const float* data() const { return data_; }
+
+ private:
+  alignas(64) float values_[kBlockColumns] = {};
+  const float* data_ = nullptr;
+};
+
+using Tile = float[kTileRows * kBlockColumns];
+
+struct BlockOfHalf {
+  int32_t index;    // of the block in the matrix
+  int32_t half;     // 0, or 1 for up beside a gate
+  int32_t first;    // its first column within its half
+  int32_t columns;  // without padding
+};
+
+BlockOfHalf block_of_half(const PackedMatrix& matrix, int32_t halves, int32_t index) {
+  const int32_t first = index / halves * kBlockColumns;
+  return {index, index % halves, first, std::min(matrix.columns - first, kBlockColumns)};
+}
+
+// Gate or up, with its bias.
+void project(const RecordLayout& layout, const KernelTable& table, const TaskProducts& products,
+             const std::byte* record, const BlockOfHalf& block, const OperandRows& rows,
+             float* sums) {
+  const PackedMatrix& matrix = layout.gate_up;
+  products(record + layout.gate_up_offset + block.index * matrix.block_bytes, operand_shape(matrix),
+           rows, sums);
+  const int64_t first = int64_t{block.half} * layout.intermediate + block.first;
+  const BlockBias bias(record, layout.gate_up_bias_offset, first, block.columns);
+  if (bias.data() == nullptr) return;
+  for (int32_t r = 0; r < rows.count; ++r) {
+    table.finish(sums + r * kBlockColumns, bias.data(), 1.0f);
+  }
+}
+
+}  // namespace
+
+ExpertFfn::ExpertFfn(const RecordLayout& layout, Activation activation, const Runtime& runtime,
+                     const KernelTable& table)
+    : layout_(layout), activation_(activation), runtime_(runtime), table_(table) {}
+
+int64_t ExpertFfn::prepared_bytes(int32_t rows) const {
+  return rows * operand_shape(layout_.gate_up).row_bytes;
+}
+
+void ExpertFfn::prepare(const void* x, ScalarType type, int64_t row_stride, int32_t /*rows*/,
+                        int32_t begin, int32_t end, std::byte* prepared) const {
+  prepare_rows(table_, layout_.gate_up, x, type, row_stride, begin, end, prepared);
+}
+
+int64_t ExpertFfn::prepared_hidden_bytes(int32_t rows) const {
+  return rows * operand_shape(layout_.down).row_bytes;
+}
+
+void ExpertFfn::prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t /*rows*/,
+                               int32_t begin, int32_t end, std::byte* prepared) const {
+  prepare_rows(table_, layout_.down, x, type, row_stride, begin, end, prepared);
+}
+
+int64_t ExpertFfn::scratch_bytes(int32_t rows) const { return prepared_hidden_bytes(rows); }
+
+int32_t ExpertFfn::gate_up_tasks() const {
+  return layout_.down.depth_padded / task_columns(layout_);
+}
+
+int32_t ExpertFfn::down_tasks() const { return layout_.down.blocks; }
+
+void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, int32_t /*prepared_rows*/,
+                        const ExpertRows& expert) const {
+  const int32_t halves = layout_.halves();
+  const int32_t columns = task_columns(layout_);
+  const int32_t first = task * columns;
+  const int32_t kept = std::min(layout_.intermediate - first, columns);
+  const OperandShape hidden_shape = operand_shape(layout_.down);
+  const TaskProducts products(table_, runtime_, layout_.gate_up, expert.rows);
+  alignas(64) Tile gate;
+  alignas(64) Tile up;
+  alignas(64) float hidden[kTileRows][kMaxTaskColumns];
+
+  for (int32_t row = 0; row < expert.rows; row += kTileRows) {
+    const OperandRows rows{prepared, expert.tokens + row, std::min(expert.rows - row, kTileRows)};
+    for (int32_t c = 0; c < kept; c += kBlockColumns) {
+      const int32_t index = (first + c) / kBlockColumns * halves;
+      const BlockOfHalf block = block_of_half(layout_.gate_up, halves, index);
+      project(layout_, table_, products, expert.record, block, rows, gate);
+      if (layout_.gated) {
+        const BlockOfHalf beside = block_of_half(layout_.gate_up, halves, index + 1);
+        project(layout_, table_, products, expert.record, beside, rows, up);
+      }
+      table_.activate(activation_, gate, layout_.gated ? up : nullptr, rows.count * kBlockColumns);
+      for (int32_t r = 0; r < rows.count; ++r) {
+        std::memcpy(hidden[r] + c, gate + r * kBlockColumns, sizeof(float) * kBlockColumns);
+      }
+    }
+    for (int32_t r = 0; r < rows.count; ++r) {
+      // Padding columns hold NaN where the row does; they must not reach the group's scale.
+      std::fill(hidden[r] + kept, hidden[r] + columns, 0.0f);
+      table_.store_operands(hidden[r], first, columns, hidden_shape,
+                            expert.scratch + (row + r) * hidden_shape.row_bytes);
+    }
+  }
+}
+
+void ExpertFfn::down(int32_t task, const ExpertRows& expert) const {
+  const PackedMatrix& matrix = layout_.down;
+  const OperandShape shape = operand_shape(matrix);
+  const BlockOfHalf block = block_of_half(matrix, 1, task);
+  const std::byte* bytes = expert.record + layout_.down_offset + task * matrix.block_bytes;
+  const BlockBias bias(expert.record, layout_.down_bias_offset, block.first, block.columns);
+  const TaskProducts products(table_, runtime_, matrix, expert.rows);
+  alignas(64) Tile sums;
+
+  for (int32_t row = 0; row < expert.rows; row += kTileRows) {
+    const OperandRows rows{expert.scratch + row * shape.row_bytes, nullptr,
+                           std::min(expert.rows - row, kTileRows)};
+    products(bytes, shape, rows, sums);
+    for (int32_t r = 0; r < rows.count; ++r) {
+      float* from = sums + r * kBlockColumns;
+      table_.finish(from, bias.data(), expert.weights[row + r]);
+      const int64_t place = expert.places[row + r];
+      std::memcpy(expert.products + place * layout_.hidden + block.first, from,
+                  sizeof(float) * static_cast<size_t>(block.columns));
+    }
+  }
+}
+
+int32_t ExpertFfn::linear_tasks(int32_t projection) const {
+  return projection == 0 ? layout_.gate_up.blocks : layout_.down.blocks;
+}
+
+void ExpertFfn::linear(int32_t projection, int32_t task, const std::byte* prepared,
+                       int32_t /*prepared_rows*/, const std::byte* record, int32_t first,
+                       int32_t rows, float* out, int64_t out_stride) const {
+  const bool is_down = projection == 1;
+  const PackedMatrix& matrix = is_down ? layout_.down : layout_.gate_up;
+  const OperandShape shape = operand_shape(matrix);
+  const BlockOfHalf block = block_of_half(matrix, is_down ? 1 : layout_.halves(), task);
+  const int64_t out_column = int64_t{block.half} * layout_.intermediate + block.first;
+  const int64_t bytes_offset = is_down ? layout_.down_offset : layout_.gate_up_offset;
+  const int64_t bias_offset = is_down ? layout_.down_bias_offset : layout_.gate_up_bias_offset;
+  const BlockBias bias(record, bias_offset, out_column, block.columns);
+  const TaskProducts products(table_, runtime_, matrix, rows);
+  alignas(64) Tile sums;
+
+  for (int32_t row = 0; row < rows; row += kTileRows) {
+    const OperandRows tile{prepared + (first + row) * shape.row_bytes, nullptr,
+                           std::min(rows - row, kTileRows)};
+    products(record + bytes_offset + task * matrix.block_bytes, shape, tile, sums);
+    for (int32_t r = 0; r < tile.count; ++r) {
+      float* from = sums + r * kBlockColumns;
+      table_.finish(from, bias.data(), 1.0f);
+      std::memcpy(out + (row + r) * out_stride + out_column, from,
+                  sizeof(float) * static_cast<size_t>(block.columns));
+    }
+  }
+}
+
+}  // namespace torch_mesh

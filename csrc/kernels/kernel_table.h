@@ -1,0 +1,79 @@
+// What one instruction set provides. Each table is filled by a translation unit of its own,
+// compiled with that set's flags; nothing with external linkage but its table comes out of it, so
+// that the linker cannot pick its copy of a shared inline function for a processor that lacks the
+// instructions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/runtime.h"
+#include "kernels/activation.h"
+#include "kernels/matrix_view.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+// Rows computed at once: their sums (64 columns, fp32) are 8 KiB and stay in L1 beside a group of
+// weights, so that the block is streamed from memory once for all of them.
+inline constexpr int32_t kTileRows = 32;
+inline constexpr int32_t kMaxGroup = 128;
+
+// Activations in the operand form of the products, one row after the other:
+//   bf16:     depth_padded values
+//   integers: depth_padded bytes (value + 128), the float scale of each group, the int32 sum of
+//   each group
+struct OperandShape {
+  Format format;
+  int32_t group_size;
+  int32_t depth_padded;
+  int64_t row_bytes;  // a multiple of 64
+};
+
+struct OperandRows {
+  const std::byte* data;
+  const int32_t* index;  // [count] which row each one is; nullptr: 0, 1, 2 ...
+  int32_t count;
+};
+
+// sums[row][column] = rows · block, fp32, for at most kTileRows rows.
+struct BlockProducts {
+  const std::byte* block;
+  OperandShape shape;
+  OperandRows rows;
+  const Runtime* gemm;  // whose gemm to call; nullptr: the table's own products
+  float* sums;          // [rows][kBlockColumns]
+};
+
+struct KernelTable {
+  const char* name;
+
+  // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
+  int32_t gemm_rows[3];
+
+  void (*products[3])(const BlockProducts& products);  // by Format
+
+  void (*to_floats)(const void* values, ScalarType type, int32_t count, float* floats);
+  // Writes columns [column, column + count) of one row; both multiples of max(64, group).
+  void (*store_operands)(const float* values, int32_t column, int32_t count,
+                         const OperandShape& shape, std::byte* row);
+
+  // gate = act(gate) * up; up may be nullptr. `count` is a multiple of 64.
+  void (*activate)(Activation activation, float* gate, const float* up, int32_t count);
+  // sums = weight * (sums + bias) over kBlockColumns columns; bias may be nullptr.
+  void (*finish)(float* sums, const float* bias, float weight);
+
+  // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
+  // even).
+  void (*pack_group[3])(const float* panel, int32_t depth, std::byte* group);  // by Format
+};
+
+extern const KernelTable kScalarTable;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Table;
+extern const KernelTable kAvx512Table;
+extern const KernelTable kAvx512VnniTable;
+extern const KernelTable kAvx512Bf16Table;
+#endif
+
+}  // namespace torch_mesh

@@ -1,0 +1,129 @@
+#include "kernels/pack.h"
+
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/kernel_table.h"
+
+namespace torch_mesh {
+namespace {
+
+const std::byte* element(const MatrixView& view, int64_t row, int64_t column) {
+  const int64_t index = row * view.row_stride + column * view.column_stride;
+  return static_cast<const std::byte*>(view.data) + index * scalar_bytes(view.type);
+}
+
+// `count` elements that are `stride` apart, at most kMaxGroup.
+void load_line(const KernelTable& table, const std::byte* from, ScalarType type, int64_t stride,
+               int32_t count, float* floats) {
+  if (stride == 1) return table.to_floats(from, type, count, floats);
+  alignas(64) std::byte line[kMaxGroup * 4];
+  const int64_t bytes = scalar_bytes(type);
+  for (int32_t i = 0; i < count; ++i) {
+    std::memcpy(line + i * bytes, from + i * stride * bytes, static_cast<size_t>(bytes));
+  }
+  table.to_floats(line, type, count, floats);
+}
+
+// The part of a matrix that one call packs, transposed to [depth][kBlockColumns] and zero-padded.
+struct Panel {
+  alignas(64) float values[kMaxGroup * kBlockColumns];
+
+  void load(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
+            int32_t column, int32_t columns, int32_t depth) {
+    std::memset(values, 0, sizeof(float) * static_cast<size_t>(depth) * kBlockColumns);
+    // Lines run along the direction in which memory does.
+    if (view.row_stride == 1) {
+      for (int32_t c = 0; c < columns; ++c) {
+        load_line(table, element(view, row, column + c), view.type, 1, rows,
+                  values + c * kBlockColumns);
+      }
+      return;
+    }
+    float line[kMaxGroup];
+    for (int32_t r = 0; r < rows; ++r) {
+      load_line(table, element(view, row + r, column), view.type, view.column_stride, columns,
+                line);
+      for (int32_t c = 0; c < columns; ++c) values[c * kBlockColumns + r] = line[c];
+    }
+  }
+};
+
+int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
+
+void pack_block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                int32_t first_row, std::byte* block) {
+  const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
+  const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
+  const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
+  Panel panel;
+  for (int32_t k = 0; k < matrix.depth_padded; k += depth) {
+    const int32_t columns = at_most(matrix.depth - k, depth);
+    panel.load(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth);
+    table.pack_group[static_cast<int>(matrix.format)](panel.values, depth, block);
+    block += step;
+  }
+}
+
+// Writes every `halves`-th block of the matrix, beginning with block `half`.
+void pack_half(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+               int32_t half, int32_t halves, std::byte* blocks) {
+  for (int32_t b = half; b < matrix.blocks; b += halves) {
+    pack_block(table, matrix, view, b / halves * kBlockColumns, blocks + b * matrix.block_bytes);
+  }
+}
+
+void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, std::byte* to) {
+  for (int32_t i = 0; i < count; i += kMaxGroup) {
+    float line[kMaxGroup];
+    const int32_t part = at_most(count - i, kMaxGroup);
+    load_line(table, element(view, i, 0), view.type, view.row_stride, part, line);
+    std::memcpy(to + int64_t{4} * i, line, sizeof(float) * static_cast<size_t>(part));
+  }
+}
+
+void check_present(const char* name, const MatrixView& view, bool wanted) {
+  if ((view.data != nullptr) == wanted) return;
+  throw Error(ErrorKind::kInvalid, std::string("pack: ") + name +
+                                       (wanted ? " is missing, and the record's layout has it"
+                                               : " was given, and the record's layout has none"));
+}
+
+void check_views(const RecordLayout& layout, const ExpertViews& views) {
+  check_present("gate", views.gate, layout.gated);
+  check_present("up", views.up, true);
+  check_present("down", views.down, true);
+  check_present("gate_bias", views.gate_bias, layout.gated && layout.bias);
+  check_present("up_bias", views.up_bias, layout.bias);
+  check_present("down_bias", views.down_bias, layout.bias);
+}
+
+}  // namespace
+
+void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
+                 const KernelTable& table) {
+  check_views(layout, views);
+  const int32_t halves = layout.halves();
+  std::byte* gate_up = record + layout.gate_up_offset;
+  if (layout.gated) pack_half(table, layout.gate_up, views.gate, 0, halves, gate_up);
+  pack_half(table, layout.gate_up, views.up, halves - 1, halves, gate_up);
+  pack_half(table, layout.down, views.down, 0, 1, record + layout.down_offset);
+
+  int64_t end = layout.down_offset + layout.down.bytes();
+  if (layout.bias) {
+    std::byte* bias = record + layout.gate_up_bias_offset;
+    const int64_t half_bytes = int64_t{4} * layout.intermediate;
+    if (layout.gated) pack_bias(table, views.gate_bias, layout.intermediate, bias);
+    pack_bias(table, views.up_bias, layout.intermediate, bias + (halves - 1) * half_bytes);
+    pack_bias(table, views.down_bias, layout.hidden, record + layout.down_bias_offset);
+    end = layout.down_bias_offset + int64_t{4} * layout.hidden;
+  }
+  std::memset(record + end, 0, static_cast<size_t>(layout.bytes - end));
+}
+
+void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record) {
+  pack_record(layout, views, record, kernel_table());
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,188 @@
+// One group of 64 columns into its packed form. Lanes are columns and each lane runs the same
+// sequence of roundings, so that every target packs the same bits.
+#pragma once
+
+#include "kernels/kernel_table.h"
+#include "kernels/rounding-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+// The scales that are tried put the group's largest magnitude at these quantised values. Least
+// squares then improves each; what is kept is the best after rounding to bf16. int8 gains only from
+// a slight clipping. int4 has one more negative value than positive ones, so both signs of the
+// scale are tried.
+struct Int8Grid {
+  static constexpr float kLow = -127, kHigh = 127;
+  static constexpr int kCandidates = 20;
+  static constexpr float candidate(int i) { return 126.0f + 0.75f * static_cast<float>(i); }
+};
+
+struct Int4Grid {
+  static constexpr float kLow = -8, kHigh = 7;
+  static constexpr int kCandidates = 22;
+  static constexpr float candidate(int i) {
+    const float magnitude = 6.5f + 0.35f * static_cast<float>(i / 2);
+    return i % 2 == 0 ? magnitude : -magnitude;
+  }
+};
+
+template <typename Grid>
+inline Floats quantise(Floats x, Floats inverse) {
+  return round_to_integer(clamp(x * inverse, Grid::kLow, Grid::kHigh));
+}
+
+// kLanes columns of one group, brought into [1, 2) by a power of two, so that sums of squares stay
+// finite and tiny groups round like others. A group that is negligible or not finite is all zeros
+// here.
+struct Columns {
+  alignas(64) float values[kMaxGroup * kLanes];
+  int32_t depth;
+  Floats amax;     // of `values`; 1 where they are zeros
+  Floats restore;  // scales times this; 0 or NaN where the values are zeros
+
+  Columns(const float* panel, int32_t depth_) : depth(depth_) {
+    Words bits = broadcast_word(0);
+    for (int32_t k = 0; k < depth; ++k) {
+      bits = maximum_words(bits, magnitude_bits(load(panel + k * kBlockColumns)));
+    }
+    const Floats largest = as_floats(bits);
+    const Mask finite = less(largest, broadcast(__builtin_inff()));
+    const Mask sizeable = less(broadcast(0x1p-100f), largest);
+    // Up to 2^126, so that the factor is not subnormal.
+    const Words exponent = shift_right<23>(as_words(minimum(broadcast(0x1p126f), largest)));
+    const Floats factor = as_floats(shift_left<23>(subtract_words(broadcast_word(254), exponent)));
+    for (int32_t k = 0; k < depth; ++k) {
+      const Floats value = keep(finite, sizeable, load(panel + k * kBlockColumns) * factor, 0.0f);
+      store(values + k * kLanes, value);
+    }
+    amax = keep(finite, sizeable, largest * factor, 1.0f);
+    const Floats none = select(finite, broadcast(0.0f), broadcast(__builtin_nanf("")));
+    restore = select(sizeable, as_floats(shift_left<23>(exponent)), none);
+    restore = select(finite, restore, none);
+  }
+
+  Floats row(int32_t k) const { return load(values + k * kLanes); }
+
+ private:
+  static Floats keep(Mask finite, Mask sizeable, Floats value, float otherwise) {
+    return select(finite, select(sizeable, value, broadcast(otherwise)), broadcast(otherwise));
+  }
+};
+
+inline Floats to_bf16(Floats x) { return as_floats(shift_left<16>(bf16_bits(x))); }
+
+struct Fit {
+  Floats scale;
+  Floats gain;
+};
+
+// The least-squares scale for the integers that `inverse` gives. |x - s q|^2 = |x|^2 - (2 s xq -
+// s^2 qq): the gain is what the scale takes off.
+template <typename Grid>
+inline Fit fit_scale(const Columns& columns, Floats inverse) {
+  Floats xq = broadcast(0.0f), qq = broadcast(0.0f);
+  for (int32_t k = 0; k < columns.depth; ++k) {
+    const Floats x = columns.row(k);
+    const Floats q = quantise<Grid>(x, inverse);
+    xq = multiply_add(x, q, xq);
+    qq = multiply_add(q, q, qq);
+  }
+  const Floats scale = to_bf16(xq / qq);
+  return {scale, scale * (xq + xq - scale * qq)};
+}
+
+template <typename Grid>
+inline Floats best_scale(const Columns& columns) {
+  Fit best{columns.amax * broadcast(1.0f / Grid::candidate(0)), broadcast(-1.0f)};
+  best.scale = to_bf16(best.scale);
+  for (int i = 0; i < Grid::kCandidates; ++i) {
+    const Fit fit = fit_scale<Grid>(columns, broadcast(Grid::candidate(i)) / columns.amax);
+    const Mask better = less(best.gain, fit.gain);
+    best.scale = select(better, fit.scale, best.scale);
+    best.gain = select(better, fit.gain, best.gain);
+  }
+  return best.scale;
+}
+
+// The integers that belong to the scale that was kept, as floats in place of the values.
+template <typename Grid>
+inline void quantise_columns(Columns& columns, Floats scale) {
+  const Floats inverse = broadcast(1.0f) / scale;
+  for (int32_t k = 0; k < columns.depth; ++k) {
+    store(columns.values + k * kLanes, quantise<Grid>(columns.row(k), inverse));
+  }
+}
+
+inline Words byte_of_word(Words value, int byte) {
+  value = value & broadcast_word(0xff);
+  switch (byte) {
+    case 1:
+      return shift_left<8>(value);
+    case 2:
+      return shift_left<16>(value);
+    case 3:
+      return shift_left<24>(value);
+    default:
+      return value;
+  }
+}
+
+// Values k .. k + 3 in the bytes of a word, each plus `offset`.
+inline Words four_bytes(const Columns& columns, int32_t k, uint32_t offset) {
+  Words word = broadcast_word(0);
+  for (int byte = 0; byte < 4; ++byte) {
+    const Words value = to_integers(columns.row(k + byte));
+    word = word | byte_of_word(add_words(value, broadcast_word(offset)), byte);
+  }
+  return word;
+}
+
+inline void store_scale(std::byte* group, int32_t column, const Columns& columns, Floats scale) {
+  store_uint16(reinterpret_cast<uint16_t*>(group) + column, bf16_bits(scale * columns.restore));
+}
+
+inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group) {
+  auto* sums = reinterpret_cast<uint16_t*>(group + kBlockColumns * 2);
+  std::byte* words = group + kBlockColumns * 4;
+  for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+    Columns columns(panel + c, depth);
+    const Floats scale = best_scale<Int8Grid>(columns);
+    quantise_columns<Int8Grid>(columns, scale);
+    store_scale(group, c, columns, scale);
+    Floats sum = broadcast(0.0f);
+    for (int32_t k = 0; k < depth; ++k) sum = sum + columns.row(k);
+    store_uint16(sums + c, to_integers(sum) & broadcast_word(0xffff));
+    for (int32_t k = 0; k < depth; k += 4) {
+      store_words(words + (k / 4 * kBlockColumns + c) * 4, four_bytes(columns, k, 0));
+    }
+  }
+}
+
+inline void pack_int4_group(const float* panel, int32_t depth, std::byte* group) {
+  std::byte* words = group + kBlockColumns * 2;
+  for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+    Columns columns(panel + c, depth);
+    const Floats scale = best_scale<Int4Grid>(columns);
+    quantise_columns<Int4Grid>(columns, scale);
+    store_scale(group, c, columns, scale);
+    for (int32_t k = 0; k < depth; k += 8) {
+      const Words low = four_bytes(columns, k, 8);
+      const Words high = four_bytes(columns, k + 4, 8);
+      store_words(words + (k / 8 * kBlockColumns + c) * 4, low | shift_left<4>(high));
+    }
+  }
+}
+
+inline void pack_bf16_group(const float* panel, int32_t depth, std::byte* words) {
+  for (int32_t k = 0; k < depth; k += 2) {
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const Words low = bf16_bits(load(panel + k * kBlockColumns + c));
+      const Words high = bf16_bits(load(panel + (k + 1) * kBlockColumns + c));
+      store_words(words + (k / 2 * kBlockColumns + c) * 4, low | shift_left<16>(high));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh

@@ -1,0 +1,295 @@
+// Rows times one block, the same algorithm on every target. A target defines, before it includes
+// this file, how many rows it keeps in registers (kRegisterRows) and a Dot for each format:
+//
+//   Sum      its accumulator, one per column: Floats for bf16, Words for the integers
+//   Weights  one word of kLanes columns, unfolded into operands
+//   Row      the activations that meet this word, broadcast to all columns
+//   kRowWords  how many 32-bit words of activations that is
+//   add(sum, row, weights)
+//   correct(sum, weight_sum, row_sum)   takes out what shifting operands to unsigned has added
+//   (integers)
+#pragma once
+
+#include "kernels/kernel_table.h"
+#include "kernels/rounding-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// How many vectors of columns are summed at once: with one row all that the registers hold, so that
+// sums do not wait for one another.
+constexpr int32_t vectors_at_once(int32_t rows) {
+  const int32_t all = kBlockColumns / kLanes;
+  const int32_t room = rows == 1 ? kSingleRowVectors : kTileVectors;
+  return all < room ? all : room;
+}
+
+template <typename Dot, int kRows, int kVectors>
+inline void add_words_of_block(const std::byte* words, int32_t count, const std::byte* const* rows,
+                               typename Dot::Sum (&sums)[kRows][kVectors]) {
+  for (int32_t j = 0; j < count; ++j) {
+    typename Dot::Row row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
+    for (int v = 0; v < kVectors; ++v) {
+      const auto weights = Dot::weights(words + (j * kBlockColumns + v * kLanes) * 4);
+      for (int r = 0; r < kRows; ++r) sums[r][v] = Dot::add(sums[r][v], row[r], weights);
+    }
+  }
+}
+
+// What the group's scales stand for.
+struct GroupRows {
+  const std::byte* bytes[kTileRows];
+  float scale[kTileRows];
+  int32_t sum[kTileRows];
+};
+
+inline const std::byte* operand_row(const BlockProducts& products, int32_t r) {
+  const OperandRows& rows = products.rows;
+  const int64_t index = rows.index == nullptr ? r : rows.index[r];
+  return rows.data + index * products.shape.row_bytes;
+}
+
+inline GroupRows group_rows(const BlockProducts& products, int32_t group) {
+  GroupRows rows;
+  const OperandShape& shape = products.shape;
+  const int32_t groups = shape.depth_padded / shape.group_size;
+  for (int32_t r = 0; r < products.rows.count; ++r) {
+    const std::byte* row = operand_row(products, r);
+    rows.bytes[r] = row + group * shape.group_size;
+    const std::byte* scale = row + shape.depth_padded + group * 4;
+    __builtin_memcpy(&rows.scale[r], scale, 4);
+    __builtin_memcpy(&rows.sum[r], scale + groups * 4, 4);
+  }
+  return rows;
+}
+
+// The parts of one group of an integer block.
+template <typename Dot>
+struct IntegerGroup {
+  static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
+
+  const uint16_t* scales;
+  const int16_t* sums;  // int8 only
+  const std::byte* words;
+  int32_t count;  // of words per column
+
+  IntegerGroup(const BlockProducts& products, int32_t group) {
+    const int32_t size = products.shape.group_size;
+    const int32_t header = products.shape.format == Format::kInt8 ? 4 : 2;
+    count = size / kWeightsPerWord;
+    const std::byte* begin =
+        products.block + static_cast<int64_t>(group) * kBlockColumns * (header + count * 4);
+    scales = reinterpret_cast<const uint16_t*>(begin);
+    sums = reinterpret_cast<const int16_t*>(begin + kBlockColumns * 2);
+    words = begin + kBlockColumns * header;
+  }
+
+  Words weight_sum(int32_t column) const {
+    return kWeightsPerWord == 4 ? load_int16(sums + column) : broadcast_word(0);
+  }
+};
+
+inline void add_scaled(float* sums, Words exact, float row_scale, const uint16_t* scales) {
+  const Floats scale = broadcast(row_scale) * load_bf16(scales);
+  store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
+}
+
+template <typename Dot, int kRows>
+inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, int32_t first,
+                         float* sums) {
+  constexpr int kVectors = vectors_at_once(kRows);
+  for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
+    Words exact[kRows][kVectors];
+    for (auto& row : exact) {
+      for (Words& sum : row) sum = broadcast_word(0);
+    }
+    add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t column = c + v * kLanes;
+      const Words weight_sum = group.weight_sum(column);
+      for (int r = 0; r < kRows; ++r) {
+        const Words corrected = Dot::correct(exact[r][v], weight_sum, rows.sum[first + r]);
+        add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
+                   group.scales + column);
+      }
+    }
+  }
+}
+
+// Runs tile(rows at once, first row) over all rows, as many at once as the registers hold.
+template <typename Tile>
+inline void for_each_tile(int32_t rows, const Tile& tile) {
+  int32_t first = 0;
+  for (; first + kRegisterRows <= rows; first += kRegisterRows) {
+    tile(Constant<kRegisterRows>{}, first);
+  }
+  if constexpr (kRegisterRows > 2) {
+    for (; first + 2 <= rows; first += 2) tile(Constant<2>{}, first);
+  }
+  for (; first < rows; ++first) tile(Constant<1>{}, first);
+}
+
+template <typename Dot>
+inline void integer_products(const BlockProducts& products) {
+  const int32_t groups = products.shape.depth_padded / products.shape.group_size;
+  for (int32_t g = 0; g < groups; ++g) {
+    const IntegerGroup<Dot> group(products, g);
+    const GroupRows rows = group_rows(products, g);
+    for_each_tile(products.rows.count, [&](auto at_once, int32_t first) {
+      integer_tile<Dot, at_once.value>(group, rows, first, products.sums);
+    });
+  }
+}
+
+// bf16 has no groups of its own. 32 words are 8 KiB of the block: they stay in L1 while the tiles
+// go over them.
+constexpr int32_t kBf16Words = 32;
+
+template <typename Dot, int kRows>
+inline void bf16_tile(const std::byte* words, const std::byte* const* rows, float* sums) {
+  constexpr int kVectors = vectors_at_once(kRows);
+  for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
+    Floats tile[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v)
+        tile[r][v] = load(sums + r * kBlockColumns + c + v * kLanes);
+    }
+    add_words_of_block<Dot>(words + c * 4, kBf16Words, rows, tile);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v)
+        store(sums + r * kBlockColumns + c + v * kLanes, tile[r][v]);
+    }
+  }
+}
+
+template <typename Dot>
+inline void bf16_products(const BlockProducts& products) {
+  for (int32_t word = 0; word < products.shape.depth_padded / 2; word += kBf16Words) {
+    const std::byte* rows[kTileRows];
+    for (int32_t r = 0; r < products.rows.count; ++r) rows[r] = operand_row(products, r) + word * 4;
+    const std::byte* words = products.block + static_cast<int64_t>(word) * kBlockColumns * 4;
+    for_each_tile(products.rows.count, [&](auto at_once, int32_t first) {
+      bf16_tile<Dot, at_once.value>(words, rows + first, products.sums + first * kBlockColumns);
+    });
+  }
+}
+
+// How deep one bf16 gemm is: the rows it takes are gathered on the stack.
+constexpr int32_t kGemmDepth = 2048;
+
+inline void gemm_bf16(const BlockProducts& products) {
+  alignas(64) std::byte gathered[kTileRows * kGemmDepth * 2];
+  alignas(64) float part[kTileRows * kBlockColumns];
+  const int32_t rows = products.rows.count;
+  for (int32_t k = 0; k < products.shape.depth_padded; k += kGemmDepth) {
+    const int32_t left = products.shape.depth_padded - k;
+    const int32_t depth = left < kGemmDepth ? left : kGemmDepth;
+    for (int32_t r = 0; r < rows; ++r) {
+      __builtin_memcpy(gathered + r * depth * 2, operand_row(products, r) + int64_t{k} * 2,
+                       static_cast<size_t>(depth) * 2);
+    }
+    const std::byte* block = products.block + int64_t{k} * kBlockColumns * 2;
+    products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
+                             reinterpret_cast<const uint16_t*>(gathered),
+                             reinterpret_cast<const uint16_t*>(block),
+                             k == 0 ? products.sums : part);
+    if (k == 0) continue;
+    for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
+      store(products.sums + i, load(products.sums + i) + load(part + i));
+    }
+  }
+}
+
+// int8 words are gemm's own operands. int4 words unfold into two of them: the values stay unsigned
+// nibbles, which s8 holds too.
+template <typename Dot>
+inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* unfolded) {
+  if constexpr (Dot::kRowWords == 1) {
+    return group.words;
+  } else {
+    for (int32_t j = 0; j < group.count; ++j) {
+      std::byte* to = unfolded + j * kBlockColumns * 8;
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const Words words = load_words(group.words + (j * kBlockColumns + c) * 4);
+        store_words(to + c * 4, low_nibbles(words));
+        store_words(to + (kBlockColumns + c) * 4, low_nibbles(shift_right<4>(words)));
+      }
+    }
+    return unfolded;
+  }
+}
+
+// 128 times the sum of each column's operands, which gemm's u8 rows add.
+template <typename Dot>
+inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
+  for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+    Words sum = group.weight_sum(c);
+    if constexpr (Dot::kRowWords == 2) {
+      alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
+      const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
+      for (int32_t j = 0; j < group.count; ++j) {
+        sum = Dot::add(sum, ones, Dot::weights(group.words + (j * kBlockColumns + c) * 4));
+      }
+    }
+    store_words(surplus + c, shift_left<7>(sum));
+  }
+}
+
+template <typename Dot>
+inline void gemm_integer(const BlockProducts& products) {
+  alignas(64) std::byte unfolded[kMaxGroup * kBlockColumns];
+  alignas(64) std::byte gathered[kTileRows * kMaxGroup];
+  alignas(64) int32_t exact[kTileRows * kBlockColumns];
+  alignas(64) uint32_t surplus[kBlockColumns];
+  const int32_t size = products.shape.group_size;
+  const int32_t count = products.rows.count;
+  for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
+    const IntegerGroup<Dot> group(products, g);
+    const GroupRows rows = group_rows(products, g);
+    for (int32_t r = 0; r < count; ++r) {
+      __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
+    }
+    gemm_surplus(group, surplus);
+    products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
+                             reinterpret_cast<const uint8_t*>(gathered),
+                             reinterpret_cast<const int8_t*>(gemm_words(group, unfolded)), exact);
+    for (int32_t r = 0; r < count; ++r) {
+      // Nibbles are the weights + 8.
+      const Words shift =
+          broadcast_word(Dot::kRowWords == 2 ? 8u * static_cast<uint32_t>(rows.sum[r]) : 0u);
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const Words sum = subtract_words(load_words(exact + r * kBlockColumns + c),
+                                         add_words(load_words(surplus + c), shift));
+        add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c);
+      }
+    }
+  }
+}
+
+inline void clear_sums(const BlockProducts& products) {
+  __builtin_memset(products.sums, 0,
+                   sizeof(float) * kBlockColumns * static_cast<size_t>(products.rows.count));
+}
+
+template <typename Dot>
+inline void block_products_bf16(const BlockProducts& products) {
+  if (products.gemm != nullptr) return gemm_bf16(products);
+  clear_sums(products);
+  bf16_products<Dot>(products);
+}
+
+template <typename Dot>
+inline void block_products_integer(const BlockProducts& products) {
+  clear_sums(products);
+  if (products.gemm != nullptr) return gemm_integer<Dot>(products);
+  integer_products<Dot>(products);
+}
+
+}  // namespace
+}  // namespace torch_mesh

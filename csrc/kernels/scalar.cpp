@@ -1,0 +1,66 @@
+// One lane: runs everywhere, and is what every other table must agree with.
+#include "kernels/simd_scalar-inl.h"
+//
+#include "kernels/dots-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr int32_t kRegisterRows = 1;
+constexpr int32_t kSingleRowVectors = 8;
+constexpr int32_t kTileVectors = 8;
+
+struct ScalarInt8Dot {
+  using Sum = Words;
+  using Weights = Words;
+  using Row = Words;
+  static constexpr int kRowWords = 1;
+
+  static Words weights(const std::byte* words) { return load_words(words); }
+  static Words row(const std::byte* word) { return signed_bytes(word_at(word)); }
+  static Words add(Words sum, Words row, Words weights) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      const int32_t product =
+          static_cast<int8_t>(row >> shift) * static_cast<int8_t>(weights >> shift);
+      sum += static_cast<uint32_t>(product);
+    }
+    return sum;
+  }
+  static Words correct(Words sum, Words, int32_t) { return sum; }
+};
+
+struct ScalarInt4Dot {
+  using Sum = Words;
+  struct Weights {
+    Words low, high;
+  };
+  using Row = Weights;
+  static constexpr int kRowWords = 2;
+
+  static Weights weights(const std::byte* words) {
+    const Words word = load_words(words);
+    return {low_nibbles(word), low_nibbles(word >> 4)};
+  }
+  static Row row(const std::byte* words) {
+    return {signed_bytes(word_at(words)), signed_bytes(word_at(words + 4))};
+  }
+  static Words add(Words sum, const Row& row, const Weights& weights) {
+    return ScalarInt8Dot::add(ScalarInt8Dot::add(sum, row.low, weights.low), row.high,
+                              weights.high);
+  }
+  static Words correct(Words sum, Words, int32_t row_sum) {
+    return sum - 8u * static_cast<uint32_t>(row_sum);
+  }
+};
+
+}  // namespace
+}  // namespace torch_mesh
+
+#include "kernels/table-inl.h"
+
+namespace torch_mesh {
+
+const KernelTable kScalarTable =
+    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot>("scalar", {4, 4, 4});
+
+}  // namespace torch_mesh

@@ -1,0 +1,78 @@
+// A vector of one lane, the oracle that the others must agree with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_mesh {
+namespace {
+
+using Floats = float;
+using Words = uint32_t;
+using Mask = bool;
+
+constexpr int32_t kLanes = 1;
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+  To to;
+  static_assert(sizeof(to) == sizeof(from));
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float load(const float* from) { return *from; }
+inline void store(float* to, float value) { *to = value; }
+inline float broadcast(float value) { return value; }
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// As minps and maxps: the second operand where one is not a number.
+inline float minimum(float a, float b) { return a < b ? a : b; }
+inline float maximum(float a, float b) { return a > b ? a : b; }
+inline Mask is_number(float a) { return a == a; }
+inline Mask less(float a, float b) { return a < b; }
+inline float select(Mask mask, float yes, float no) { return mask ? yes : no; }
+
+inline uint32_t load_words(const void* from) {
+  uint32_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  return word;
+}
+inline void store_words(void* to, uint32_t words) { __builtin_memcpy(to, &words, sizeof(words)); }
+inline uint32_t broadcast_word(uint32_t word) { return word; }
+inline uint32_t add_words(uint32_t a, uint32_t b) { return a + b; }
+inline uint32_t subtract_words(uint32_t a, uint32_t b) { return a - b; }
+inline uint32_t maximum_words(uint32_t a, uint32_t b) {
+  return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b;
+}
+template <int kBits>
+inline uint32_t shift_left(uint32_t a) {
+  return a << kBits;
+}
+template <int kBits>
+inline uint32_t shift_right(uint32_t a) {
+  return a >> kBits;
+}
+inline uint32_t as_words(float a) { return bits_as<uint32_t>(a); }
+inline float as_floats(uint32_t a) { return bits_as<float>(a); }
+inline float words_to_floats(uint32_t a) { return static_cast<float>(static_cast<int32_t>(a)); }
+inline uint32_t largest_lane(uint32_t a) { return a; }
+inline int32_t sum_of_lanes(uint32_t a) { return static_cast<int32_t>(a); }
+
+inline uint32_t load_int16(const int16_t* from) { return static_cast<uint32_t>(int32_t{*from}); }
+inline uint32_t load_uint16(const uint16_t* from) { return *from; }
+inline void store_uint16(uint16_t* to, uint32_t words) { *to = static_cast<uint16_t>(words); }
+inline void store_bytes(uint8_t* to, uint32_t words) { *to = static_cast<uint8_t>(words); }
+
+// IEEE half precision. A subnormal half is its integer times 2^-24.
+inline float load_half(const uint16_t* from) {
+  const uint32_t sign = (*from & 0x8000u) << 16;
+  const uint32_t magnitude = *from & 0x7fffu;
+  if (magnitude >= 0x7c00) return as_floats(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude < 0x400) {
+    return as_floats(sign | as_words(static_cast<float>(magnitude) * 0x1p-24f));
+  }
+  return as_floats(sign | ((magnitude << 13) + 0x38000000));
+}
+
+}  // namespace
+}  // namespace torch_mesh

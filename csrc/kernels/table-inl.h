@@ -1,0 +1,31 @@
+// Puts a target's kernels together. A target's translation unit includes its simd header, defines
+// its Dots and register constants, includes this file and says make_table<...>(name, ...).
+#pragma once
+
+#include "kernels/activations-inl.h"
+#include "kernels/kernel_table.h"
+#include "kernels/operands-inl.h"
+#include "kernels/pack_group-inl.h"
+#include "kernels/products-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+struct GemmRows {
+  int32_t bf16, int8, int4;
+};
+
+template <typename Bf16, typename Int8, typename Int4>
+constexpr KernelTable make_table(const char* name, GemmRows gemm_rows) {
+  return {name,
+          {gemm_rows.bf16, gemm_rows.int8, gemm_rows.int4},
+          {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>},
+          to_floats,
+          store_operands,
+          activate,
+          finish,
+          {pack_bf16_group, pack_int8_group, pack_int4_group}};
+}
+
+}  // namespace
+}  // namespace torch_mesh
