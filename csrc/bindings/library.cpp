@@ -1,43 +1,63 @@
-// The data plane's table of contents. Implementations stand beside their op in experts.cpp, linear.cpp, residency.cpp and
-// pack.cpp; fake kernels and autograd formulas in ops/.
+// The data plane's table of contents. Implementations stand beside their op in experts.cpp,
+// linear.cpp, residency.cpp and pack.cpp; fake kernels and autograd formulas in ops/.
 //
-// `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a gradient are
-// functional, because autograd refuses schemas that mutate; ops that exist for their effect on the pool say that they mutate the handle,
-// so that torch.compile keeps them and keeps their order.
+// `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
+// gradient are functional, because autograd refuses schemas that mutate; ops that exist for their
+// effect on the pool say that they mutate the handle, so that torch.compile keeps them and keeps
+// their order.
 #include <torch/library.h>
 
+#include <vector>
+
 TORCH_LIBRARY(torch_mesh, m) {
-  // x [T, hidden], topk_ids [T, k] int, topk_weights [T, k] float -> [T, hidden] in x's dtype. Ids outside [0, experts) are an
-  // error; with `sentinels`, ids >= experts are skipped (expert parallelism).
+  // A replay of a captured graph would not run the engine.
+  const std::vector<at::Tag> unsafe = {at::Tag::cudagraph_unsafe};
+
+  // x [T, hidden], topk_ids [T, k] int, topk_weights [T, k] float -> [T, hidden] in x's dtype. Ids
+  // outside [0, experts) are an error; with `sentinels`, ids >= experts are skipped (expert
+  // parallelism).
   m.def(
-      "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool sentinels=False) "
-      "-> Tensor");
+      "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool "
+      "sentinels=False) "
+      "-> Tensor",
+      unsafe);
   m.def(
-      "experts_backward(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, "
-      "bool sentinels=False) -> (Tensor, Tensor)");
+      "experts_backward(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor "
+      "handle, "
+      "bool sentinels=False) -> (Tensor, Tensor)",
+      unsafe);
 
   // The `deferred` cold experts of least weight per token land in the next layer's output: lossy.
   m.def(
       "experts_deferred(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) handle, "
-      "int deferred, bool last_layer) -> Tensor");
+      "int deferred, bool last_layer) -> Tensor",
+      unsafe);
 
-  // x_sorted [R, in] with rows grouped by expert, offsets int64 [experts + 1]; projection 0 gives [gate | up], 1 down; biases
-  // are added.
-  m.def("grouped_linear(Tensor x_sorted, Tensor offsets, Tensor handle, int projection) -> Tensor");
+  // x_sorted [R, in] with rows grouped by expert, offsets int64 [experts + 1]; projection 0 gives
+  // [gate | up], 1 down; biases are added. The width of the result is an argument because a fake
+  // kernel cannot look it up in the pool.
   m.def(
-      "grouped_linear_backward(Tensor grad, Tensor offsets, Tensor handle, int projection) -> Tensor");
+      "grouped_linear(Tensor x_sorted, Tensor offsets, Tensor handle, int projection, "
+      "int out_features) -> Tensor",
+      unsafe);
+  m.def(
+      "grouped_linear_backward(Tensor grad, Tensor offsets, Tensor handle, int projection, "
+      "int in_features) -> Tensor",
+      unsafe);
 
-  m.def("promote(Tensor(a!) handle, Tensor ids) -> ()");
-  m.def("prefetch(Tensor(a!) handle, Tensor ids) -> ()");
-  m.def("evict(Tensor(a!) handle, Tensor ids) -> ()");
-  m.def("observe(Tensor(a!) handle, Tensor router_logits) -> ()");
-  m.def("residency(Tensor(a!) handle) -> Tensor");
+  m.def("promote(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
+  m.def("prefetch(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
+  m.def("evict(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
+  m.def("observe(Tensor(a!) handle, Tensor router_logits) -> ()", unsafe);
+  m.def("residency(Tensor(a!) handle) -> Tensor", unsafe);
 
-  // gate [intermediate, hidden] (or none), up likewise, down [hidden, intermediate], any strides -> uint8 [record bytes].
+  // gate [intermediate, hidden] (or none), up likewise, down [hidden, intermediate], any strides ->
+  // uint8 [record bytes].
   m.def(
       "pack(Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
       "Tensor? down_bias, str format, int group_size) -> Tensor");
-  // -> float gate_up [halves * intermediate, hidden] with gate first, down, and their biases (empty where there are none).
+  // -> float gate_up [halves * intermediate, hidden] with gate first, down, and their biases (empty
+  // where there are none).
   m.def(
       "unpack(Tensor record, str format, int group_size, int hidden, int intermediate, bool gated, "
       "bool bias) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -36,4 +36,7 @@ class Arena {
   int64_t total_ = 0;
 };
 
+// NUMA nodes with memory; 1 where the kernel does not say.
+int32_t numa_nodes();
+
 }  // namespace torch_mesh

@@ -63,6 +63,10 @@ struct LayerStats {
   int64_t stall_nanoseconds = 0;  // forwards that had nothing to compute and waited
 };
 
+class Claim;
+
+// Every call throws Error(kForked) in a child of the process that opened the pool, and all but state(), the counts, drain() and
+// validate() throw Error(kClosed) after close(). Claims alive at close() run to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
@@ -71,12 +75,13 @@ class Pool {
   Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
   ~Pool();  // waits for reads under way; no Claim may be alive
 
-  // Copies a packed record into a slot and makes it READY.
+  // Memory-only pools: copies a packed record into a slot and makes it READY. Throws Error(kInvalid) for one that a claim uses.
   void fill(int32_t layer, int32_t expert, std::span<const std::byte> record);
 
-  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Throws what a forward would throw.
+  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Counts and throws as a forward would.
   void promote(int32_t layer, std::span<const int32_t> experts);
-  // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full pool.
+  // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full pool. At most half of the slots are
+  // loading prefetches at a time, so that a wrong guess cannot hold up the forwards.
   void prefetch(int32_t layer, std::span<const int32_t> experts);
   // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
@@ -85,7 +90,7 @@ class Pool {
   SlotState state(int32_t layer, int32_t expert) const;
   std::vector<LayerStats> stats() const;
   void reset_stats();
-  // Waits for all reads under way; for tests and for closing.
+  // Waits for all reads under way; for tests and for closing. Throws Error(kTimeout) and Error(kInterrupted).
   void drain();
   // Refuses new claims; idempotent.
   void close();
@@ -98,7 +103,8 @@ class Pool {
   int32_t experts() const;
   int32_t slots() const;
   int32_t pinned() const;  // slots with at least one pin
-  int64_t memory_bytes() const;
+  int64_t memory_bytes() const;     // slots and staging buffers
+  int64_t huge_page_bytes() const;  // how much of it stands in huge pages now
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
 
@@ -129,7 +135,8 @@ class Claim {
   Claim& operator=(const Claim&) = delete;
 
   // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while there is none.
-  // Returns how many; 0 when every expert has been handed out. Throws Error when a read failed, timed out, or the wait was interrupted.
+  // Returns how many; 0 when every expert has been handed out. Throws Error when a read failed, timed out, or the wait was interrupted,
+  // and Error(kInvalid) when only release() of what the claim holds could give it another slot.
   int32_t next(std::span<ReadyExpert> ready);
   // The forward is done with this one; its slot may be reused, also by this claim.
   void release(int32_t index);
@@ -140,8 +147,12 @@ class Claim {
   std::span<const int32_t> experts_;
   std::span<Entry> entries_;
   int32_t waiting_ = 0;   // not reserved yet
-  int32_t loading_ = 0;   // joined or queued, not handed out
+  int32_t joined_ = 0;    // resident or being read for this claim, not handed out
   int32_t held_ = 0;      // handed out, not released
+  Claim* next_alive_ = nullptr;  // the pool's list of claims, for validate()
+  Claim* previous_alive_ = nullptr;
+
+  friend struct Pool::Impl;
 };
 
 }  // namespace torch_mesh

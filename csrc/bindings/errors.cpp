@@ -1,0 +1,63 @@
+#include "bindings/errors.h"
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+
+#include "base/error.h"
+#include "bindings/runtime.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+
+py::object exception_class(ErrorKind kind) {
+  const py::module_ errors = py::module_::import("torch_mesh.errors");
+  switch (kind) {
+    case ErrorKind::kInvalid:
+      return py::reinterpret_borrow<py::object>(PyExc_ValueError);
+    case ErrorKind::kRead:
+      return errors.attr("ReadError");
+    case ErrorKind::kChecksum:
+      return errors.attr("ChecksumError");
+    case ErrorKind::kTimeout:
+      return errors.attr("ReadTimeoutError");
+    case ErrorKind::kMemory:
+      return py::reinterpret_borrow<py::object>(PyExc_MemoryError);
+    case ErrorKind::kClosed:
+      return errors.attr("PoolClosedError");
+    case ErrorKind::kForked:
+      return errors.attr("ForkedProcessError");
+    case ErrorKind::kInterrupted:
+      return py::reinterpret_borrow<py::object>(PyExc_KeyboardInterrupt);
+  }
+  return errors.attr("MeshError");
+}
+
+void raise(const Error& error) {
+  if (error.kind() == ErrorKind::kInterrupted && restore_interrupt()) return;
+  const py::object type = exception_class(error.kind());
+  const py::object exception = type(error.what());
+  const ErrorPlace& place = error.place();
+  if (place.layer >= 0) exception.attr("layer") = place.layer;
+  if (place.expert >= 0) exception.attr("expert") = place.expert;
+  if (!place.file.empty()) exception.attr("file") = place.file;
+  if (place.offset >= 0) exception.attr("offset") = place.offset;
+  if (error.kind() == ErrorKind::kRead) exception.attr("errno") = error.os_error();
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+}  // namespace
+
+void register_error_translator() {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,11 @@
+// Engine errors as Python exceptions.
+#pragma once
+
+namespace torch_mesh {
+
+// Error becomes the class of torch_mesh.errors that its kind names (ValueError, MemoryError and
+// KeyboardInterrupt for those kinds), also when it comes out of torch.ops, whose calls go through
+// the same translators.
+void register_error_translator();
+
+}  // namespace torch_mesh

@@ -1,0 +1,246 @@
+// experts, experts_backward and experts_deferred.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/registry.h"
+#include "bindings/tensors.h"
+#include "engine/grouping.h"
+#include "kernels/pack.h"
+
+namespace torch_mesh {
+namespace {
+
+void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
+                          const Engine& engine) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.layout().hidden,
+                    "x must be [tokens, hidden=", engine.layout().hidden, "]; got ", x.sizes());
+  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(0) == x.size(0),
+                    "topk_ids must be [tokens=", x.size(0), ", k]; got ", ids.sizes());
+  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
+                    "topk_ids has dtype ", ids.scalar_type(), "; allowed: int64, int32");
+  TORCH_CHECK_VALUE(weights.sizes() == ids.sizes(),
+                    "topk_weights must have the shape of topk_ids, ", ids.sizes(), "; got ",
+                    weights.sizes());
+  TORCH_CHECK_VALUE(at::isFloatingType(weights.scalar_type()), "topk_weights has dtype ",
+                    weights.scalar_type(), "; allowed: a floating dtype");
+}
+
+at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at::Tensor& topk_ids,
+                       const at::Tensor& topk_weights, bool sentinels) {
+  check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
+  at::Tensor out = at::empty_like(x, x.options(), at::MemoryFormat::Contiguous);
+  if (x.size(0) == 0) return out;
+  const at::Tensor rows = with_contiguous_rows(x);
+  const at::Tensor ids = topk_ids.to(at::kLong).contiguous();
+  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  handle.engine().experts(ExpertsCall{.layer = handle.layer,
+                                      .tokens = static_cast<int32_t>(x.size(0)),
+                                      .top_k = static_cast<int32_t>(ids.size(1)),
+                                      .x = const_rows(rows, "x"),
+                                      .ids = ids.const_data_ptr<int64_t>(),
+                                      .weights = weights.const_data_ptr<float>(),
+                                      .sentinels = sentinels,
+                                      .out = mutable_rows(out, "x")});
+  return out;
+}
+
+at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
+                   const at::Tensor& handle, bool sentinels) {
+  return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels);
+}
+
+// -- backward -------------------------------------------------------------------------------------
+
+// act(gate) and its derivative, in fp32.
+std::pair<at::Tensor, at::Tensor> activate(Activation activation, const at::Tensor& gate) {
+  switch (activation) {
+    case Activation::kSilu: {
+      const at::Tensor sigmoid = at::sigmoid(gate);
+      return {gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))};
+    }
+    case Activation::kGelu:
+    case Activation::kGeluTanh: {
+      const char* approximate = activation == Activation::kGelu ? "none" : "tanh";
+      return {at::gelu(gate, approximate),
+              at::gelu_backward(at::ones_like(gate), gate, approximate)};
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown activation");
+}
+
+struct Gradients {
+  at::Tensor x;        // [tokens, hidden], fp32
+  at::Tensor weights;  // [tokens * k], fp32
+};
+
+// One expert's share. Integer weights stand for their values: the gradient goes straight through
+// the rounding of activations.
+void expert_backward(const Engine& engine, const std::byte* record, const at::Tensor& grad,
+                     const at::Tensor& x, const at::Tensor& routing, const at::Tensor& tokens,
+                     const at::Tensor& places, Gradients& gradients) {
+  const RecordLayout& layout = engine.layout();
+  const auto options = at::TensorOptions().dtype(at::kFloat);
+  const at::Tensor gate_up =
+      at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
+  const at::Tensor down = at::empty({layout.hidden, layout.intermediate}, options);
+  const at::Tensor up_bias = at::empty({layout.bias ? gate_up.size(0) : 0}, options);
+  const at::Tensor down_bias = at::empty({layout.bias ? layout.hidden : 0}, options);
+  unpack_record(layout, record, gate_up.mutable_data_ptr<float>(), down.mutable_data_ptr<float>(),
+                layout.bias ? up_bias.mutable_data_ptr<float>() : nullptr,
+                layout.bias ? down_bias.mutable_data_ptr<float>() : nullptr);
+
+  const at::Tensor rows = x.index_select(0, tokens);
+  at::Tensor products = at::mm(rows, gate_up.t());
+  if (layout.bias) products = products + up_bias;
+  const at::Tensor gate = products.narrow(1, 0, layout.intermediate);
+  const at::Tensor up = layout.gated ? products.narrow(1, layout.intermediate, layout.intermediate)
+                                     : at::ones({}, options);
+  const auto [activated, derivative] = activate(*engine.options().activation, gate);
+  at::Tensor y = at::mm(activated * up, down.t());
+  if (layout.bias) y = y + down_bias;
+
+  const at::Tensor row_grad = grad.index_select(0, tokens);
+  gradients.weights.index_copy_(0, places, (row_grad * y).sum(1));
+
+  const at::Tensor weight = routing.index_select(0, places).unsqueeze(1);
+  const at::Tensor hidden_grad = at::mm(row_grad * weight, down);
+  const at::Tensor gate_grad = hidden_grad * up * derivative;
+  const at::Tensor product_grad =
+      layout.gated ? at::cat({gate_grad, hidden_grad * activated}, 1) : gate_grad;
+  gradients.x.index_add_(0, tokens, at::mm(product_grad, gate_up));
+}
+
+std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                    const at::Tensor& topk_ids,
+                                                    const at::Tensor& topk_weights,
+                                                    const at::Tensor& handle, bool sentinels) {
+  const LayerHandle layer = resolve(handle);
+  Engine& engine = layer.engine();
+  check_experts_inputs(x, topk_ids, topk_weights, engine);
+  TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad must have the shape of x, ", x.sizes(),
+                    "; got ", grad.sizes());
+  TORCH_CHECK_VALUE(engine.options().activation.has_value(),
+                    "these experts have an activation of their own; use grouped_linear");
+
+  const at::Tensor ids = topk_ids.to(at::kLong).contiguous();
+  const at::Tensor routing = topk_weights.to(at::kFloat).contiguous().reshape({-1});
+  const at::Tensor x32 = x.to(at::kBFloat16).to(at::kFloat);
+  const at::Tensor grad32 = grad.to(at::kFloat);
+  Gradients gradients{at::zeros_like(x32, at::MemoryFormat::Contiguous), at::zeros_like(routing)};
+
+  Grouping grouping;
+  group_by_expert(ids.const_data_ptr<int64_t>(), routing.const_data_ptr<float>(),
+                  static_cast<int32_t>(x.size(0)), static_cast<int32_t>(ids.size(1)),
+                  engine.pool().experts(), sentinels, grouping);
+  const auto pairs = [&](std::vector<int32_t>& values, int32_t index) {
+    return at::from_blob(values.data() + grouping.first[index], {grouping.rows(index)}, at::kInt)
+        .to(at::kLong);
+  };
+  // Sums in x's gradient follow the order of experts, so each expert waits for the ones before it
+  // and the bits do not depend on what was resident. The hint lets the reads of later ones run
+  // meanwhile.
+  engine.pool().prefetch(layer.layer, grouping.experts);
+  for (size_t i = 0; i < grouping.experts.size(); ++i) {
+    const auto index = static_cast<int32_t>(i);
+    engine.visit(layer.layer, {&grouping.experts[i], 1}, [&](int32_t, const std::byte* record) {
+      expert_backward(engine, record, grad32, x32, routing, pairs(grouping.tokens, index),
+                      pairs(grouping.places, index), gradients);
+    });
+  }
+  return {gradients.x.to(x.scalar_type()),
+          gradients.weights.reshape(topk_weights.sizes()).to(topk_weights.scalar_type())};
+}
+
+// -- deferred -------------------------------------------------------------------------------------
+
+// What the last layer left for this one. Per thread, since forwards of several threads interleave;
+// by handle and not by engine, so that it keeps no closed pool alive.
+struct Remainder {
+  at::Tensor handle, x, ids, weights;
+};
+thread_local std::optional<Remainder> remainder;
+
+// A remainder of other rows, another model or another layer is what an aborted forward left behind.
+bool follows(const Remainder& carried, const at::Tensor& handle, const at::Tensor& x) {
+  const int64_t* from = carried.handle.const_data_ptr<int64_t>();
+  const int64_t* here = handle.const_data_ptr<int64_t>();
+  return from[0] == here[0] && from[1] + 1 == here[1] && from[2] == here[2] &&
+         carried.x.sizes() == x.sizes();
+}
+
+// Moves up to `deferred` cold experts per token, those of least weight, from `ids` into the result;
+// what is not in a tensor of ids is the sentinel `experts`.
+at::Tensor split_cold(const LayerHandle& layer, at::Tensor& ids, const at::Tensor& weights,
+                      int64_t deferred) {
+  Pool& pool = layer.engine().pool();
+  const int64_t experts = pool.experts();
+  const int64_t k = ids.size(1);
+  at::Tensor later = at::full_like(ids, experts);
+  auto now = ids.accessor<int64_t, 2>();
+  auto next = later.accessor<int64_t, 2>();
+  const auto weight = weights.accessor<float, 2>();
+  std::vector<int64_t> order(k);
+  for (int64_t token = 0; token < ids.size(0); ++token) {
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return weight[token][a] < weight[token][b]; });
+    int64_t left = deferred;
+    for (const int64_t choice : order) {
+      if (left == 0) break;
+      const int64_t id = now[token][choice];
+      if (id < 0 || id >= experts) continue;
+      if (pool.state(layer.layer, static_cast<int32_t>(id)) == SlotState::kReady) continue;
+      next[token][choice] = id;
+      now[token][choice] = experts;
+      --left;
+    }
+  }
+  return later;
+}
+
+void prefetch_ids(const LayerHandle& layer, const at::Tensor& ids) {
+  const int32_t experts = layer.engine().pool().experts();
+  const std::vector<int32_t> wanted = distinct_ids(ids.masked_select(ids.lt(experts)), experts);
+  layer.engine().pool().prefetch(layer.layer, wanted);
+}
+
+at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
+                            const at::Tensor& topk_weights, at::Tensor& handle, int64_t deferred,
+                            bool last_layer) {
+  const LayerHandle layer = resolve(handle);
+  check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
+  TORCH_CHECK_VALUE(deferred >= 0 && deferred <= topk_ids.size(1), "deferred is ", deferred,
+                    "; allowed: 0 to k = ", topk_ids.size(1));
+  const int32_t experts = layer.engine().pool().experts();
+  at::Tensor ids = topk_ids.to(at::kLong).contiguous().clone();
+  TORCH_CHECK_VALUE(!ids.lt(0).logical_or(ids.ge(experts)).any().item<bool>(),
+                    "topk_ids has ids outside [0, ", experts, ")");
+  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
+  if (deferred > 0 && !last_layer) {
+    const at::Tensor later = split_cold(layer, ids, weights, deferred);
+    prefetch_ids(layer, later);
+    remainder = Remainder{handle.clone(), x.clone(), later, weights};
+  }
+  at::Tensor out = run_experts(layer, x, ids, weights, /*sentinels=*/true);
+  if (carried && follows(*carried, handle, x)) {
+    out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
+                         /*sentinels=*/true));
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace torch_mesh
+
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("experts", torch_mesh::experts);
+  m.impl("experts_backward", torch_mesh::experts_backward);
+  m.impl("experts_deferred", torch_mesh::experts_deferred);
+}

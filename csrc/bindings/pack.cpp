@@ -1,0 +1,89 @@
+// pack and unpack.
+#include "kernels/pack.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "bindings/tensors.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+MatrixView matrix_view(const OptionalTensor& tensor, int64_t rows, int64_t columns,
+                       const char* what) {
+  if (!tensor.has_value()) return {};
+  TORCH_CHECK_VALUE(tensor->device().is_cpu(), what, " is on ", tensor->device(),
+                    "; pack needs CPU tensors");
+  const bool vector = columns == 1;
+  TORCH_CHECK_VALUE(
+      vector ? tensor->dim() == 1 && tensor->size(0) == rows
+             : tensor->dim() == 2 && tensor->size(0) == rows && tensor->size(1) == columns,
+      what, " must be [", rows, vector ? "" : ", ", vector ? "" : std::to_string(columns),
+      "]; got ", tensor->sizes());
+  return MatrixView{tensor->const_data_ptr(), scalar_type(*tensor, what), tensor->stride(0),
+                    vector ? 0 : tensor->stride(1)};
+}
+
+at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
+                const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                const OptionalTensor& down_bias, c10::string_view format, int64_t group_size) {
+  TORCH_CHECK_VALUE(up.dim() == 2 && down.dim() == 2, "up and down must be matrices; got ",
+                    up.sizes(), " and ", down.sizes());
+  const bool bias = up_bias.has_value();
+  TORCH_CHECK_VALUE(
+      bias == down_bias.has_value() && (gate_bias.has_value() == (bias && gate.has_value())),
+      "either all projections have a bias or none has");
+  const int64_t intermediate = up.size(0), hidden = up.size(1);
+  const RecordLayout layout =
+      RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
+                         static_cast<int32_t>(group_size), static_cast<int32_t>(hidden),
+                         static_cast<int32_t>(intermediate), gate.has_value(), bias);
+  const ExpertViews views{.gate = matrix_view(gate, intermediate, hidden, "gate"),
+                          .up = matrix_view(up, intermediate, hidden, "up"),
+                          .down = matrix_view(down, hidden, intermediate, "down"),
+                          .gate_bias = matrix_view(gate_bias, intermediate, 1, "gate_bias"),
+                          .up_bias = matrix_view(up_bias, intermediate, 1, "up_bias"),
+                          .down_bias = matrix_view(down_bias, hidden, 1, "down_bias")};
+  at::Tensor record = at::empty({layout.bytes}, at::TensorOptions().dtype(at::kByte));
+  pack_record(layout, views, reinterpret_cast<std::byte*>(record.mutable_data_ptr()));
+  return record;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> unpack(
+    const at::Tensor& record, c10::string_view format, int64_t group_size, int64_t hidden,
+    int64_t intermediate, bool gated, bool bias) {
+  const RecordLayout layout =
+      RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
+                         static_cast<int32_t>(group_size), static_cast<int32_t>(hidden),
+                         static_cast<int32_t>(intermediate), gated, bias);
+  TORCH_CHECK_VALUE(record.device().is_cpu() && record.scalar_type() == at::kByte &&
+                        record.dim() == 1 && record.size(0) == layout.bytes,
+                    "record must be a uint8 CPU tensor of ", layout.bytes, " bytes; got ",
+                    record.scalar_type(), " of shape ", record.sizes());
+  const at::Tensor bytes = record.contiguous();
+  const auto options = at::TensorOptions().dtype(at::kFloat);
+  const int64_t rows = int64_t{layout.halves()} * intermediate;
+  const at::Tensor gate_up = at::empty({rows, hidden}, options);
+  const at::Tensor down = at::empty({hidden, intermediate}, options);
+  const at::Tensor gate_up_bias = at::empty({bias ? rows : 0}, options);
+  const at::Tensor down_bias = at::empty({bias ? hidden : 0}, options);
+  unpack_record(layout, reinterpret_cast<const std::byte*>(bytes.const_data_ptr()),
+                gate_up.mutable_data_ptr<float>(), down.mutable_data_ptr<float>(),
+                bias ? gate_up_bias.mutable_data_ptr<float>() : nullptr,
+                bias ? down_bias.mutable_data_ptr<float>() : nullptr);
+  return {gate_up, down, gate_up_bias, down_bias};
+}
+
+}  // namespace
+}  // namespace torch_mesh
+
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("pack", torch_mesh::pack);
+  m.impl("unpack", torch_mesh::unpack);
+}

@@ -1,0 +1,35 @@
+// Engines by id. A handle is a tensor that holds ids, so that a graph that was compiled or captured
+// never holds a pointer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "engine/engine.h"
+
+namespace torch_mesh {
+
+// What the pool of a handle is: the engine, and what its forwards share beyond it.
+struct LiveEngine {
+  std::unique_ptr<Engine> engine;
+  int64_t id;
+  int64_t generation;
+};
+
+struct LayerHandle {
+  std::shared_ptr<LiveEngine> live;  // keeps the engine while a forward runs
+  int32_t layer;
+
+  Engine& engine() const { return *live->engine; }
+};
+
+std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine);
+// Later look-ups fail; forwards that run keep the engine until they end.
+void unregister_engine(int64_t id);
+
+// Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle.
+LayerHandle resolve(const at::Tensor& handle);
+
+}  // namespace torch_mesh

@@ -1,0 +1,124 @@
+#include "bindings/runtime.h"
+
+#include <ATen/native/CPUBlas.h>
+#include <Python.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <vector>
+
+namespace torch_mesh {
+namespace {
+
+// The extension is compiled with -fopenmp and so shares torch's OpenMP runtime: asking for as many
+// threads as torch uses reuses its team, and no second pool competes for the cores.
+void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void* context) {
+  const int team = static_cast<int>(std::min<int64_t>(threads, count));
+  if (team <= 1 || omp_in_parallel()) {
+    body(context, 0, count);
+    return;
+  }
+#pragma omp parallel num_threads(team)
+  {
+    const int64_t parts = omp_get_num_threads();
+    const int64_t part = omp_get_thread_num();
+    const int64_t begin = count * part / parts;
+    const int64_t end = count * (part + 1) / parts;
+    if (begin < end) body(context, begin, end);
+  }
+}
+
+void gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+               const uint16_t* a, const uint16_t* b, float* c) {
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, /*add_C=*/false,
+                              reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+}
+
+void gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+               const uint8_t* a, const int8_t* b, int32_t* c) {
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, /*add_C=*/false, a,
+                              reinterpret_cast<const signed char*>(b), c, /*is_vnni=*/true);
+}
+
+void gemm_release() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
+
+// A product of ones over one panel: every element must be the depth.
+template <typename A, typename B, typename C>
+std::string probe(void (*gemm)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const A*,
+                               const B*, C*),
+                  A one_a, B one_b) {
+  constexpr int64_t kRows = 4, kColumns = 64, kDepth = 64;
+  const std::vector<A> a(kRows * kDepth, one_a);
+  const std::vector<B> b(kDepth * kColumns, one_b);
+  std::vector<C> c(kRows * kColumns, C{0});
+  try {
+    gemm(kRows, kColumns, kDepth, kDepth, kColumns, kColumns, a.data(), b.data(), c.data());
+    gemm_release();
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    return what.substr(0, what.find('\n'));
+  }
+  const bool right = std::all_of(c.begin(), c.end(), [](C value) { return value == C{kDepth}; });
+  return right ? "" : "torch's brgemm gave a wrong product";
+}
+
+// One set of interrupt slots a thread: an exception raised by a signal handler must reach the
+// caller whose wait it ended.
+struct PendingInterrupt {
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* traceback = nullptr;
+};
+thread_local PendingInterrupt pending_interrupt;
+
+bool interrupted() {
+  if (!Py_IsInitialized()) return false;
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  const bool raised = PyErr_CheckSignals() != 0;
+  if (raised) {
+    PyErr_Fetch(&pending_interrupt.type, &pending_interrupt.value, &pending_interrupt.traceback);
+  }
+  PyGILState_Release(gil);
+  return raised;
+}
+
+}  // namespace
+
+const std::string& brgemm_bf16_unavailable() {
+  static const std::string reason =
+      probe<uint16_t, uint16_t, float>(gemm_bf16, uint16_t{0x3f80}, uint16_t{0x3f80});
+  return reason;
+}
+
+const std::string& brgemm_int8_unavailable() {
+  static const std::string reason =
+      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, uint8_t{1}, int8_t{1});
+  return reason;
+}
+
+const Runtime& torch_runtime() {
+  static const Runtime runtime = [] {
+    Runtime it;
+    it.parallel_for = parallel_for_openmp;
+    const bool bf16 = brgemm_bf16_unavailable().empty();
+    const bool int8 = brgemm_int8_unavailable().empty();
+    if (bf16) it.gemm_bf16 = gemm_bf16;
+    if (int8) it.gemm_u8s8 = gemm_u8s8;
+    if (bf16 || int8) it.gemm_release = gemm_release;
+    it.interrupted = interrupted;
+    return it;
+  }();
+  return runtime;
+}
+
+bool restore_interrupt() {
+  if (pending_interrupt.type == nullptr) return false;
+  PyErr_Restore(pending_interrupt.type, pending_interrupt.value, pending_interrupt.traceback);
+  pending_interrupt = {};
+  return true;
+}
+
+}  // namespace torch_mesh

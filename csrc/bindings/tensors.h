@@ -1,0 +1,22 @@
+// Tensors as the engine sees them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "engine/engine.h"
+
+namespace torch_mesh {
+
+// bf16, fp16 or fp32; else ValueError naming `what`.
+ScalarType scalar_type(const at::Tensor& tensor, const char* what);
+
+// A 2-d tensor whose rows are contiguous; a copy only where they are not.
+at::Tensor with_contiguous_rows(const at::Tensor& tensor);
+
+ConstRows const_rows(const at::Tensor& tensor, const char* what);
+MutableRows mutable_rows(const at::Tensor& tensor, const char* what);
+
+// 1-d int64 ids, each inside [0, experts), without repeats, in order of first appearance.
+std::vector<int32_t> distinct_ids(const at::Tensor& ids, int32_t experts);
+
+}  // namespace torch_mesh

@@ -1,0 +1,108 @@
+// One forward of a layer: group by expert, claim, compute each expert as it becomes ready, reduce.
+// Knows the pool and the kernels; knows nothing of torch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/runtime.h"
+#include "engine/workspace.h"
+#include "kernels/expert_ffn.h"
+#include "residency/pool.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+struct EngineOptions {
+  RecordLayout layout;
+  std::optional<Activation> activation;  // none: grouped_linear is the only path
+  int32_t threads = 1;                   // at most this many compute
+  int64_t workspace = int64_t{256} << 20;
+};
+
+// Rows of activations, `row_stride` elements apart.
+struct ConstRows {
+  const void* data;
+  ScalarType type;
+  int64_t row_stride;
+};
+
+struct MutableRows {
+  void* data;
+  ScalarType type;
+  int64_t row_stride;
+};
+
+struct ExpertsCall {
+  int32_t layer;
+  int32_t tokens;
+  int32_t top_k;
+  ConstRows x;           // [tokens][hidden]
+  const int64_t* ids;    // [tokens][top_k]
+  const float* weights;  // [tokens][top_k]
+  bool sentinels;        // ids >= experts are skipped; else they are an error
+  MutableRows out;       // [tokens][hidden]
+};
+
+struct LinearCall {
+  int32_t layer;
+  int32_t projection;      // 0: gate_up, 1: down
+  ConstRows x;             // [rows][in], grouped by expert
+  const int64_t* offsets;  // [experts + 1]
+  MutableRows out;         // [rows][out]
+};
+
+class Engine {
+ public:
+  Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool);
+
+  const RecordLayout& layout() const { return options_.layout; }
+  const EngineOptions& options() const { return options_; }
+  const Runtime& runtime() const { return runtime_; }
+  Pool& pool() { return *pool_; }
+  int64_t workspace_bytes() const;  // held now, over all concurrent forwards
+
+  // Input and output features of a projection, without padding.
+  int32_t in_features(int32_t projection) const;
+  int32_t out_features(int32_t projection) const;
+
+  // Throw Error: kInvalid for ids or offsets that do not fit, else what the pool throws. Nothing is
+  // pinned afterwards either way. Safe from several threads at once.
+  void experts(const ExpertsCall& call);
+  void grouped_linear(const LinearCall& call);
+
+  // Calls visit(expert, record) for each of the distinct `experts`, in whatever order they become
+  // ready, one at a time.
+  template <typename Visit>
+  void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
+    std::vector<Claim::Entry> entries(experts.size());
+    Claim claim(*pool_, layer, experts, entries);
+    ReadyExpert ready;
+    while (claim.next({&ready, 1}) > 0) {
+      visit(experts[ready.index], ready.record);
+      claim.release(ready.index);
+    }
+  }
+
+ private:
+  int32_t tokens_per_chunk(int32_t top_k) const;
+  int32_t rows_per_chunk(int32_t projection) const;
+  void experts_chunk(const ExpertsCall& call, Workspace& workspace);
+  void compute(const ExpertsCall& call, Workspace& workspace);
+  void compute_ready(std::span<const ReadyExpert> ready, int32_t tokens, Workspace& workspace);
+  void reduce(const ExpertsCall& call, const Workspace& workspace) const;
+  void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Workspace& workspace);
+  void check_offsets(const LinearCall& call) const;
+
+  EngineOptions options_;
+  Runtime runtime_;
+  std::unique_ptr<Pool> pool_;
+  ExpertFfn ffn_;
+  WorkspacePool workspaces_;
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,54 @@
+#include "engine/grouping.h"
+
+#include <string>
+
+#include "base/error.h"
+
+namespace torch_mesh {
+namespace {
+
+[[noreturn]] void throw_bad_id(int64_t id, int64_t pair, int32_t top_k, int32_t experts) {
+  throw Error(ErrorKind::kInvalid, "expert id " + std::to_string(id) + " of token " +
+                                       std::to_string(pair / top_k) + ", choice " +
+                                       std::to_string(pair % top_k) + " is outside [0, " +
+                                       std::to_string(experts) + ")");
+}
+
+}  // namespace
+
+void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, int32_t top_k,
+                     int32_t experts, bool sentinels, Grouping& grouping) {
+  const int64_t pairs = int64_t{tokens} * top_k;
+  auto& cursor = grouping.cursor;
+  cursor.assign(experts, 0);
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (ids[i] >= 0 && ids[i] < experts) {
+      ++cursor[ids[i]];
+    } else if (ids[i] < 0 || !sentinels) {
+      throw_bad_id(ids[i], i, top_k, experts);
+    }
+  }
+
+  grouping.experts.clear();
+  grouping.first.assign(1, 0);
+  for (int32_t expert = 0; expert < experts; ++expert) {
+    const int32_t rows = cursor[expert];
+    if (rows == 0) continue;
+    cursor[expert] = grouping.first.back();
+    grouping.experts.push_back(expert);
+    grouping.first.push_back(grouping.first.back() + rows);
+  }
+
+  grouping.tokens.resize(grouping.first.back());
+  grouping.places.resize(grouping.first.back());
+  grouping.weights.resize(grouping.first.back());
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (ids[i] >= experts) continue;
+    const int32_t at = cursor[ids[i]]++;
+    grouping.tokens[at] = static_cast<int32_t>(i / top_k);
+    grouping.places[at] = static_cast<int32_t>(i);
+    grouping.weights[at] = weights[i];
+  }
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,13 @@
+// Grouping of (token, choice) pairs by expert.
+#pragma once
+
+#include "engine/workspace.h"
+
+namespace torch_mesh {
+
+// A stable counting sort of ids [tokens][top_k]. Throws Error(kInvalid) for an id outside [0,
+// experts), unless `sentinels` says that ids >= experts are to be skipped.
+void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, int32_t top_k,
+                     int32_t experts, bool sentinels, Grouping& grouping);
+
+}  // namespace torch_mesh

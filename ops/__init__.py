@@ -1,0 +1,8 @@
+"""The data plane, ``torch.ops.torch_mesh.*``: schemas and CPU kernels are in csrc/bindings, the rest of each op is here.
+
+Importing this package registers the fake kernels and the autograd formulas.
+"""
+
+from . import experts, linear, pack, residency
+
+__all__ = ["experts", "linear", "pack", "residency"]

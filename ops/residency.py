@@ -1,0 +1,32 @@
+"""``promote``, ``prefetch``, ``evict``, ``observe`` and ``residency``.
+
+They act on the pool, and their schemas say so by mutating the handle: that is what keeps them, in order, in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.register_fake("torch_mesh::promote")
+def _(handle: Tensor, ids: Tensor) -> None: ...
+
+
+@torch.library.register_fake("torch_mesh::prefetch")
+def _(handle: Tensor, ids: Tensor) -> None: ...
+
+
+@torch.library.register_fake("torch_mesh::evict")
+def _(handle: Tensor, ids: Tensor) -> None: ...
+
+
+@torch.library.register_fake("torch_mesh::observe")
+def _(handle: Tensor, router_logits: Tensor) -> None:
+    torch._check(router_logits.dim() == 2, lambda: "router_logits must be [tokens, experts]")
+
+
+@torch.library.register_fake("torch_mesh::residency")
+def _(handle: Tensor) -> Tensor:
+    experts = torch.library.get_ctx().new_dynamic_size()
+    return torch.empty(experts, dtype=torch.int8)

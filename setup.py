@@ -1,0 +1,204 @@
+"""Builds torch_mesh._C with ninja: one object per source, each with its own instruction set, never the build machine's.
+
+``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and prints
+the path of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd"]
+VNNI = [*AVX512, "-mavx512vnni"]
+INSTRUCTION_SETS = {
+    "csrc/kernels/avx2.cpp": AVX2,
+    "csrc/kernels/avx512.cpp": AVX512,
+    "csrc/kernels/avx512_vnni.cpp": VNNI,
+    "csrc/kernels/avx512_bf16.cpp": [*VNNI, "-mavx512bf16"],
+}
+COMMON = ["-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", f"-I{CSRC}"]
+
+
+def flags_of(source: Path) -> list[str]:
+    """Flags beyond the common ones. Kernels write their fused multiply-adds out, so that every table rounds alike."""
+    name = source.relative_to(ROOT).as_posix()
+    contract = ["-ffp-contract=off"] if name.startswith("csrc/kernels/") else []
+    return contract + INSTRUCTION_SETS.get(name, [])
+
+
+def sources(*rooms: str) -> list[Path]:
+    return sorted(path for room in rooms for path in (CSRC / room).rglob("*.cpp"))
+
+
+ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine")
+
+
+def compiler() -> str:
+    return os.environ.get("CXX") or shutil.which("g++") or "c++"
+
+
+def compiles(code: str, *flags: str) -> bool:
+    command = [compiler(), "-std=c++20", "-x", "c++", "-", "-o", os.devnull, *flags]
+    return subprocess.run(command, input=code.encode(), capture_output=True).returncode == 0
+
+
+def liburing_flags() -> tuple[list[str], list[str]]:
+    """Compile and link flags for liburing; empty, with a word on stderr, where it is not installed."""
+    program = "#include <liburing.h>\nint main() { io_uring ring; return io_uring_queue_init(1, &ring, 0); }\n"
+    if os.environ.get("TORCH_MESH_BUILD_URING", "1") != "0" and compiles(program, "-luring"):
+        return ["-DTORCH_MESH_WITH_URING"], ["-luring"]
+    print("torch_mesh: building without liburing (package liburing-dev); reads will use threads", file=sys.stderr)
+    return [], []
+
+
+def require_xxhash() -> None:
+    if not compiles("#include <xxhash.h>\nint main() {}\n"):
+        raise SystemExit("torch_mesh: xxhash.h not found. Install libxxhash-dev (Debian) or put it on CPATH.")
+
+
+class NinjaFile:
+    """The few lines of ninja that this build needs."""
+
+    def __init__(self, folder: Path, compile_flags: list[str], link_flags: list[str]) -> None:
+        self.folder = folder
+        self.lines = [
+            "rule compile",
+            f"  command = {compiler()} {' '.join(map(_quote, compile_flags))} $flags -MD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = compile $in",
+            "rule link",
+            f"  command = {compiler()} $in -o $out {' '.join(map(_quote, link_flags))}",
+            "  description = link $out",
+        ]
+        self.objects: list[str] = []
+
+    def compile(self, paths: Iterable[Path], flags: list[str] | None = None) -> None:
+        for source in paths:
+            target = self.folder / source.relative_to(ROOT).with_suffix(".o")
+            self.lines.append(f"build {_escape(target)}: compile {_escape(source)}")
+            self.lines.append(f"  flags = {' '.join(map(_quote, (flags or []) + flags_of(source)))}")
+            self.objects.append(_escape(target))
+
+    def link(self, target: Path) -> None:
+        self.lines.append(f"build {_escape(target)}: link {' '.join(self.objects)}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        build = self.folder / "build.ninja"
+        build.write_text("\n".join(self.lines) + "\n")
+        subprocess.run([_ninja(), "-f", str(build), str(target), *_jobs()], check=True, stdout=sys.stderr)
+
+
+def _quote(flag: str | Path) -> str:
+    return f"'{flag}'" if re.search(r"[\s$']", str(flag)) else str(flag)
+
+
+def _escape(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _jobs() -> list[str]:
+    jobs = os.environ.get("MAX_JOBS")
+    return ["-j", jobs] if jobs else []
+
+
+def _ninja() -> str:
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        found = shutil.which("ninja")
+        if found is None:
+            raise SystemExit("torch_mesh: ninja not found. pip install ninja") from None
+        return found
+
+
+class BuildExtension(build_ext):
+    """torch_mesh._C against the torch that is installed."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            import torch
+            from torch.utils import cpp_extension
+        except ImportError:
+            raise SystemExit(
+                "torch_mesh: install torch first, then build with `pip install --no-build-isolation` "
+                "(an isolated build would fetch a torch of its own)"
+            ) from None
+        require_xxhash()
+        uring_compile, uring_link = liburing_flags()
+        includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+        libraries = cpp_extension.library_paths()
+        # torch's headers are not ours to warn about.
+        torch_flags = [flag for path in includes for flag in ("-isystem", path)]
+        torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
+        link = ["-shared", "-fopenmp", *(f"-L{path}" for path in libraries)]
+        link += [f"-Wl,-rpath,{path}" for path in libraries]
+        link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_link]
+
+        # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
+        folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
+        build = NinjaFile(folder, [*COMMON, "-O3", "-g1", "-fPIC", *uring_compile], link)
+        build.compile(sources(*ENGINE_ROOMS))
+        build.compile(sources("bindings"), torch_flags)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        build.link(target)
+
+
+class EngineTests(Command):
+    description = "build the engine's GoogleTest suite, without torch"
+    user_options = [("sanitize=", None, "thread or address")]
+
+    def initialize_options(self) -> None:
+        self.sanitize = ""
+
+    def finalize_options(self) -> None:
+        if self.sanitize not in ("", "thread", "address"):
+            raise SystemExit(f"--sanitize is {self.sanitize!r}; allowed: thread, address")
+
+    def run(self) -> None:
+        require_xxhash()
+        uring_compile, uring_link = liburing_flags()
+        sanitizers = {"": [], "thread": ["-fsanitize=thread"], "address": ["-fsanitize=address,undefined"]}
+        flags = sanitizers[self.sanitize]
+        folder = ROOT / "build" / f"engine-tests{'-' + self.sanitize if self.sanitize else ''}"
+        optimise = ["-O1", "-fno-omit-frame-pointer"] if self.sanitize else ["-O2"]
+        build = NinjaFile(
+            folder,
+            [*COMMON, *optimise, "-g", "-pthread", f"-I{ROOT / 'tests' / 'engine'}", *uring_compile, *flags],
+            ["-pthread", *flags, "-lgtest", "-lgtest_main", *uring_link],
+        )
+        build.compile(sources(*ENGINE_ROOMS))
+        build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")))
+        program = folder / "engine_tests"
+        build.link(program)
+        print(program)
+
+
+def version() -> str:
+    return re.search(r'__version__ = "(.+)"', (ROOT / "torch_mesh" / "version.py").read_text()).group(1)
+
+
+setup(
+    version=version(),
+    packages=["torch_mesh", "torch_mesh.store", "torch_mesh.cli", "torch_mesh.ops"],
+    package_dir={"torch_mesh.ops": "ops"},
+    package_data={"torch_mesh": ["py.typed", "_C.pyi"]},
+    ext_modules=[Extension("torch_mesh._C", sources=[])],
+    cmdclass={"build_ext": BuildExtension, "engine_tests": EngineTests},
+)
