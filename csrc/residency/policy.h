@@ -27,6 +27,10 @@ class Policy {
   // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
   virtual ExpertId victim() = 0;
 
+  // What the calls above amount to; for validation.
+  virtual bool resident(ExpertId id) const = 0;
+  virtual bool pinned(ExpertId id) const = 0;
+
   // Router scores of one token over all experts of a layer (probabilities). Most policies have no use for them.
   virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
   // One forward of a layer begins: the clock of policies that decay.
@@ -41,6 +45,6 @@ struct PolicyOptions {
 
 // "lru", "lfu" (decayed) or "slru"; "auto" is the one that wins on traces. Else Error(kInvalid).
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
-std::vector<std::string_view> policy_names();
+std::vector<std::string_view> policy_names();  // "auto" first
 
 }  // namespace torch_mesh

@@ -1,0 +1,172 @@
+#include "residency/arena.h"
+
+#include <linux/mempolicy.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#include "base/error.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kPage = 4096;
+// Linux 5.14; older headers lack the name, older kernels answer EINVAL.
+constexpr int kPopulateWrite = 23;
+
+int64_t available_bytes() {  // -1 where the kernel does not say
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) return int64_t{kib} << 10;
+  }
+  return -1;
+}
+
+std::string mebibytes(int64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+[[noreturn]] void throw_no_memory(int64_t count, int64_t bytes, const char* why, int os_error) {
+  const int64_t available = available_bytes();
+  throw Error(ErrorKind::kMemory,
+              "no memory for " + std::to_string(count) + " buffers of " + std::to_string(bytes) +
+                  " bytes (" + mebibytes(count * bytes) + "): " + why +
+                  (available < 0 ? "" : "; " + mebibytes(available) + " are available now") +
+                  "; keep fewer experts resident, or raise the memory limit",
+              {}, os_error);
+}
+
+using NodeMask = std::array<unsigned long, 16>;
+constexpr unsigned long kMaskBits = sizeof(NodeMask) * 8;
+
+// The nodes that this process may take memory from; none where the kernel does not say (seccomp, no
+// NUMA).
+NodeMask allowed_nodes() {
+  NodeMask nodes{};
+  if (syscall(SYS_get_mempolicy, nullptr, nodes.data(), kMaskBits, nullptr, MPOL_F_MEMS_ALLOWED) !=
+      0) {
+    return {};
+  }
+  return nodes;
+}
+
+// One node would serve every core's reads at the speed of its own memory; interleaving gives each
+// core the mean of all nodes. Where it is refused the pages go where the kernel puts them.
+void spread_over_nodes(void* data, size_t bytes) {
+  if (numa_nodes() < 2) return;
+  const NodeMask nodes = allowed_nodes();
+  syscall(SYS_mbind, data, bytes, MPOL_INTERLEAVE, nodes.data(), kMaskBits, 0);
+}
+
+// Returns 0 or an errno. Registered pages must exist, and a forward must not pay for page faults.
+int fault_in(std::byte* data, size_t bytes) {
+  int status;
+  do {
+    status = madvise(data, bytes, kPopulateWrite);
+  } while (status != 0 && (errno == EINTR || errno == EAGAIN));
+  if (status == 0) return 0;
+  if (errno != EINVAL) return errno;
+  for (size_t at = 0; at < bytes; at += kPage) data[at] = std::byte{0};
+  return 0;
+}
+
+// 2 MiB aligned, so that every page of it can be a huge one. nullptr: errno says why.
+std::byte* map_aligned(size_t bytes) {
+  const size_t room = bytes + kHugePage;
+  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  auto* start = static_cast<std::byte*>(mapped);
+  const size_t lead = (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
+  if (lead > 0) munmap(start, lead);
+  const size_t tail = room - lead - bytes;
+  if (tail > 0) munmap(start + lead + bytes, tail);
+  return start + lead;
+}
+
+void unmap(std::span<const MemoryRegion> segments) {
+  for (const MemoryRegion& segment : segments) munmap(segment.data, segment.bytes);
+}
+
+}  // namespace
+
+Arena::Arena(int64_t count, int64_t bytes)
+    : count_(count),
+      piece_bytes_(bytes),
+      pieces_per_segment_(std::max<int64_t>(1, bytes > 0 ? kSegmentBytes / bytes : 1)) {
+  if (count < 1 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "an arena holds at least one piece of a multiple of 4096 bytes; got " +
+                    std::to_string(count) + " of " + std::to_string(bytes));
+  }
+  if (count > INT64_MAX / bytes) {
+    throw Error(ErrorKind::kInvalid, std::to_string(count) + " buffers of " +
+                                         std::to_string(bytes) +
+                                         " bytes are more than any machine addresses");
+  }
+  // Beyond this the kernel would rather kill the process than fail the allocation.
+  const int64_t available = available_bytes();
+  if (available >= 0 && count * bytes > available) {
+    throw_no_memory(count, bytes, "that is more than is free", ENOMEM);
+  }
+  segments_.reserve((count + pieces_per_segment_ - 1) / pieces_per_segment_);
+  for (int64_t first = 0; first < count; first += pieces_per_segment_) {
+    const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
+    std::byte* data = map_aligned(size);
+    int error = data == nullptr ? errno : 0;
+    if (error == 0) {
+      segments_.push_back({data, size});
+      total_ += static_cast<int64_t>(size);
+      // Advice only: without huge pages or fork protection everything still works.
+      madvise(data, size, MADV_HUGEPAGE);
+      madvise(data, size, MADV_DONTFORK);
+      spread_over_nodes(data, size);
+      error = fault_in(data, size);
+    }
+    if (error != 0) {
+      unmap(segments_);
+      throw_no_memory(count, bytes, strerror(error), error);
+    }
+  }
+}
+
+Arena::~Arena() { unmap(segments_); }
+
+std::byte* Arena::piece(int64_t index) const {
+  return segments_[index / pieces_per_segment_].data + index % pieces_per_segment_ * piece_bytes_;
+}
+
+int64_t Arena::huge_page_bytes() const {
+  std::ifstream file("/proc/self/smaps");
+  int64_t total = 0;
+  bool ours = false;
+  for (std::string line; std::getline(file, line);) {
+    unsigned long long begin = 0, end = 0;
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2) {
+      ours = std::any_of(segments_.begin(), segments_.end(), [&](const MemoryRegion& segment) {
+        const auto data = reinterpret_cast<uintptr_t>(segment.data);
+        return data < end && begin < data + segment.bytes;
+      });
+    } else if (ours && std::sscanf(line.c_str(), "AnonHugePages: %lld kB", &kib) == 1) {
+      total += int64_t{kib} << 10;
+    }
+  }
+  return total;
+}
+
+int32_t numa_nodes() {
+  int32_t count = 0;
+  for (unsigned long word : allowed_nodes()) count += std::popcount(word);
+  return std::max(count, 1);
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,255 @@
+// Forwards: which slots a claim takes, in which order, and what it waits for.
+#include <algorithm>
+#include <utility>
+
+#include "residency/pool_impl.h"
+
+namespace torch_mesh {
+namespace {
+
+enum EntryState : uint8_t {
+  kWaiting,  // has no slot yet
+  kJoined,   // pins a slot that is READY, LOADING or failed
+  kHeld,     // handed out
+  kDone,
+};
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+// A claim that finds others queueing for slots takes nothing yet: pins on what happens to be
+// resident could keep a small pool full for ever, forward after forward, while the head of the
+// queue waits.
+void Pool::Impl::reserve_for(Claim& claim, bool at_head_of_queue) {
+  if (claim.waiting_ == 0 || (first_ticket != nullptr && !at_head_of_queue)) return;
+  join_present(claim);
+  for (size_t i = 0; i < claim.entries_.size() && claim.waiting_ > 0; ++i) {
+    Claim::Entry& entry = claim.entries_[i];
+    if (entry.state != kWaiting) continue;
+    const ExpertId id = id_of(claim.layer_, claim.experts_[i]);
+    const int32_t present = slots.find(id);  // a duplicate in the list
+    const int32_t slot = present >= 0 ? present : reserve(id);
+    if (slot < 0) return;
+    slots.pin(slot);
+    entry = {slot, kJoined};
+    --claim.waiting_;
+    ++claim.joined_;
+    LayerStats& layer = stats[claim.layer_];
+    ++layer.accesses;
+    ++(present >= 0 ? layer.inflight_misses : layer.cold_misses);
+    if (present < 0) start_load(slot, Urgency::kDemand);
+  }
+}
+
+// Before any slot is reserved, so that no victim is an expert which this claim needs.
+void Pool::Impl::join_present(Claim& claim) {
+  LayerStats& layer = stats[claim.layer_];
+  for (size_t i = 0; i < claim.entries_.size(); ++i) {
+    if (claim.entries_[i].state != kWaiting) continue;
+    const int32_t slot = slots.find(id_of(claim.layer_, claim.experts_[i]));
+    if (slot < 0) continue;
+    const bool ready = slots[slot].state == SlotState::kReady;
+    slots.pin(slot);
+    if (!ready) hasten(slot);
+    claim.entries_[i] = {slot, kJoined};
+    --claim.waiting_;
+    ++claim.joined_;
+    ++layer.accesses;
+    ++(ready ? layer.hits : layer.inflight_misses);
+  }
+}
+
+void Pool::Impl::unpin(int32_t slot) {
+  slots.unpin(slot);
+  if (slots.reusable(slot)) wake_slot_waiters();
+}
+
+int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
+  int32_t count = 0;
+  for (size_t i = 0; i < claim.entries_.size() && claim.joined_ > 0; ++i) {
+    Claim::Entry& entry = claim.entries_[i];
+    if (entry.state != kJoined || slots[entry.slot].state == SlotState::kLoading) continue;
+    if (slots[entry.slot].error != nullptr) {
+      if (count > 0) break;  // what is in `ready` must reach the caller first
+      const Error error = *slots[entry.slot].error;
+      entry.state = kDone;
+      --claim.joined_;
+      unpin(entry.slot);
+      throw error;
+    }
+    if (count == static_cast<int32_t>(ready.size())) break;
+    entry.state = kHeld;
+    --claim.joined_;
+    ++claim.held_;
+    ready[count++] = {static_cast<int32_t>(i), arena.piece(entry.slot)};
+  }
+  return count;
+}
+
+void Pool::Impl::wait_for_slots(Claim& claim, Lock& lock) {
+  // Leaves the queue however the wait ends; the next in line must then look again.
+  struct Place {
+    Impl& pool;
+    Ticket ticket;
+    explicit Place(Impl& impl) : pool(impl) {
+      ticket.previous = pool.last_ticket;
+      (pool.last_ticket ? pool.last_ticket->next : pool.first_ticket) = &ticket;
+      pool.last_ticket = &ticket;
+    }
+    ~Place() {
+      (ticket.previous ? ticket.previous->next : pool.first_ticket) = ticket.next;
+      (ticket.next ? ticket.next->previous : pool.last_ticket) = ticket.previous;
+      pool.wake_slot_waiters();
+    }
+  } place(*this);
+
+  const auto deadline = Clock::now() + options.timeout;
+  for (;;) {
+    if (first_ticket == &place.ticket) reserve_for(claim, true);
+    if (claim.joined_ > 0) return;
+    if (!wait(lock, freed, deadline)) {
+      throw Error(
+          ErrorKind::kTimeout,
+          "no slot became free for layer " + std::to_string(claim.layer_) + " in " +
+              std::to_string(options.timeout.count()) + " ms: all " + std::to_string(slots.size()) +
+              " are in use by other forwards or by reads that do not end; keep more experts "
+              "resident, or look at the disk",
+          {claim.layer_, -1, "", -1});
+    }
+  }
+}
+
+void Pool::Impl::wait_for_reads(const Claim& claim, Lock& lock) {
+  const auto loading = [this](const Claim::Entry& entry) {
+    return entry.state == kJoined && slots[entry.slot].state == SlotState::kLoading;
+  };
+  const auto deadline = Clock::now() + options.timeout;
+  do {
+    if (static_cast<int32_t>(std::count_if(claim.entries_.begin(), claim.entries_.end(), loading)) <
+        claim.joined_) {
+      return;
+    }
+  } while (wait(lock, landed, deadline));
+  const auto late = std::find_if(claim.entries_.begin(), claim.entries_.end(), loading);
+  if (late == claim.entries_.end()) return;
+  const ExpertId id = slots[late->slot].expert;
+  const ErrorPlace place = place_of(id);
+  throw Error(ErrorKind::kTimeout,
+              "reading " + describe(id) + " from " + place.file + " at offset " +
+                  std::to_string(place.offset) + " takes longer than the time-out of " +
+                  std::to_string(options.timeout.count()) +
+                  " ms; is the disk healthy and is the file on a local disk?",
+              place);
+}
+
+void Pool::Impl::validate_claims() const {
+  std::vector<int32_t> pins(static_cast<size_t>(slots.size()), 0);
+  for (const Claim* claim = claims; claim != nullptr; claim = claim->next_alive_) {
+    int32_t waiting = 0, joined = 0, held = 0;
+    for (const Claim::Entry& entry : claim->entries_) {
+      waiting += entry.state == kWaiting;
+      joined += entry.state == kJoined;
+      held += entry.state == kHeld;
+      if (entry.state == kJoined || entry.state == kHeld) ++pins[entry.slot];
+      check_invariant(entry.state != kHeld || slots[entry.slot].state == SlotState::kReady,
+                      "a claim holds a slot that is not READY");
+    }
+    check_invariant(waiting == claim->waiting_ && joined == claim->joined_ && held == claim->held_,
+                    "a claim's counts are not those of its entries");
+  }
+  for (int32_t slot = 0; slot < slots.size(); ++slot) {
+    check_invariant(pins[slot] == slots[slot].pins, "a slot's pins are not those of the claims");
+  }
+}
+
+Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch)
+    : pool_(pool), layer_(layer), experts_(experts) {
+  Pool::Impl& impl = *pool.impl_;
+  impl.check_process();
+  impl.check_experts(layer, experts);
+  if (scratch.size() < experts.size()) {
+    throw Error(ErrorKind::kInvalid, "a claim of " + std::to_string(experts.size()) +
+                                         " experts needs as many entries of scratch; got " +
+                                         std::to_string(scratch.size()));
+  }
+  entries_ = scratch.first(experts.size());
+  std::fill(entries_.begin(), entries_.end(), Entry{-1, kWaiting});
+  waiting_ = static_cast<int32_t>(experts.size());
+
+  const Pool::Impl::Lock lock(impl.mutex);
+  impl.check_open();
+  if (impl.memory_only()) {
+    for (int32_t expert : experts) {
+      const ExpertId id = impl.id_of(layer, expert);
+      if (impl.slots.find(id) >= 0) continue;
+      throw Error(ErrorKind::kInvalid,
+                  impl.describe(id) + " was never filled; fill() every expert before a forward",
+                  impl.place_of(id));
+    }
+  }
+  next_alive_ = impl.claims;
+  if (next_alive_ != nullptr) next_alive_->previous_alive_ = this;
+  impl.claims = this;
+  impl.slots.policy().tick(layer);
+  impl.reserve_for(*this, false);
+}
+
+Claim::~Claim() {
+  Pool::Impl& impl = *pool_.impl_;
+  if (impl.owner.forked()) return;
+  const Pool::Impl::Lock lock(impl.mutex);
+  for (const Entry& entry : entries_) {
+    if (entry.state == kJoined || entry.state == kHeld) impl.unpin(entry.slot);
+  }
+  (previous_alive_ ? previous_alive_->next_alive_ : impl.claims) = next_alive_;
+  if (next_alive_ != nullptr) next_alive_->previous_alive_ = previous_alive_;
+}
+
+int32_t Claim::next(std::span<ReadyExpert> ready) {
+  Pool::Impl& impl = *pool_.impl_;
+  impl.check_process();
+  if (ready.empty()) {
+    throw Error(ErrorKind::kInvalid, "next() needs room for at least one expert");
+  }
+  Pool::Impl::Lock lock(impl.mutex);
+  for (;;) {
+    impl.reserve_for(*this, false);
+    if (const int32_t count = impl.hand_out(*this, ready)) return count;
+    if (waiting_ == 0 && joined_ == 0) return 0;
+    if (joined_ == 0 && held_ > 0) {
+      throw Error(ErrorKind::kInvalid, "no slot is left for the next expert of layer " +
+                                           std::to_string(layer_) + " while this forward holds " +
+                                           std::to_string(held_) +
+                                           "; release() those before next()");
+    }
+    struct Stall {
+      int64_t& nanoseconds;
+      Clock::time_point begin = Clock::now();
+      ~Stall() { nanoseconds += std::chrono::nanoseconds(Clock::now() - begin).count(); }
+    } stall{impl.stats[layer_].stall_nanoseconds};
+    if (joined_ > 0) {
+      impl.wait_for_reads(*this, lock);
+    } else {
+      impl.wait_for_slots(*this, lock);
+    }
+  }
+}
+
+void Claim::release(int32_t index) {
+  Pool::Impl& impl = *pool_.impl_;
+  impl.check_process();
+  const Pool::Impl::Lock lock(impl.mutex);
+  if (index < 0 || index >= static_cast<int32_t>(entries_.size()) ||
+      entries_[index].state != kHeld) {
+    throw Error(ErrorKind::kInvalid,
+                "release(" + std::to_string(index) +
+                    "): next() has not handed this one out, or it was released");
+  }
+  entries_[index].state = kDone;
+  --held_;
+  impl.unpin(entries_[index].slot);
+  impl.reserve_for(*this, false);
+}
+
+}  // namespace torch_mesh

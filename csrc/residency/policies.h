@@ -1,0 +1,14 @@
+// One constructor per policy; make_policy() chooses among them by name.
+#pragma once
+
+#include <memory>
+
+#include "residency/policy.h"
+
+namespace torch_mesh {
+
+std::unique_ptr<Policy> make_lru(const PolicyOptions& options);
+std::unique_ptr<Policy> make_lfu(const PolicyOptions& options);
+std::unique_ptr<Policy> make_slru(const PolicyOptions& options);
+
+}  // namespace torch_mesh

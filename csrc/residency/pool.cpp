@@ -1,0 +1,386 @@
+#include "residency/pool.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "residency/pool_impl.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a waiting thread goes without asking the interrupt hook.
+constexpr std::chrono::milliseconds kWaitSlice{100};
+
+[[noreturn]] void throw_invalid(const std::string& message) {
+  throw Error(ErrorKind::kInvalid, message);
+}
+
+PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts) {
+  const int64_t all = int64_t{layers} * experts;
+  if (layers < 1 || experts < 1 || all > INT32_MAX) {
+    throw_invalid(
+        "a pool serves at least one layer of one expert and fewer than 2^31 experts; got " +
+        std::to_string(layers) + " layers of " + std::to_string(experts));
+  }
+  if (options.slots < 1 || options.slots > all) {
+    throw_invalid("slots must be in [1, " + std::to_string(all) +
+                  "], as many as there are experts; got " + std::to_string(options.slots));
+  }
+  if (options.record_bytes < kRecordAlignment || options.record_bytes % kRecordAlignment != 0) {
+    throw_invalid("record_bytes must be a positive multiple of 4096; got " +
+                  std::to_string(options.record_bytes));
+  }
+  if (options.timeout.count() <= 0) {
+    throw_invalid("the time-out must be positive; got " + std::to_string(options.timeout.count()) +
+                  " ms");
+  }
+  return options;
+}
+
+const Source& checked(const Source& source, const PackRecord& pack, const PoolOptions& options) {
+  validate(source);
+  if (source.raw != static_cast<bool>(pack)) {
+    throw_invalid(source.raw ? "a raw source needs a function that packs its records"
+                             : "the records of a store are packed already; pass no pack function");
+  }
+  if (source.raw && options.staging < 1) {
+    throw_invalid("a raw source needs at least one staging buffer; got " +
+                  std::to_string(options.staging));
+  }
+  if (!source.raw && source.pieces != 1) {
+    throw_invalid("a store has one extent per record; got " + std::to_string(source.pieces));
+  }
+  const auto misfit =
+      std::find_if(source.extents.begin(), source.extents.end(),
+                   [&](const Extent& e) { return !source.raw && e.bytes != options.record_bytes; });
+  if (misfit != source.extents.end()) {
+    throw_invalid("a record of " + source.files[misfit->file].path + " at offset " +
+                  std::to_string(misfit->offset) + " has " + std::to_string(misfit->bytes) +
+                  " bytes; this model's layout has " + std::to_string(options.record_bytes));
+  }
+  return source;
+}
+
+// Room for the aligned supersets of the pieces of any one record.
+int64_t staging_bytes(const Source& source) {
+  int64_t largest = 0;
+  for (size_t first = 0; first < source.extents.size(); first += source.pieces) {
+    int64_t bytes = 0;
+    for (int32_t piece = 0; piece < source.pieces; ++piece) {
+      bytes += round_up(source.extents[first + piece].bytes, kRecordAlignment) + kRecordAlignment;
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+}  // namespace
+
+Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
+                 PackRecord given_pack, int32_t given_layers, int32_t given_experts)
+    : options(checked(given, given_layers, given_experts)),
+      runtime(given_runtime),
+      source(std::move(given_source)),
+      pack(std::move(given_pack)),
+      layers(given_layers),
+      experts(given_experts),
+      arena(options.slots, options.record_bytes),
+      slots(layers * experts, options.slots,
+            make_policy(options.policy, {layers, experts, options.slots})),
+      loads(static_cast<size_t>(options.slots)),
+      stats(static_cast<size_t>(layers)),
+      queue_links(options.slots),
+      demand_queue(queue_links),
+      prefetch_queue(queue_links) {}
+
+Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t given_layers,
+                 int32_t given_experts)
+    : Impl(given, given_runtime, Source{}, nullptr, given_layers, given_experts) {
+  if (options.slots != layers * experts) {
+    throw_invalid("a pool without a source holds every expert: slots must be " +
+                  std::to_string(layers * experts) + ", got " + std::to_string(options.slots));
+  }
+}
+
+Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
+                 PackRecord given_pack)
+    : Impl(given, given_runtime, checked(given_source, given_pack, given), given_pack,
+           given_source.layers, given_source.experts) {
+  open();
+}
+
+void Pool::Impl::open() {
+  const auto all = static_cast<size_t>(layers) * experts;
+  checksums = source.checksums;
+  checksums.resize(all);
+  checksum_known.assign(all, !source.checksums.empty());
+  verified.assign(all, false);
+
+  std::span<const MemoryRegion> buffers = arena.segments();
+  if (source.raw) {
+    staging_arena.emplace(options.staging, staging_bytes(source));
+    buffers = staging_arena->segments();
+    for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging.push_back(buffer);
+  }
+  reader = open_reader(options.reader, source.files, buffers,
+                       [this](const ReadResult& result) { on_read(result); });
+
+  const int64_t alignment = reader->alignment();
+  if (alignment < 1 || kRecordAlignment % alignment != 0) {
+    throw_invalid("this file system wants direct reads in multiples of " +
+                  std::to_string(alignment) +
+                  " bytes; records are aligned to 4096. Move the model to another disk");
+  }
+  for (const Extent& extent : source.extents) {
+    if (source.raw || extent.offset % alignment == 0) continue;
+    throw_invalid("a record of " + source.files[extent.file].path + " starts at offset " +
+                  std::to_string(extent.offset) + ", no multiple of the " +
+                  std::to_string(alignment) +
+                  " bytes that direct reads need; convert the checkpoint again");
+  }
+}
+
+void Pool::Impl::check_process() const {
+  if (!owner.forked()) return;
+  throw Error(
+      ErrorKind::kForked,
+      "this pool belongs to the process that opened it and cannot be used in a forked child; "
+      "load the model in the child, or start it with the spawn method");
+}
+
+void Pool::Impl::check_open() const {
+  if (closed) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
+}
+
+void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) const {
+  if (layer < 0 || layer >= layers) {
+    throw_invalid("layer " + std::to_string(layer) + " is not in [0, " + std::to_string(layers) +
+                  ")");
+  }
+  for (int32_t index : indices) {
+    if (index >= 0 && index < experts) continue;
+    throw_invalid("expert " + std::to_string(index) + " of layer " + std::to_string(layer) +
+                  " is not in [0, " + std::to_string(experts) + ")");
+  }
+}
+
+std::string Pool::Impl::describe(ExpertId id) const {
+  return "expert " + std::to_string(id % experts) + " of layer " + std::to_string(id / experts);
+}
+
+ErrorPlace Pool::Impl::place_of(ExpertId id) const {
+  const int32_t layer = id / experts, expert = id % experts;
+  if (source.extents.empty()) return {layer, expert, "", -1};
+  const Extent& extent = source.expert(layer, expert)[0];
+  return {layer, expert, source.files[extent.file].path, extent.offset};
+}
+
+int32_t Pool::Impl::reserve(ExpertId id) {
+  if (!slots.has_empty()) {
+    const ExpertId victim = slots.evict_victim();
+    if (victim == kNoExpert) return -1;
+    ++stats_of(victim).evicted;
+  }
+  return slots.reserve(id);
+}
+
+void Pool::Impl::wake_slot_waiters() {
+  if (first_ticket != nullptr) freed.notify_all();
+}
+
+bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition,
+                      Clock::time_point deadline) const {
+  const auto now = Clock::now();
+  if (now >= deadline) return false;
+  if (condition.wait_until(lock, std::min(deadline, now + kWaitSlice)) ==
+          std::cv_status::no_timeout ||
+      runtime.interrupted == nullptr) {
+    return true;
+  }
+  lock.unlock();  // the hook may take a lock of its own, such as Python's
+  const bool interrupted = runtime.interrupted();
+  lock.lock();
+  if (interrupted) throw Error(ErrorKind::kInterrupted, "interrupted while waiting for experts");
+  return true;
+}
+
+Pool::Pool(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack)
+    : impl_(std::make_unique<Impl>(options, runtime, std::move(source), std::move(pack))) {}
+
+Pool::Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts)
+    : impl_(std::make_unique<Impl>(options, runtime, layers, experts)) {}
+
+Pool::~Pool() {
+  if (impl_->owner.forked()) {
+    // The I/O thread and those that wait exist in the parent alone: joining it, or destroying what
+    // they wait on, would hang.
+    static_cast<void>(impl_.release());
+    return;
+  }
+  close();
+  if (impl_->reader != nullptr) impl_->reader->close();
+}
+
+void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record) {
+  Impl& impl = *impl_;
+  impl.check_process();
+  impl.check_experts(layer, {&expert, 1});
+  if (!impl.memory_only())
+    throw_invalid("fill() is for pools without a source; this one reads its records");
+  if (static_cast<int64_t>(record.size()) != impl.options.record_bytes) {
+    throw_invalid("a record has " + std::to_string(impl.options.record_bytes) + " bytes; got " +
+                  std::to_string(record.size()));
+  }
+  const ExpertId id = impl.id_of(layer, expert);
+  Impl::Lock lock(impl.mutex);
+  impl.check_open();
+  if (const int32_t present = impl.slots.find(id); present >= 0) {
+    if (!impl.slots.reusable(present)) {
+      throw_invalid(impl.describe(id) + " is in use; fill() it when no forward runs");
+    }
+    impl.slots.evict(present);
+  }
+  const int32_t slot = impl.slots.reserve(id);
+  lock.unlock();
+  std::memcpy(impl.arena.piece(slot), record.data(), record.size());
+  lock.lock();
+  impl.slots.land(slot);
+  impl.landed.notify_all();
+  if (impl.slots.loading() == 0) impl.idle.notify_all();
+}
+
+void Pool::promote(int32_t layer, std::span<const int32_t> experts) {
+  std::vector<Claim::Entry> entries(experts.size());
+  Claim claim(*this, layer, experts, entries);
+  ReadyExpert ready;
+  while (claim.next({&ready, 1}) > 0) claim.release(ready.index);
+}
+
+void Pool::prefetch(int32_t layer, std::span<const int32_t> experts) {
+  Impl& impl = *impl_;
+  impl.check_process();
+  impl.check_experts(layer, experts);
+  const Impl::Lock lock(impl.mutex);
+  impl.check_open();
+  // Those that queue for slots come first.
+  if (impl.memory_only() || impl.first_ticket != nullptr) return;
+  // What is wanted and here already must not make room for what is not.
+  const auto for_each_ready = [&](void (SlotTable::*act)(int32_t)) {
+    for (int32_t expert : experts) {
+      const int32_t slot = impl.slots.find(impl.id_of(layer, expert));
+      if (slot >= 0 && impl.slots[slot].state == SlotState::kReady) (impl.slots.*act)(slot);
+    }
+  };
+  for_each_ready(&SlotTable::hold);
+  for (int32_t expert : experts) {
+    if (impl.prefetching >= impl.slots.size() / 2) break;
+    const ExpertId id = impl.id_of(layer, expert);
+    if (impl.slots.find(id) >= 0) continue;
+    const int32_t slot = impl.reserve(id);
+    if (slot < 0) break;
+    impl.start_load(slot, Urgency::kPrefetch);
+  }
+  for_each_ready(&SlotTable::unpin);
+}
+
+int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
+  Impl& impl = *impl_;
+  impl.check_process();
+  impl.check_experts(layer, experts);
+  if (impl.memory_only()) {
+    throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
+  }
+  const Impl::Lock lock(impl.mutex);
+  impl.check_open();
+  int32_t evicted = 0;
+  for (int32_t expert : experts) {
+    const int32_t slot = impl.slots.find(impl.id_of(layer, expert));
+    if (slot < 0 || !impl.slots.reusable(slot)) continue;
+    impl.slots.evict(slot);
+    ++evicted;
+  }
+  impl.stats[layer].evicted += evicted;
+  if (evicted > 0) impl.wake_slot_waiters();
+  return evicted;
+}
+
+void Pool::observe(int32_t layer, std::span<const float> scores) {
+  impl_->check_process();
+  impl_->check_experts(layer, {});
+  if (static_cast<int64_t>(scores.size()) != impl_->experts) {
+    throw_invalid("observe() takes one score per expert, " + std::to_string(impl_->experts) +
+                  "; got " + std::to_string(scores.size()));
+  }
+  const Impl::Lock lock(impl_->mutex);
+  impl_->check_open();
+  impl_->slots.policy().observe(layer, scores);
+}
+
+SlotState Pool::state(int32_t layer, int32_t expert) const {
+  impl_->check_process();
+  impl_->check_experts(layer, {&expert, 1});
+  const Impl::Lock lock(impl_->mutex);
+  const int32_t slot = impl_->slots.find(impl_->id_of(layer, expert));
+  return slot < 0 ? SlotState::kEmpty : impl_->slots[slot].state;
+}
+
+std::vector<LayerStats> Pool::stats() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->stats;
+}
+
+void Pool::reset_stats() {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  std::fill(impl_->stats.begin(), impl_->stats.end(), LayerStats{});
+}
+
+void Pool::drain() {
+  impl_->check_process();
+  Impl::Lock lock(impl_->mutex);
+  const auto deadline = Clock::now() + impl_->options.timeout;
+  while (impl_->slots.loading() > 0) {
+    if (impl_->wait(lock, impl_->idle, deadline)) continue;
+    throw Error(ErrorKind::kTimeout, std::to_string(impl_->slots.loading()) +
+                                         " reads have not ended within the time-out of " +
+                                         std::to_string(impl_->options.timeout.count()) + " ms");
+  }
+}
+
+void Pool::close() {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->closed = true;
+}
+
+void Pool::validate() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->slots.validate();
+  impl_->validate_claims();
+  impl_->validate_loads();
+}
+
+int32_t Pool::layers() const { return impl_->layers; }
+int32_t Pool::experts() const { return impl_->experts; }
+int32_t Pool::slots() const { return impl_->slots.size(); }
+
+int32_t Pool::pinned() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->slots.pinned();
+}
+
+int64_t Pool::memory_bytes() const {
+  return impl_->arena.bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
+}
+
+const char* Pool::policy() const { return impl_->slots.policy().name(); }
+const Reader* Pool::reader() const { return impl_->reader.get(); }
+
+}  // namespace torch_mesh

@@ -1,0 +1,127 @@
+// What pool.cpp (the calls), claim.cpp (the forwards) and landing.cpp (the reads) share.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/owner_process.h"
+#include "residency/arena.h"
+#include "residency/pool.h"
+#include "residency/slots.h"
+
+namespace torch_mesh {
+
+// The read under way into a slot.
+struct Load {
+  Urgency urgency = Urgency::kDemand;
+  uint32_t generation = 0;  // so that a late hasten() cannot mean the slot's next read
+  int32_t staging = -1;     // index of the buffer that a raw record is read into; -1: none (yet)
+  bool queued = false;      // waits for a staging buffer
+  bool reread = false;      // the second read, after a wrong checksum
+};
+
+struct Pool::Impl {
+  using Lock = std::unique_lock<std::mutex>;
+
+  // A claim in the queue for slots; lives on the waiting thread's stack.
+  struct Ticket {
+    Ticket* next = nullptr;
+    Ticket* previous = nullptr;
+  };
+
+  Impl(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack);
+  Impl(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
+
+  bool memory_only() const { return reader == nullptr; }
+  ExpertId id_of(int32_t layer, int32_t expert) const { return layer * experts + expert; }
+  LayerStats& stats_of(ExpertId id) { return stats[id / experts]; }
+  void check_process() const;
+  void check_open() const;  // with the lock
+  void check_experts(int32_t layer, std::span<const int32_t> indices) const;
+  std::string describe(ExpertId id) const;  // "expert 7 of layer 3"
+  ErrorPlace place_of(ExpertId id) const;
+
+  // pool.cpp, with the lock: an empty slot for `id`, evicting if it must; -1: all are pinned or
+  // loading.
+  int32_t reserve(ExpertId id);
+  void wake_slot_waiters();
+  // Waits on `condition` for 100 ms at most, then asks the interrupt hook. False once `deadline`
+  // has passed.
+  bool wait(Lock& lock, std::condition_variable& condition,
+            std::chrono::steady_clock::time_point deadline) const;
+
+  // landing.cpp. With the lock:
+  void start_load(int32_t slot, Urgency urgency);
+  void hasten(int32_t slot);
+  // On the I/O thread, without the lock:
+  void on_read(const ReadResult& result);
+
+  // claim.cpp, with the lock:
+  void reserve_for(Claim& claim, bool at_head_of_queue);
+  void join_present(Claim& claim);
+  void unpin(int32_t slot);
+  int32_t hand_out(Claim& claim, std::span<ReadyExpert> ready);
+  void wait_for_slots(Claim& claim, Lock& lock);
+  void wait_for_reads(const Claim& claim, Lock& lock);
+  void validate_claims() const;
+  void validate_loads() const;
+
+  const OwnerProcess owner;
+  const PoolOptions options;
+  const Runtime runtime;
+  const Source source;
+  const PackRecord pack;
+  const int32_t layers;
+  const int32_t experts;
+
+  Arena arena;
+  std::optional<Arena> staging_arena;  // for a raw source
+
+  mutable std::mutex mutex;
+  std::condition_variable landed;  // a read that claims joined has ended
+  std::condition_variable freed;   // a slot may be reused, or the head of the queue has changed
+  std::condition_variable idle;    // no read is under way
+  SlotTable slots;
+  std::vector<Load> loads;  // by slot
+  std::vector<LayerStats> stats;
+  Claim* claims = nullptr;  // alive
+  Ticket* first_ticket = nullptr;
+  Ticket* last_ticket = nullptr;
+  int32_t prefetching = 0;  // loads that nobody waits for yet
+  bool closed = false;
+
+  // Loads that wait for a staging buffer.
+  std::vector<int32_t> free_staging;
+  IndexLinks queue_links;
+  IndexList demand_queue;
+  IndexList prefetch_queue;
+
+  // By expert id; of the I/O thread alone.
+  std::vector<uint64_t> checksums;
+  std::vector<bool> checksum_known;
+  std::vector<bool> verified;
+
+  std::unique_ptr<Reader> reader;
+
+ private:
+  Impl(const PoolOptions& options, const Runtime& runtime, Source source, PackRecord pack,
+       int32_t layers, int32_t experts);
+
+  void open();
+  void submit(int32_t slot);
+  ReadRequest request_for(int32_t slot) const;
+  void submit_queued();
+  void end_load(int32_t slot);
+  void land(int32_t slot, int64_t bytes);
+  void fail(int32_t slot, Error error);
+  Error read_error(int32_t slot, const ReadResult& result) const;
+  std::optional<Error> pack_record(int32_t slot);
+  bool checksum_matches(int32_t slot);
+  bool read_again(int32_t slot, int64_t bytes);
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,71 @@
+// Slots and their states. No threads, no I/O: whoever calls holds the pool's lock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/error.h"
+#include "residency/index_list.h"
+#include "residency/policy.h"
+#include "residency/pool.h"
+
+namespace torch_mesh {
+
+struct Slot {
+  SlotState state = SlotState::kEmpty;
+  ExpertId expert = kNoExpert;  // while LOADING or READY
+  int32_t pins = 0;  // forwards that use it, wait for its read, or have yet to see its error
+  std::unique_ptr<Error> error;  // of a failed read, until the last of those forwards has seen it
+};
+
+class SlotTable {
+ public:
+  SlotTable(int32_t experts, int32_t slots, std::unique_ptr<Policy> policy);
+
+  int32_t size() const { return static_cast<int32_t>(slots_.size()); }
+  const Slot& operator[](int32_t slot) const { return slots_[slot]; }
+  int32_t find(ExpertId id) const { return slot_of_[id]; }  // -1: neither LOADING nor READY
+  bool has_empty() const { return !empty_.empty(); }
+  int32_t loading() const { return loading_; }
+  int32_t pinned() const { return pinned_; }
+  Policy& policy() { return *policy_; }
+  const Policy& policy() const { return *policy_; }
+
+  // READY → EMPTY for the policy's victim, which is returned; kNoExpert when all are pinned or
+  // LOADING.
+  ExpertId evict_victim();
+
+  int32_t reserve(ExpertId id);          // EMPTY → LOADING; there must be an empty slot
+  void land(int32_t slot);               // LOADING → READY
+  void fail(int32_t slot, Error error);  // LOADING → EMPTY
+  void evict(int32_t slot);              // READY and unpinned → EMPTY
+
+  void pin(int32_t slot);    // a forward uses the expert, or waits for it
+  void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
+  // A pin that is not a use: keeps a slot for a moment without changing the policy's order.
+  void hold(int32_t slot);
+
+  bool reusable(int32_t slot) const {
+    return slots_[slot].pins == 0 && slots_[slot].state != SlotState::kLoading;
+  }
+
+  // Throws std::logic_error naming the first broken invariant.
+  void validate() const;
+
+ private:
+  void validate_slot(int32_t slot) const;
+
+  std::vector<Slot> slots_;
+  std::vector<int32_t> slot_of_;  // by expert id
+  IndexLinks links_;
+  IndexList empty_;  // EMPTY and unpinned
+  int32_t loading_ = 0;
+  int32_t pinned_ = 0;
+  std::unique_ptr<Policy> policy_;
+};
+
+// Throws std::logic_error(what) unless `holds`.
+void check_invariant(bool holds, const char* what);
+
+}  // namespace torch_mesh
