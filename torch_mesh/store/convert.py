@@ -1,0 +1,239 @@
+"""Turning a checkpoint, or the experts of a loaded model, into a store."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts
+from torch_mesh.store.checkpoint import (
+    CheckpointExperts,
+    find_checkpoint_experts,
+    meta_model,
+    read_config,
+)
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Shape
+from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
+
+_COPY_BYTES = 8 << 20
+# Files of a checkpoint that hold weights in some format. All others are copied.
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    weights: str,
+    group_size: int = 64,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Written:
+    """Converts the checkpoint in the folder ``source`` to a store, expert by expert.
+
+    ``weights`` is 'bf16', 'int8' or 'int4'; ``group_size`` (32, 64 or 128) is ignored for bf16; ``name`` is what the manifest calls the
+    source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
+
+    Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
+    that is something else, and a disk without room.
+    """
+    source, destination = Path(source), Path(destination)
+    group_size = checked_group_size(weights, group_size)
+    if destination.resolve() == source.resolve():
+        raise ValueError(f"the store cannot replace its source {source}: choose another folder")
+    experts = find_checkpoint_experts(source, meta_model(read_config(source)))
+    if weights == "bf16" and experts.dtype != "bf16":
+        warnings.warn(f"The experts of {source} are {experts.dtype}; they are rounded to bf16.", stacklevel=2)
+    plan = StorePlan(
+        shape=experts.shape,
+        modules=experts.modules,
+        weights=weights,
+        group_size=group_size,
+        source_name=name or source.resolve().name,
+        source_fingerprint=experts.fingerprint,
+    )
+    records = (
+        (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
+        for layer in range(experts.shape.layers)
+        for expert in range(experts.shape.experts)
+    )
+    return write_store(
+        destination,
+        plan,
+        records,
+        _files_beside_records(experts, plan, max_file_bytes),
+        force=force,
+        workers=workers,
+        progress=progress,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def convert_model(
+    model: torch.nn.Module,
+    destination: str | os.PathLike[str],
+    weights: str,
+    group_size: int = 64,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Written:
+    """Writes the experts of a loaded model, as they are in memory, to a store of records alone."""
+    group_size = checked_group_size(weights, group_size)
+    layers = find_experts(model)
+    geometry = common_geometry(layers)
+    plan = StorePlan(
+        shape=Shape(
+            layers=len(layers),
+            experts=geometry.num_experts,
+            top_k=max(layer.top_k for layer in layers),
+            hidden=geometry.hidden,
+            intermediate=geometry.intermediate,
+            gated=geometry.has_gate,
+            bias=geometry.has_bias,
+            activation=layers[0].fused_activation,
+        ),
+        modules=tuple(layer.path for layer in layers),
+        weights=weights,
+        group_size=group_size,
+        source_name=type(model).__name__,
+        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
+    )
+    records = (
+        (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
+        for number, layer in enumerate(layers)
+        for expert in range(layer.num_experts)
+    )
+    return write_store(destination, plan, records, force=force, progress=progress)
+
+
+def checked_group_size(weights: str, group_size: int) -> int:
+    """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r} is unknown; it is one of {', '.join(map(repr, WEIGHTS))}.")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size={group_size!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
+    return 0 if weights == "bf16" else group_size
+
+
+def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.Tensor:
+    """One expert's packed record, uint8 [record_bytes]."""
+    return torch.ops.torch_mesh.pack(
+        tensors.gate,
+        tensors.up,
+        tensors.down,
+        tensors.gate_bias,
+        tensors.up_bias,
+        tensors.down_bias,
+        weights,
+        group_size,
+    )
+
+
+def _pack_from_checkpoint(
+    experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
+) -> torch.Tensor:
+    return pack_expert(experts.read_expert(layer, expert), weights, group_size)
+
+
+def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size: int) -> torch.Tensor:
+    return pack_expert(layer.expert(expert), weights, group_size)
+
+
+def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
+    dense = _dense_files(experts, max_file_bytes)
+    index = {
+        "metadata": {"total_size": sum(t.bytes for _, members in dense for _, t in members)},
+        "weight_map": {tensor.name: name for name, members in dense for _, tensor in members},
+    }
+    files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
+    files.append(_in_memory("config.json", _mesh_config(experts.folder, plan)))
+    files.extend(_copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path))
+    files.extend(_dense_file(name, members) for name, members in dense)
+    return files
+
+
+def _mesh_config(folder: Path, plan: StorePlan) -> str:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mesh", "weights": plan.weights}
+    if plan.group_size:
+        config["quantization_config"]["group_size"] = plan.group_size
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def _is_copied(path: Path) -> bool:
+    name = path.name
+    return path.is_file() and name != "config.json" and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+
+
+def _in_memory(name: str, text: str) -> NewFile:
+    data = text.encode()
+    return NewFile(name, len(data), lambda: [data])
+
+
+def _copied(path: Path) -> NewFile:
+    size = path.stat().st_size
+    return NewFile(path.name, size, lambda: _read_range(path, 0, size))
+
+
+def _dense_files(experts: CheckpointExperts, max_file_bytes: int) -> list[tuple[str, list[tuple[Header, Tensor]]]]:
+    """What is no expert's, spread over files of bounded size; within one, wide types first, so that all stay aligned."""
+    groups: list[list[tuple[Header, Tensor]]] = [[]]
+    size = 0
+    for header, tensors in experts.other_tensors:
+        for tensor in tensors:
+            if groups[-1] and size + tensor.bytes > max_file_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append((header, tensor))
+            size += tensor.bytes
+    if not groups[0]:
+        raise store_error(experts.folder, "holds experts and nothing else: not the checkpoint of a model")
+    for group in groups:
+        group.sort(key=lambda member: -DTYPE_BITS[member[1].dtype])
+    return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
+
+
+def _dense_file(name: str, members: Sequence[tuple[Header, Tensor]]) -> NewFile:
+    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for _, t in members), {"format": "pt"})
+    return NewFile(name, len(header) + sum(t.bytes for _, t in members), lambda: _dense_chunks(header, members))
+
+
+def _dense_chunks(header: bytes, members: Iterable[tuple[Header, Tensor]]) -> Iterator[bytes]:
+    yield header
+    for source, tensor in members:
+        yield from _read_range(source.path, tensor.offset, tensor.bytes)
+
+
+def _read_range(path: Path, offset: int, size: int) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while size:
+            chunk = stream.read(min(size, _COPY_BYTES))
+            if not chunk:
+                raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
+            size -= len(chunk)
+            yield chunk

@@ -1,0 +1,62 @@
+"""What a store or a raw checkpoint holds, in a form that prints and that JSON takes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.header import weight_files
+from torch_mesh.store.manifest import FORMAT_VERSION, is_store, open_store
+
+
+def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What stands in ``folder``. ``kind`` is 'store' or 'checkpoint'; sizes are bytes; the other keys are the same for both."""
+    folder = Path(folder)
+    return _describe_store(folder) if is_store(folder) else _describe_checkpoint(folder)
+
+
+def _describe_store(folder: Path) -> dict[str, Any]:
+    manifest = open_store(folder).manifest
+    shape = manifest.shape
+    return {
+        "kind": "store",
+        "folder": str(folder),
+        "format_version": FORMAT_VERSION,
+        "store_id": manifest.store_id.hex(),
+        "source": manifest.source_name,
+        "weights": manifest.weights,
+        "group_size": manifest.group_size or None,
+        **asdict(shape),
+        "expert_bytes": manifest.record_bytes,
+        "all_experts_bytes": manifest.record_bytes * shape.layers * shape.experts,
+        "other_bytes": sum(file.bytes for file in manifest.other_files),
+        "files": [file.name for file in manifest.record_files],
+        "reads_per_expert": 1,
+        "modules": list(manifest.modules),
+    }
+
+
+def _describe_checkpoint(folder: Path) -> dict[str, Any]:
+    weight_files(folder)  # says that there are no weights before the config is looked at
+    config = read_config(folder)
+    experts = find_checkpoint_experts(folder, meta_model(config))
+    shape = experts.shape
+    expert_bytes = int(experts.extents[0, 0, :, 2].sum())
+    return {
+        "kind": "checkpoint",
+        "folder": str(folder),
+        "model_type": config.model_type,
+        "source": folder.resolve().name,
+        "weights": experts.dtype,
+        "group_size": None,
+        **asdict(shape),
+        "expert_bytes": expert_bytes,
+        "all_experts_bytes": int(experts.extents[..., 2].sum()),
+        "other_bytes": sum(tensor.bytes for _, tensors in experts.other_tensors for tensor in tensors),
+        "files": [header.path.name for header in experts.headers],
+        "reads_per_expert": experts.extents.shape[2],
+        "modules": list(experts.modules),
+    }
