@@ -14,9 +14,29 @@ struct Candidate {
   bool (*runs)();
 };
 
+#if defined(__x86_64__)
 // __builtin_cpu_supports asks the operating system (XGETBV) about the registers too.
+bool runs_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+bool runs_avx512() {
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512cd");
+}
+bool runs_avx512_vnni() { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool runs_avx512_bf16() { return runs_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
 constexpr Candidate kCandidates[] = {
     {&kScalarTable, [] { return true; }},
+#if defined(__x86_64__)
+    {&kAvx2Table, runs_avx2},
+    {&kAvx512Table, runs_avx512},
+    {&kAvx512VnniTable, runs_avx512_vnni},
+    {&kAvx512Bf16Table, runs_avx512_bf16},
+#endif
 };
 
 std::string list(const std::vector<std::string_view>& names) {

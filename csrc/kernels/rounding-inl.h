@@ -39,9 +39,7 @@ inline Words bf16_bits(Floats x) {
   return shift_right<16>(as_words(select(is_number(x), as_floats(rounded), as_floats(quiet))));
 }
 
-inline Floats load_bf16(const void* from) {
-  return as_floats(shift_left<16>(load_uint16(static_cast<const uint16_t*>(from))));
-}
+inline Floats load_bf16(const void* from) { return as_floats(shift_left<16>(load_uint16(from))); }
 
 }  // namespace
 }  // namespace torch_mesh

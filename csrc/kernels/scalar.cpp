@@ -1,14 +1,11 @@
 // One lane: runs everywhere, and is what every other table must agree with.
 #include "kernels/simd_scalar-inl.h"
-//
+// All others are written in its terms.
 #include "kernels/dots-inl.h"
+#include "kernels/table-inl.h"
 
 namespace torch_mesh {
 namespace {
-
-constexpr int32_t kRegisterRows = 1;
-constexpr int32_t kSingleRowVectors = 8;
-constexpr int32_t kTileVectors = 8;
 
 struct ScalarInt8Dot {
   using Sum = Words;
@@ -54,13 +51,8 @@ struct ScalarInt4Dot {
 };
 
 }  // namespace
-}  // namespace torch_mesh
 
-#include "kernels/table-inl.h"
-
-namespace torch_mesh {
-
-const KernelTable kScalarTable =
+constinit const KernelTable kScalarTable =
     make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot>("scalar", {4, 4, 4});
 
 }  // namespace torch_mesh

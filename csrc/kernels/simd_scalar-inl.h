@@ -13,6 +13,10 @@ using Mask = bool;
 
 constexpr int32_t kLanes = 1;
 
+constexpr int32_t kRegisterRows = 1;
+constexpr int32_t kSingleRowVectors = 8;
+constexpr int32_t kTileVectors = 8;
+
 template <typename To, typename From>
 inline To bits_as(From from) {
   To to;
@@ -58,15 +62,25 @@ inline float words_to_floats(uint32_t a) { return static_cast<float>(static_cast
 inline uint32_t largest_lane(uint32_t a) { return a; }
 inline int32_t sum_of_lanes(uint32_t a) { return static_cast<int32_t>(a); }
 
-inline uint32_t load_int16(const int16_t* from) { return static_cast<uint32_t>(int32_t{*from}); }
-inline uint32_t load_uint16(const uint16_t* from) { return *from; }
-inline void store_uint16(uint16_t* to, uint32_t words) { *to = static_cast<uint16_t>(words); }
+inline uint32_t load_uint16(const void* from) {
+  uint16_t half;
+  __builtin_memcpy(&half, from, sizeof(half));
+  return half;
+}
+inline uint32_t load_int16(const void* from) {
+  return static_cast<uint32_t>(int32_t{static_cast<int16_t>(load_uint16(from))});
+}
+inline void store_uint16(void* to, uint32_t words) {
+  const auto half = static_cast<uint16_t>(words);
+  __builtin_memcpy(to, &half, sizeof(half));
+}
 inline void store_bytes(uint8_t* to, uint32_t words) { *to = static_cast<uint8_t>(words); }
 
 // IEEE half precision. A subnormal half is its integer times 2^-24.
-inline float load_half(const uint16_t* from) {
-  const uint32_t sign = (*from & 0x8000u) << 16;
-  const uint32_t magnitude = *from & 0x7fffu;
+inline float load_half(const void* from) {
+  const uint32_t bits = load_uint16(from);
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const uint32_t magnitude = bits & 0x7fffu;
   if (magnitude >= 0x7c00) return as_floats(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
   if (magnitude < 0x400) {
     return as_floats(sign | as_words(static_cast<float>(magnitude) * 0x1p-24f));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/activations-inl.h"
+#include "kernels/gemm_products-inl.h"
 #include "kernels/kernel_table.h"
 #include "kernels/operands-inl.h"
 #include "kernels/pack_group-inl.h"
@@ -10,6 +11,25 @@
 
 namespace torch_mesh {
 namespace {
+
+inline void clear_sums(const BlockProducts& products) {
+  __builtin_memset(products.sums, 0,
+                   sizeof(float) * kBlockColumns * static_cast<size_t>(products.rows.count));
+}
+
+template <typename Dot>
+inline void block_products_bf16(const BlockProducts& products) {
+  if (products.gemm != nullptr) return gemm_bf16(products);
+  clear_sums(products);
+  bf16_products<Dot>(products);
+}
+
+template <typename Dot>
+inline void block_products_integer(const BlockProducts& products) {
+  clear_sums(products);
+  if (products.gemm != nullptr) return gemm_integer<Dot>(products);
+  integer_products<Dot>(products);
+}
 
 struct GemmRows {
   int32_t bf16, int8, int4;

@@ -1,0 +1,12 @@
+// AVX2, FMA and F16C: every x86 server and desktop since 2015.
+#include "kernels/simd_avx2-inl.h"
+// All others are written in its terms.
+#include "kernels/pair_dots-inl.h"
+#include "kernels/table-inl.h"
+
+namespace torch_mesh {
+
+constinit const KernelTable kAvx2Table =
+    make_table<ExpandedBf16Dot, PairInt8Dot, PairInt4Dot>("avx2", {4, 4, 4});
+
+}  // namespace torch_mesh

@@ -1,0 +1,12 @@
+// AVX512 F, BW, DQ, VL, CD: Skylake servers.
+#include "kernels/simd_avx512-inl.h"
+// All others are written in its terms.
+#include "kernels/pair_dots-inl.h"
+#include "kernels/table-inl.h"
+
+namespace torch_mesh {
+
+constinit const KernelTable kAvx512Table =
+    make_table<ExpandedBf16Dot, PairInt8Dot, PairInt4Dot>("avx512", {4, 4, 4});
+
+}  // namespace torch_mesh

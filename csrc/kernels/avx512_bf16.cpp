@@ -1,0 +1,31 @@
+// AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4.
+#include "kernels/simd_avx512-inl.h"
+// All others are written in its terms.
+#include "kernels/table-inl.h"
+#include "kernels/vnni_dots-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+// vdpbf16ps adds both products of a word, rounded on its own terms (subnormals count as zero).
+struct NativeBf16Dot {
+  using Sum = Floats;
+  struct Weights {
+    Words pairs;
+  };
+  using Row = Weights;
+  static constexpr int kRowWords = 1;
+
+  static Weights weights(const std::byte* words) { return {load_words(words)}; }
+  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
+  static Sum add(Sum sum, const Row& row, const Weights& weights) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)row.pairs, (__m512bh)weights.pairs);
+  }
+};
+
+}  // namespace
+
+constinit const KernelTable kAvx512Bf16Table =
+    make_table<NativeBf16Dot, VnniInt8Dot, VnniInt4Dot>("avx512_bf16", {8, 8, 8});
+
+}  // namespace torch_mesh

@@ -1,0 +1,12 @@
+// AVX512 with VNNI: Cascade Lake, Ice Lake.
+#include "kernels/simd_avx512-inl.h"
+// All others are written in its terms.
+#include "kernels/table-inl.h"
+#include "kernels/vnni_dots-inl.h"
+
+namespace torch_mesh {
+
+constinit const KernelTable kAvx512VnniTable =
+    make_table<ExpandedBf16Dot, VnniInt8Dot, VnniInt4Dot>("avx512_vnni", {4, 8, 8});
+
+}  // namespace torch_mesh

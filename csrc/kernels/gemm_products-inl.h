@@ -1,0 +1,103 @@
+// Rows times one block by the runtime's gemm, which reads the packed words as they are. Integer
+// formats give the same bits as products-inl.h.
+#pragma once
+
+#include "kernels/products-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+// How deep one bf16 gemm is: the rows it takes are gathered on the stack.
+constexpr int32_t kGemmDepth = 2048;
+
+inline void gemm_bf16(const BlockProducts& products) {
+  alignas(64) std::byte gathered[kTileRows * kGemmDepth * 2];
+  alignas(64) float part[kTileRows * kBlockColumns];
+  const int32_t rows = products.rows.count;
+  for (int32_t k = 0; k < products.shape.depth_padded; k += kGemmDepth) {
+    const int32_t left = products.shape.depth_padded - k;
+    const int32_t depth = left < kGemmDepth ? left : kGemmDepth;
+    for (int32_t r = 0; r < rows; ++r) {
+      __builtin_memcpy(gathered + r * depth * 2, operand_row(products, r) + int64_t{k} * 2,
+                       static_cast<size_t>(depth) * 2);
+    }
+    const std::byte* block = products.block + int64_t{k} * kBlockColumns * 2;
+    products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
+                             reinterpret_cast<const uint16_t*>(gathered),
+                             reinterpret_cast<const uint16_t*>(block),
+                             k == 0 ? products.sums : part);
+    if (k == 0) continue;
+    for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
+      store(products.sums + i, load(products.sums + i) + load(part + i));
+    }
+  }
+}
+
+// int8 words are gemm's own operands. int4 words unfold into two of them: the values stay unsigned
+// nibbles, which s8 holds too.
+template <typename Dot>
+inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* unfolded) {
+  if constexpr (Dot::kRowWords == 1) {
+    return group.words;
+  } else {
+    for (int32_t j = 0; j < group.count; ++j) {
+      std::byte* to = unfolded + j * kBlockColumns * 8;
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const Words words = load_words(group.words + (j * kBlockColumns + c) * 4);
+        store_words(to + c * 4, low_nibbles(words));
+        store_words(to + (kBlockColumns + c) * 4, low_nibbles(shift_right<4>(words)));
+      }
+    }
+    return unfolded;
+  }
+}
+
+// 128 times the sum of each column's operands, which gemm's u8 rows add.
+template <typename Dot>
+inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
+  for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+    Words sum = group.weight_sum(c);
+    if constexpr (Dot::kRowWords == 2) {
+      alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
+      const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
+      for (int32_t j = 0; j < group.count; ++j) {
+        sum = Dot::add(sum, ones, Dot::weights(group.words + (j * kBlockColumns + c) * 4));
+      }
+    }
+    store_words(surplus + c, shift_left<7>(sum));
+  }
+}
+
+template <typename Dot>
+inline void gemm_integer(const BlockProducts& products) {
+  alignas(64) std::byte unfolded[kMaxGroup * kBlockColumns];
+  alignas(64) std::byte gathered[kTileRows * kMaxGroup];
+  alignas(64) int32_t exact[kTileRows * kBlockColumns];
+  alignas(64) uint32_t surplus[kBlockColumns];
+  const int32_t size = products.shape.group_size;
+  const int32_t count = products.rows.count;
+  for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
+    const IntegerGroup<Dot> group(products, g);
+    const GroupRows rows = group_rows(products, g);
+    for (int32_t r = 0; r < count; ++r) {
+      __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
+    }
+    gemm_surplus(group, surplus);
+    products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
+                             reinterpret_cast<const uint8_t*>(gathered),
+                             reinterpret_cast<const int8_t*>(gemm_words(group, unfolded)), exact);
+    for (int32_t r = 0; r < count; ++r) {
+      // Nibbles are the weights + 8.
+      const Words shift =
+          broadcast_word(Dot::kRowWords == 2 ? 8u * static_cast<uint32_t>(rows.sum[r]) : 0u);
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const Words sum = subtract_words(load_words(exact + r * kBlockColumns + c),
+                                         add_words(load_words(surplus + c), shift));
+        add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c * 2);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh

@@ -1,0 +1,102 @@
+// Vectors of eight lanes: AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_mesh {
+namespace {
+
+using Floats = __m256;
+using Words = __m256i;
+using Mask = __m256;
+
+constexpr int32_t kLanes = 8;
+
+// Of 16 registers, two rows by four vectors of sums leave eight for unfolded weights and
+// activations; four rows do not fit. One row needs few operands, so all eight vectors of a block's
+// 64 columns are summed at once.
+constexpr int32_t kRegisterRows = 2;
+constexpr int32_t kTileVectors = 4;
+constexpr int32_t kSingleRowVectors = 8;
+
+inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
+inline Floats broadcast(float value) { return _mm256_set1_ps(value); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Mask is_number(Floats a) { return _mm256_cmp_ps(a, a, _CMP_ORD_Q); }
+inline Mask less(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+inline Floats select(Mask mask, Floats yes, Floats no) { return _mm256_blendv_ps(no, yes, mask); }
+
+inline Words load_words(const void* from) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+inline void store_words(void* to, Words words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), words);
+}
+inline Words broadcast_word(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words subtract_words(Words a, Words b) { return _mm256_sub_epi32(a, b); }
+inline Words maximum_words(Words a, Words b) { return _mm256_max_epi32(a, b); }
+template <int kBits>
+inline Words shift_left(Words a) {
+  return _mm256_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline Words shift_right(Words a) {
+  return _mm256_srli_epi32(a, kBits);
+}
+inline Words as_words(Floats a) { return _mm256_castps_si256(a); }
+inline Floats as_floats(Words a) { return _mm256_castsi256_ps(a); }
+inline Floats words_to_floats(Words a) { return _mm256_cvtepi32_ps(a); }
+
+inline uint32_t largest_lane(Words a) {
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+}
+inline int32_t sum_of_lanes(Words a) {
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
+  return _mm_cvtsi128_si32(sum);
+}
+
+inline __m128i load_eight_halves(const void* from) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(from));
+}
+inline Words load_int16(const void* from) { return _mm256_cvtepi16_epi32(load_eight_halves(from)); }
+inline Words load_uint16(const void* from) {
+  return _mm256_cvtepu16_epi32(load_eight_halves(from));
+}
+inline Floats load_half(const void* from) { return _mm256_cvtph_ps(load_eight_halves(from)); }
+
+// Words in [0, 65535].
+inline __m128i narrow_to_uint16(Words words) {
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+inline void store_uint16(void* to, Words words) {
+  _mm_storeu_si128(static_cast<__m128i*>(to), narrow_to_uint16(words));
+}
+// Words in [0, 255].
+inline void store_bytes(void* to, Words words) {
+  const __m128i halves = narrow_to_uint16(words);
+  _mm_storel_epi64(static_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+}
+
+// Bytes and 16-bit lanes, for pair_dots-inl.h.
+inline Words even_bytes(Words words) { return _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8); }
+inline Words odd_bytes(Words words) { return _mm256_srai_epi16(words, 8); }
+inline Words add_int16(Words a, Words b) { return _mm256_add_epi16(a, b); }
+inline Words multiply_int16_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
+inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
+  return _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
+}
+
+}  // namespace
+}  // namespace torch_mesh

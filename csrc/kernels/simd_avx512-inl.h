@@ -1,0 +1,93 @@
+// Vectors of sixteen lanes: AVX512 F, BW, DQ, VL.
+#pragma once
+
+// GCC 12's own headers leave operands undefined on purpose, and it warns about them (GCC bug
+// 105593).
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_mesh {
+namespace {
+
+using Floats = __m512;
+using Words = __m512i;
+using Mask = __mmask16;
+
+constexpr int32_t kLanes = 16;
+
+// Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
+// for their unfolded activations; the rest holds weights. Eight rows would not fit.
+constexpr int32_t kRegisterRows = 4;
+constexpr int32_t kTileVectors = 4;
+constexpr int32_t kSingleRowVectors = 4;
+
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Mask is_number(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q); }
+inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Floats select(Mask mask, Floats yes, Floats no) {
+  return _mm512_mask_blend_ps(mask, no, yes);
+}
+
+inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_words(void* to, Words words) { _mm512_storeu_si512(to, words); }
+inline Words broadcast_word(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words subtract_words(Words a, Words b) { return _mm512_sub_epi32(a, b); }
+inline Words maximum_words(Words a, Words b) { return _mm512_max_epi32(a, b); }
+template <int kBits>
+inline Words shift_left(Words a) {
+  return _mm512_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline Words shift_right(Words a) {
+  return _mm512_srli_epi32(a, kBits);
+}
+inline Words as_words(Floats a) { return _mm512_castps_si512(a); }
+inline Floats as_floats(Words a) { return _mm512_castsi512_ps(a); }
+inline Floats words_to_floats(Words a) { return _mm512_cvtepi32_ps(a); }
+inline uint32_t largest_lane(Words a) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(a)); }
+inline int32_t sum_of_lanes(Words a) { return _mm512_reduce_add_epi32(a); }
+
+inline __m256i load_sixteen_halves(const void* from) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+inline Words load_int16(const void* from) {
+  return _mm512_cvtepi16_epi32(load_sixteen_halves(from));
+}
+inline Words load_uint16(const void* from) {
+  return _mm512_cvtepu16_epi32(load_sixteen_halves(from));
+}
+inline Floats load_half(const void* from) { return _mm512_cvtph_ps(load_sixteen_halves(from)); }
+inline void store_uint16(void* to, Words words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));
+}
+inline void store_bytes(void* to, Words words) {
+  _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8(words));
+}
+
+// Bytes and 16-bit lanes, for pair_dots-inl.h.
+inline Words even_bytes(Words words) { return _mm512_srai_epi16(_mm512_slli_epi16(words, 8), 8); }
+inline Words odd_bytes(Words words) { return _mm512_srai_epi16(words, 8); }
+inline Words add_int16(Words a, Words b) { return _mm512_add_epi16(a, b); }
+inline Words multiply_int16_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
+inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
+  return _mm512_maddubs_epi16(unsigned_bytes, signed_bytes);
+}
+
+}  // namespace
+}  // namespace torch_mesh
