@@ -1,0 +1,218 @@
+"""What doctor finds, on this machine and on others that are made up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+
+import torch_mesh
+from torch_mesh.cli import doctor
+
+FEATURES = {
+    "isa": "avx512",
+    "isas": "scalar avx2 avx512",
+    "uring": "",
+    "brgemm_bf16": "",
+    "brgemm_int8": "",
+    "numa_nodes": "1",
+}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for torch_mesh._C on a machine that has everything."""
+    fake = SimpleNamespace(
+        torch_version="2.13.0", features=lambda: dict(FEATURES), direct_io_alignment=lambda path: 512
+    )
+    monkeypatch.setattr(torch_mesh, "_unusable", None)
+    monkeypatch.setattr(torch_mesh, "_C", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """Files of the kernel's that doctor is to see in the place of this machine's."""
+    files: dict[str, str | None] = {}
+    read = doctor._read
+    monkeypatch.setattr(doctor, "_read", lambda path: files[path] if path in files else read(path))
+    return files
+
+
+def finding(folder: Path, name: str) -> doctor.Finding:
+    (found,) = (each for each in doctor.report(folder) if each.name.startswith(name))
+    return found
+
+
+def run(folder: Path, *, as_json: bool) -> int:
+    return doctor.run(argparse.Namespace(folder=folder, json=as_json))
+
+
+def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = run(tmp_path, as_json=True)
+    output = json.loads(capsys.readouterr().out)
+    assert output["usable"] and exit_code == 0
+    names = [each["name"] for each in output["findings"]]
+    assert len(set(names)) == len(names) and {"io_uring", "instruction sets", "NUMA", "memory"} <= set(names)
+    assert {each["status"] for each in output["findings"]} <= {"ok", "limited", "missing"}
+    assert all(each["found"] for each in output["findings"])
+
+
+def test_table_shows_every_finding(
+    tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(tmp_path, as_json=False) == 0
+    printed = capsys.readouterr().out
+    for each in doctor.report(tmp_path):
+        assert each.name in printed and each.status in printed
+
+
+def test_command_line(engine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    doctor.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["doctor", "--json", "--folder", str(tmp_path / "not" / "yet")])
+    assert arguments.run(arguments) == 0
+    assert f"disk space in {tmp_path}" in capsys.readouterr().out
+    assert not (tmp_path / "not").exists()
+
+
+def test_without_the_extension_the_rest_is_still_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_mesh, "_unusable", ImportError("built against torch 1.0, but torch 2.0 is loaded"))
+    extension = finding(tmp_path, "extension")
+    assert extension.fatal and "torch 1.0" in extension.found and "make build" in extension.advice
+    assert finding(tmp_path, "memory").found
+    assert run(tmp_path, as_json=False) == 1
+    assert "cannot work" in capsys.readouterr().out
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_fatal(
+    tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ValueError("TORCH_MESH_ISA is 'avx1024'; allowed: scalar")
+
+    monkeypatch.setenv("TORCH_MESH_ISA", "avx1024")
+    engine.features = refuse
+    found = finding(tmp_path, "instruction sets")
+    assert found.fatal and "avx1024" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("isa", "isas", "status", "advice"),
+    [
+        ("avx512", "scalar avx2 avx512", "ok", ""),
+        ("avx2", "scalar avx2 avx512", "limited", "TORCH_MESH_ISA"),
+        ("scalar", "scalar", "limited", "AVX2"),
+    ],
+)
+def test_instruction_sets(
+    tmp_path: Path, engine: SimpleNamespace, isa: str, isas: str, status: str, advice: str
+) -> None:
+    engine.features = lambda: FEATURES | {"isa": isa, "isas": isas}
+    found = finding(tmp_path, "instruction sets")
+    assert found.status == status and advice in found.advice and bool(found.advice) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "disabled", "seccomp", "advice"),
+    [
+        ("built without liburing", "0", "0", "liburing-dev"),
+        ("io_uring_setup is forbidden", "2", "0", "kernel.io_uring_disabled=0"),
+        ("io_uring_setup is forbidden", "0", "2", "seccomp"),
+        ("this kernel has no io_uring", "0", "0", "kernel"),
+    ],
+)
+def test_why_io_uring_does_not_work(
+    tmp_path: Path,
+    engine: SimpleNamespace,
+    kernel_files: dict[str, str | None],
+    obstacle: str,
+    disabled: str,
+    seccomp: str,
+    advice: str,
+) -> None:
+    kernel_files["/proc/sys/kernel/io_uring_disabled"] = f"{disabled}\n"
+    kernel_files["/proc/self/status"] = f"CapEff:\t0000000000000000\nSeccomp:\t{seccomp}\n"
+    engine.features = lambda: FEATURES | {"uring": obstacle}
+    found = finding(tmp_path, "io_uring")
+    assert found.status == "limited" and obstacle in found.found and advice in found.advice
+
+
+@pytest.mark.parametrize(("alignment", "status"), [(512, "ok"), (4096, "ok"), (0, "limited"), (-1, "limited")])
+def test_direct_io(tmp_path: Path, engine: SimpleNamespace, alignment: int, status: str) -> None:
+    engine.direct_io_alignment = lambda path: alignment
+    found = finding(tmp_path / "later", "direct I/O")
+    assert found.status == status and str(tmp_path) in found.name
+    assert not list(tmp_path.iterdir()), "the probe file was left behind"
+
+
+def test_a_folder_that_takes_no_files(engine: SimpleNamespace) -> None:
+    assert "cannot be written" in finding(Path("/proc"), "direct I/O").found
+
+
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [("[always] madvise never\n", "ok"), ("always madvise [never]\n", "limited"), (None, "missing")],
+)
+def test_huge_pages(
+    tmp_path: Path, engine: SimpleNamespace, kernel_files: dict[str, str | None], setting: str | None, status: str
+) -> None:
+    kernel_files["/sys/kernel/mm/transparent_hugepage/enabled"] = setting
+    assert finding(tmp_path, "huge pages").status == status
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "uid_map", "status"),
+    [
+        (8 << 20, 0, "0 0 4294967295", "limited"),
+        (resource.RLIM_INFINITY, 0, "0 0 4294967295", "ok"),
+        (8 << 20, 1 << 14, "0 0 4294967295", "ok"),
+        (8 << 20, 1 << 14, "0 100000 65536", "limited"),  # root of a user namespace only
+    ],
+)
+def test_locked_memory(
+    tmp_path: Path,
+    engine: SimpleNamespace,
+    kernel_files: dict[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    capabilities: int,
+    uid_map: str,
+    status: str,
+) -> None:
+    kernel_files["/proc/self/status"] = f"CapEff:\t{capabilities:016x}\n"
+    kernel_files["/proc/self/uid_map"] = uid_map
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert finding(tmp_path, "locked memory").status == status
+
+
+def test_a_memory_cgroup_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = psutil.virtual_memory().available
+    monkeypatch.setattr(doctor, "available_bytes", lambda: free // 4)
+    found = finding(tmp_path, "memory")
+    assert found.status == "limited" and "cgroup" in found.found and found.advice
+
+
+def test_a_full_disk_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    found = finding(tmp_path, "disk space")
+    assert found.status == "limited" and "1.0 GB" in found.found
+
+
+def test_a_package_that_is_too_old_is_fatal(
+    tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stated = [Requirement("torch>=99"), Requirement("surely-not-installed"), Requirement("rich")]
+    monkeypatch.setattr(doctor, "_stated_requirements", lambda: stated)
+    found = finding(tmp_path, "packages")
+    assert found.fatal and "torch>=99" in found.advice and "surely-not-installed" in found.advice
+    assert "rich" not in found.advice

@@ -1,0 +1,297 @@
+"""``torch-mesh doctor``: what this machine offers, what that means for torch_mesh, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.filesize import decimal as format_bytes
+from rich.markup import escape
+from rich.table import Table
+
+import torch_mesh
+
+from ..cache import cache_folder
+from ..memory import available_bytes
+
+Status = Literal["ok", "limited", "missing"]
+
+# Room for the int4 store of a model of 30 billion parameters.
+_COMFORTABLE_DISK_BYTES = 20 * 10**9
+_STATUS_STYLE = {"ok": "green", "limited": "yellow", "missing": "red"}
+_CAP_IPC_LOCK = 14  # linux/capability.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``advice`` is empty where nothing needs to change.
+
+    ``required`` things that are ``missing`` make torch_mesh unusable; everything else only costs speed or a feature.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    required: bool = False
+
+    @property
+    def fatal(self) -> bool:
+        return self.required and self.status == "missing"
+
+
+def report(folder: Path) -> list[Finding]:
+    """Looks at everything. ``folder`` is where stores lie or will lie; it need not exist.
+
+    Never raises for what the machine lacks: that is what the findings are for. What only the extension can tell is
+    left out where it does not import, and its own finding says so.
+    """
+    extension, engine = _extension()
+    findings = [_requirements(), extension]
+    if engine is not None:
+        findings += _engine_features(engine, folder)
+    findings += [_huge_pages(), _memlock(), _gpu(), _memory(), _disk(folder)]
+    return findings
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="explain what this machine offers and what to change",
+        description="Explains what this machine offers torch_mesh and what to change. "
+        "Exits with 1 only where torch_mesh cannot work at all.",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=cache_folder(), help="where stores lie or will lie (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; returns the exit code."""
+    findings = report(arguments.folder)
+    usable = not any(finding.fatal for finding in findings)
+    if arguments.json:
+        print(json.dumps({"usable": usable, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+    else:
+        _print_table(findings, usable)
+    return 0 if usable else 1
+
+
+def _print_table(findings: list[Finding], usable: bool) -> None:
+    table = Table("", "status", "found", "what to change", title="torch_mesh on this machine", title_justify="left")
+    for finding in findings:
+        style = _STATUS_STYLE[finding.status]
+        table.add_row(finding.name, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice))
+    console = Console()
+    console.print(table)
+    if not usable:
+        console.print("[red]torch_mesh cannot work here until what is missing above is there.[/]")
+
+
+def _requirements() -> Finding:
+    try:
+        requirements = _stated_requirements()
+    except importlib.metadata.PackageNotFoundError:
+        found = "torch_mesh runs from its sources without being installed, so what it needs is not on record"
+        return Finding("packages", "limited", found, "make build")
+    installed = {requirement: _installed_version(requirement.name) for requirement in requirements}
+    unmet = [
+        requirement
+        for requirement, version in installed.items()
+        if version is None or not requirement.specifier.contains(version, prereleases=True)
+    ]
+    if unmet:
+        found = "; ".join(f"{requirement} needed, {installed[requirement] or 'none'} found" for requirement in unmet)
+        advice = "pip install " + " ".join(f"'{requirement}'" for requirement in unmet)
+        return Finding("packages", "missing", found, advice, required=True)
+    found = ", ".join(f"{requirement.name} {version}" for requirement, version in installed.items())
+    return Finding("packages", "ok", found)
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _stated_requirements() -> list[Requirement]:
+    stated = map(Requirement, importlib.metadata.requires("torch_mesh") or [])
+    return [requirement for requirement in stated if requirement.marker is None or requirement.marker.evaluate()]
+
+
+def _extension() -> tuple[Finding, ModuleType | None]:
+    if torch_mesh._unusable is not None:
+        found = f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, brgemm and NUMA were not looked at)"
+        return Finding("extension", "missing", found, "make build", required=True), None
+    from torch_mesh import _C
+
+    return Finding("extension", "ok", f"built against torch {_C.torch_version}"), _C
+
+
+def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
+    try:
+        features = engine.features()
+    except ValueError as error:  # an instruction set that does not exist or that this processor lacks
+        advice = f"unset TORCH_MESH_ISA, which is {os.environ.get('TORCH_MESH_ISA', '')!r}"
+        return [Finding("instruction sets", "missing", str(error), advice, required=True)]
+    return [
+        _uring(features["uring"]),
+        _direct_io(engine.direct_io_alignment, folder),
+        _instruction_sets(features["isa"], features["isas"].split()),
+        _brgemm("bf16", features["brgemm_bf16"]),
+        _brgemm("int8", features["brgemm_int8"]),
+        _numa(int(features["numa_nodes"])),
+    ]
+
+
+def _uring(obstacle: str) -> Finding:
+    if not obstacle:
+        return Finding("io_uring", "ok", "works")
+    return Finding("io_uring", "limited", f"{obstacle}; reads go through a pool of threads", _uring_advice(obstacle))
+
+
+def _uring_advice(obstacle: str) -> str:
+    if "liburing" in obstacle:
+        return "install liburing's headers (Debian: liburing-dev) and build again"
+    if (_read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0":
+        return "sysctl -w kernel.io_uring_disabled=0 on the host"
+    if "Seccomp:\t2" in (_read("/proc/self/status") or ""):
+        return "start the container with a seccomp profile that allows io_uring_setup, _enter and _register"
+    return "nothing, or a kernel with io_uring"
+
+
+def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:
+    base = _existing_ancestor(folder)
+    name = f"direct I/O in {base}"
+    try:
+        with tempfile.NamedTemporaryFile(dir=base, prefix=".torch-mesh-doctor-") as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            alignment = alignment_of(probe.name)
+    except OSError as error:
+        return Finding(name, "limited", f"a file cannot be written there: {error}", "name another with --folder")
+    file_system = _file_system(base)
+    if alignment < 0:
+        found = f"{file_system} refuses it; reads go through the page cache"
+        return Finding(name, "limited", found, "keep stores on a local ext4 or XFS file system")
+    if alignment == 0:
+        found = f"{file_system} states no alignment; 4 KiB is used, and the kernel may buffer the reads"
+        return Finding(name, "limited", found, "keep stores on a local ext4 or XFS file system")
+    return Finding(name, "ok", f"{file_system}, aligned to {alignment} bytes")
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds ``path``, by the longest mount point above it."""
+    resolved = path.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
+
+
+def _instruction_sets(chosen: str, available: list[str]) -> Finding:
+    name, found = "instruction sets", f"{chosen} (this processor runs {', '.join(available)})"
+    best = available[-1]
+    if chosen != best:
+        return Finding(name, "limited", found, f"unset TORCH_MESH_ISA, which chose {chosen}, to have {best}")
+    if best == "scalar":
+        return Finding(name, "limited", found, "a processor with AVX2 or AVX512 is many times faster")
+    return Finding(name, "ok", found)
+
+
+def _brgemm(operands: str, obstacle: str) -> Finding:
+    if not obstacle:
+        return Finding(f"brgemm, {operands}", "ok", "works")
+    return Finding(f"brgemm, {operands}", "limited", f"{obstacle}; long prompts use torch_mesh's own matrix kernels")
+
+
+def _numa(nodes: int) -> Finding:
+    return Finding("NUMA", "ok", "one node" if nodes <= 1 else f"{nodes} nodes; resident experts are spread over them")
+
+
+def _huge_pages() -> Finding:
+    name, switch = "huge pages", "/sys/kernel/mm/transparent_hugepage/enabled"
+    setting = _read(switch)
+    if setting is None:
+        return Finding(name, "missing", "this kernel has no transparent huge pages")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        found = "switched off; reading resident experts takes more TLB misses"
+        return Finding(name, "limited", found, f"echo madvise > {switch} on the host")
+    return Finding(name, "ok", chosen)
+
+
+def _memlock() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or _locks_without_limit():
+        return Finding("locked memory", "ok", "no limit")
+    return Finding(
+        "locked memory",
+        "limited",
+        f"{format_bytes(limit)}; io_uring cannot register a larger pool, and plain reads cost more processor time",
+        "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in Docker)",
+    )
+
+
+def _locks_without_limit() -> bool:
+    """Whether the process has CAP_IPC_LOCK in the first user namespace, the only one in which it lifts the limit."""
+    status = _read("/proc/self/status") or ""
+    effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
+    all_users = (_read("/proc/self/uid_map") or "").split() == ["0", "0", str(2**32 - 1)]
+    return all_users and bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPU", "missing", f"torch {torch.__version__} sees none; everything runs on the CPU")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Finding("GPU", "ok", f"{names}; experts are computed on the CPU and handed over")
+
+
+def _memory() -> Finding:
+    machine, takeable = psutil.virtual_memory(), available_bytes()
+    found = f"{format_bytes(takeable)} of {format_bytes(machine.total)} can be taken"
+    # What the machine has free moves a little between two looks at it.
+    if takeable < 0.9 * machine.available:
+        found += f"; a memory cgroup holds back {format_bytes(machine.available - takeable)} that the machine has free"
+        return Finding(
+            "memory", "limited", found, "raise the container's limit (MemoryMax in systemd, --memory in Docker)"
+        )
+    return Finding("memory", "ok", found)
+
+
+def _disk(folder: Path) -> Finding:
+    base = _existing_ancestor(folder)
+    free = shutil.disk_usage(base).free
+    name, found = f"disk space in {base}", f"{format_bytes(free)} free"
+    if free < _COMFORTABLE_DISK_BYTES:
+        advice = "an int4 store of a 30 B model takes 17 GB; name a larger disk with MeshConfig(store=...)"
+        return Finding(name, "limited", found, advice)
+    return Finding(name, "ok", found)
+
+
+def _existing_ancestor(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _read(path: str) -> str | None:
+    """The text of a file of the kernel's; None where there is no such file."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
