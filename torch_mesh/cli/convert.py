@@ -1,0 +1,61 @@
+"""``torch-mesh convert``: a checkpoint becomes a store."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from torch_mesh.store.checkpoint import local_folder
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
+from torch_mesh.store.progress import progress_bar
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "convert",
+        help="convert a checkpoint to a store that experts are read from fastest",
+        description="Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
+        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues.",
+    )
+    parser.add_argument("source", help="a checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument("destination", help="the folder to write")
+    parser.add_argument("--weights", choices=WEIGHTS, required=True, help="format of the experts' weights")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        help="weights that share one scale, for int8 and int4 (default: %(default)s)",
+    )
+    parser.add_argument("--threads", type=_positive, help="experts packed at a time (default: one per processor)")
+    parser.add_argument("--force", action="store_true", help="replace another store at the destination")
+    parser.set_defaults(run=run, interrupted="interrupted; the same command continues where it stopped")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Converts; returns the exit code."""
+    folder = local_folder(arguments.source)
+    with progress_bar(f"{arguments.weights} store") as progress:
+        written = convert(
+            folder,
+            arguments.destination,
+            arguments.weights,
+            arguments.group_size,
+            name=None if os.path.isdir(arguments.source) else arguments.source,
+            force=arguments.force,
+            workers=arguments.threads,
+            progress=progress,
+        )
+    shape = written.store.manifest.shape
+    size = written.store.manifest.record_bytes * shape.layers * shape.experts
+    what = f"{shape.layers} x {shape.experts} experts, {size / 1e9:.2f} GB as {arguments.weights}"
+    print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

@@ -1,0 +1,59 @@
+"""``torch-mesh inspect``: what a store or a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal as format_bytes
+from rich.table import Table
+
+from torch_mesh.store.checkpoint import local_folder
+from torch_mesh.store.inspect import describe
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a store or a checkpoint holds",
+        description="Shows what a store or a checkpoint holds, from its headers alone.",
+    )
+    parser.add_argument("folder", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the description; returns the exit code."""
+    description = describe(local_folder(arguments.folder))
+    if arguments.json:
+        print(json.dumps(description))
+    else:
+        _print_table(description)
+    return 0
+
+
+def _print_table(held: dict[str, Any]) -> None:
+    table = Table("", "", title=held["folder"], title_justify="left", show_header=False)
+    group = f", groups of {held['group_size']}" if held["group_size"] else ""
+    parts = [name for name in ("gated", "bias") if held[name]]
+    table.add_row("kind", held["kind"] + (f", format {held['format_version']}" if held["kind"] == "store" else ""))
+    table.add_row("source", held["source"])
+    table.add_row("weights", held["weights"] + group)
+    table.add_row("layers", f"{held['layers']}: {_span(held['modules'])}")
+    table.add_row("experts per layer", f"{held['experts']}, {held['top_k']} of them per token")
+    table.add_row(
+        "an expert",
+        f"hidden {held['hidden']}, intermediate {held['intermediate']}{''.join(', ' + part for part in parts)}, "
+        f"activation {held['activation'] or 'of its module'}",
+    )
+    table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])} in {held['reads_per_expert']} reads")
+    table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])} in {len(held['files'])} files")
+    table.add_row("bytes of all else", format_bytes(held["other_bytes"]))
+    Console().print(table, markup=False)
+
+
+def _span(modules: list[str]) -> str:
+    return modules[0] if len(modules) == 1 else f"{modules[0]} ... {modules[-1]}"
