@@ -219,7 +219,7 @@ class MeshConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:  # type: ignore[override]
+    ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:
         """The config that a checkpoint's config.json holds; the environment beats it."""
         config = cls()
         config._resolve({name: kwargs.pop(name) for name in list(kwargs) if name in _CHECKS}, config_dict)
@@ -256,4 +256,4 @@ def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.
-auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MeshConfig,)
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MeshConfig)  # type: ignore[assignment]

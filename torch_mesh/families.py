@@ -8,8 +8,8 @@ decorator leaves on an instance describes its layout. Everything a family does b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,12 @@ class Geometry:
     intermediate: int
     has_gate: bool
     has_bias: bool
+    activation: str | None  # of the fused kernel; None: layers go through grouped_linear
+
+    @property
+    def gate_up_features(self) -> int:
+        """Columns that projection 0 of ``grouped_linear`` gives."""
+        return self.intermediate * (2 if self.has_gate else 1)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,11 @@ class ExpertTensors:
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+
+    def on_cpu(self) -> ExpertTensors:
+        """The same without gradients, copied to the CPU where it is elsewhere."""
+        parts: list[Any] = [getattr(self, part.name) for part in fields(self)]
+        return ExpertTensors(*(None if part is None else part.detach().cpu() for part in parts))
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,9 @@ class ExpertsLayer:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.num_experts, self.hidden, self.intermediate, self.has_gate, self.has_bias)
+        return Geometry(
+            self.num_experts, self.hidden, self.intermediate, self.has_gate, self.has_bias, self.fused_activation
+        )
 
     @property
     def fused_activation(self) -> str | None:
@@ -112,21 +125,32 @@ class ExpertsLayer:
         return None if self.has_post_expert_norm else self.activation
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.parameters[self.parameter_names[0]].dtype
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's expert parameters, by name."""
+        owned: dict[str, Any] = self.module._parameters
+        return {name: owned[name] for name in self.parameter_names}
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """The module's expert parameters, which leave it while it is patched."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
         return names + tuple(f"{name}_bias" for name in names) if self.has_bias else names
 
-    def expert(self, index: int) -> ExpertTensors:
-        """Views of one expert's weights in the module's parameters."""
+    def expert(self, index: int, parameters: Mapping[str, torch.Tensor] | None = None) -> ExpertTensors:
+        """Views of one expert's weights in the module's parameters, or in ``parameters`` of the same names and shapes."""
+        tensors = self.parameters if parameters is None else parameters
         gate_up_name, down_name = self.parameter_names[:2]
-        gate_up = self._oriented(gate_up_name, index)
-        gate, up = self.split_gate_up(gate_up)
+        gate, up = self.split_gate_up(self._oriented(tensors[gate_up_name][index]))
         gate_bias = up_bias = down_bias = None
         if self.has_bias:
-            gate_bias, up_bias = self.split_gate_up(getattr(self.module, f"{gate_up_name}_bias")[index])
-            down_bias = getattr(self.module, f"{down_name}_bias")[index]
-        return ExpertTensors(gate, up, self._oriented(down_name, index), gate_bias, up_bias, down_bias)
+            gate_bias, up_bias = self.split_gate_up(tensors[f"{gate_up_name}_bias"][index])
+            down_bias = tensors[f"{down_name}_bias"][index]
+        return ExpertTensors(gate, up, self._oriented(tensors[down_name][index]), gate_bias, up_bias, down_bias)
 
     def split_gate_up(self, stacked: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Gate and up rows of one expert's [rows, ...] gate_up, in this module's order."""
@@ -136,8 +160,7 @@ class ExpertsLayer:
             return stacked[: self.intermediate], stacked[self.intermediate :]
         return stacked[0::2], stacked[1::2]
 
-    def _oriented(self, name: str, index: int) -> torch.Tensor:
-        weight = getattr(self.module, name)[index]
+    def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.t() if self.is_transposed else weight
 
 

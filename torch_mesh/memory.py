@@ -65,28 +65,28 @@ def _cgroups_available(proc: Path) -> Iterator[int]:
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[int, Path, Path]]:
     """(version, folder of this process's cgroup, mount point) for each hierarchy that controls memory."""
-    own = {}
+    own: dict[int, PurePosixPath] = {}
     for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            own[2] = path
+            own[2] = PurePosixPath(path)
         elif "memory" in controllers.split(","):
-            own[1] = path
+            own[1] = PurePosixPath(path)
     for line in _lines(proc / "self/mountinfo"):
-        fields, _, (kind, _, options) = _split_mount(line)
-        version = 2 if kind == "cgroup2" else 1 if kind == "cgroup" and "memory" in options.split(",") else 0
+        mounted, filesystem = (part.split() for part in line.split(" - ", 1))
+        version = _memory_cgroup_version(kind=filesystem[0], options=filesystem[-1].split(","))
         if version in own:
-            root, mount = PurePosixPath(fields[3]), Path(fields[4])
-            path = PurePosixPath(own[version])
+            root, mount = mounted[3], Path(mounted[4])
             # A container may see its own cgroup mounted as the root of the hierarchy.
-            inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+            inside = own[version].relative_to(root) if own[version].is_relative_to(root) else ""
             yield version, mount / inside, mount
 
 
-def _split_mount(line: str) -> tuple[list[str], str, tuple[str, str, str]]:
-    before, dash, after = line.partition(" - ")
-    kind, source, options = after.split(" ", 2)
-    return before.split(" "), dash, (kind, source, options)
+def _memory_cgroup_version(kind: str, options: list[str]) -> int:
+    """0: this mount does not control memory."""
+    if kind == "cgroup2":
+        return 2
+    return 1 if kind == "cgroup" and "memory" in options else 0
 
 
 def _cgroup_left(version: int, folder: Path) -> int | None:

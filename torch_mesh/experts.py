@@ -1,0 +1,168 @@
+"""One layer of experts without a model around it, for those who embed the engine."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
+
+from . import _C
+from .config import MeshConfig
+from .families import find_experts
+from .modules import install
+from .patching import patch
+from .pool import ExpertPool, pool_slots
+from .store.manifest import Shape, open_store
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+class Experts(nn.Module):
+    """The routed experts of one layer: ``sum over k of weight * down(act(gate(x)) * up(x))``.
+
+    Args:
+        gate_up: [experts, 2 * intermediate, hidden], gate rows first; bf16, fp16 or fp32.
+        down: [experts, hidden, intermediate].
+        gate_up_bias: [experts, 2 * intermediate], together with ``down_bias`` or not at all.
+        down_bias: [experts, hidden].
+        activation: "silu", "gelu" or "gelu_tanh".
+        top_k: experts per token that a small pool must have room for.
+        expert_map: int [ids]; the ids that ``forward`` gets are looked up in it, which gives the expert.
+        config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and beat it.
+
+    The tensors are packed, and not kept. Raises ValueError for shapes that do not fit or an unknown activation.
+    """
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        activation: str = "silu",
+        top_k: int = 1,
+        expert_map: torch.Tensor | None = None,
+        config: MeshConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        _check_shapes(gate_up, down, gate_up_bias, down_bias)
+        self.experts = _StandardExperts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+        self._set_expert_map(expert_map)
+        patch(self, config, **fields)
+
+    @classmethod
+    def from_store(
+        cls,
+        store: str | os.PathLike[str],
+        layer: int = 0,
+        *,
+        expert_map: torch.Tensor | None = None,
+        config: MeshConfig | None = None,
+        **fields: Any,
+    ) -> Experts:
+        """Layer ``layer`` of a converted folder, read from it as experts are used.
+
+        Raises StoreError for a folder that is not a sound store, ValueError for a layer that it does not have.
+        """
+        opened = open_store(store)
+        manifest, shape = opened.manifest, opened.manifest.shape
+        if not 0 <= layer < shape.layers:
+            raise ValueError(f"layer={layer} is not in {store}, which has the layers 0 to {shape.layers - 1}.")
+        if shape.activation is None or not shape.gated:
+            raise ValueError(f"The experts in {store} have a gate of their model's own; open the model instead.")
+        config = (config or MeshConfig()).replace(**fields)
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.experts = _StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
+        self._set_expert_map(expert_map)
+        [described] = find_experts(self)
+        where: Any = {"weights": manifest.weights, "group_size": manifest.group_size}
+        slots = pool_slots([described], config, stored_layers=1, **where)
+        # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
+        source = _C.Source(**opened.source_arguments())
+        pool = ExpertPool(described.geometry, shape.layers, slots, config, exact=False, source=source, **where)
+        install(described, pool, layer)
+        return self
+
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], topk_ids [tokens, k] int, topk_weights [tokens, k] -> [tokens, hidden] in x's dtype."""
+        if self.expert_map is not None:
+            topk_ids = self.expert_map[topk_ids]
+        return self.experts(x, topk_ids, topk_weights)
+
+    def _set_expert_map(self, expert_map: torch.Tensor | None) -> None:
+        if expert_map is not None:
+            count = self.experts.num_experts
+            if expert_map.dim() != 1 or expert_map.is_floating_point():
+                raise ValueError(
+                    f"expert_map must be a vector of integers; it is {expert_map.dtype} {list(expert_map.shape)}."
+                )
+            if expert_map.numel() == 0 or expert_map.min() < 0 or expert_map.max() >= count:
+                raise ValueError(f"expert_map must hold experts in [0, {count}).")
+        self.expert_map: torch.Tensor | None
+        self.register_buffer("expert_map", expert_map, persistent=False)
+
+
+class _StandardExperts(nn.Module):
+    """Experts in the layout that transformers' decorator marks, so that patching knows them."""
+
+    has_post_expert_norm = False
+    _is_expert_parallel = False
+    _apply_gate = moe._default_apply_gate
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        activation: str,
+        top_k: int,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"activation={activation!r} is unknown; it is one of {', '.join(map(repr, _ACTIVATIONS))}."
+            )
+        self.num_experts = gate_up.size(0)
+        if not 1 <= top_k <= self.num_experts:
+            raise ValueError(f"top_k={top_k} must be in [1, {self.num_experts}], the number of experts.")
+        self.has_gate, self.is_concatenated, self.is_transposed = True, True, False
+        self.has_bias = gate_up_bias is not None
+        self.config = SimpleNamespace(num_experts_per_tok=top_k)
+        self.act_fn = ACT2FN[_ACTIVATIONS[activation]]
+        self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+        self.down_proj = nn.Parameter(down, requires_grad=False)
+        if gate_up_bias is not None and down_bias is not None:
+            self.gate_up_proj_bias = nn.Parameter(gate_up_bias, requires_grad=False)
+            self.down_proj_bias = nn.Parameter(down_bias, requires_grad=False)
+
+
+def _meta_parameters(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def meta(*sizes: int) -> torch.Tensor:
+        return torch.empty(shape.experts, *sizes, dtype=torch.bfloat16, device="meta")
+
+    gate_up, down = meta(2 * shape.intermediate, shape.hidden), meta(shape.hidden, shape.intermediate)
+    return gate_up, down, *((meta(2 * shape.intermediate), meta(shape.hidden)) if shape.bias else (None, None))
+
+
+def _check_shapes(
+    gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
+) -> None:
+    if gate_up.dim() != 3 or gate_up.size(1) % 2:
+        raise ValueError(f"gate_up must be [experts, 2 * intermediate, hidden]; it is {list(gate_up.shape)}.")
+    experts, rows, hidden = gate_up.shape
+    expected: dict[str, tuple[torch.Tensor | None, list[int]]] = {"down": (down, [experts, hidden, rows // 2])}
+    if gate_up_bias is not None or down_bias is not None:
+        expected |= {"gate_up_bias": (gate_up_bias, [experts, rows]), "down_bias": (down_bias, [experts, hidden])}
+    for name, (tensor, sizes) in expected.items():
+        if tensor is None or list(tensor.shape) != sizes:
+            given = "missing" if tensor is None else list(tensor.shape)
+            raise ValueError(f"{name} must be {sizes} beside gate_up {list(gate_up.shape)}; it is {given}.")

@@ -1,0 +1,224 @@
+"""``from_pretrained`` with experts that are never materialised, from raw checkpoints and from converted ones."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers import auto
+from transformers.utils.hub import cached_file
+
+from . import _C
+from .cache import cache_folder
+from .config import MeshConfig
+from .errors import StoreError, UnsupportedModelError
+from .families import ExpertsLayer, common_geometry, find_experts
+from .modules import install
+from .pool import ExpertPool, pool_slots
+from .progress import progress_bar
+from .saving import PatchedModelQuantizer
+from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
+from .store.convert import convert
+from .store.manifest import FORMAT_VERSION, MANIFEST_NAME, Store, is_store, open_store
+
+
+@dataclass(frozen=True)
+class _Records:
+    """Where the experts of the model that is being loaded come from."""
+
+    weights: str
+    group_size: int
+    layers: int
+    places: list[int]  # the source's layer, for each layer of the model
+    source_arguments: dict[str, Any]
+    source_is_bf16: bool
+
+
+@auto.register_quantizer("mesh")
+class MeshQuantizer(PatchedModelQuantizer):
+    """Keeps expert parameters out of the loading, and puts a pool in their place when the rest is loaded."""
+
+    quantization_config: MeshConfig
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
+        layers = find_experts(model)
+        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
+        self._layers = layers
+        self._parameters = [_take_parameters(layer) for layer in layers]
+        # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in layers)}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        layers, records, config = self._layers, self._records, self.quantization_config
+        for layer, parameters in zip(layers, self._parameters, strict=True):
+            layer.module._parameters.update(parameters)
+        del self._layers, self._parameters, self._records
+        pool = _open_pool(layers, records, config)
+        for layer, place in zip(layers, records.places, strict=True):
+            install(layer, pool, place)
+        _forget_quantization(model)
+        return model
+
+
+def _forget_quantization(model: Any) -> None:
+    """transformers treats a quantised model as one that cannot be trained or moved; with its experts in a pool it can."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module.config).pop("quantization_config", None)
+            vars(module.config).pop("_is_quantized", None)
+    vars(model).pop("quantization_method", None)
+    model.is_quantized = False
+
+
+def _take_parameters(layer: ExpertsLayer) -> dict[str, nn.Parameter]:
+    parameters: dict[str, Any] = {name: layer.module._parameters.pop(name) for name in layer.parameter_names}
+    layer.module._is_hf_initialized = True
+    return parameters
+
+
+def _find_records(
+    model: PreTrainedModel,
+    layers: list[ExpertsLayer],
+    checkpoint_files: Sequence[str] | None,
+    config: MeshConfig,
+    converted: bool,
+) -> _Records:
+    if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
+        raise UnsupportedModelError(
+            f"torch_mesh reads experts from safetensors files; {model.config._name_or_path!r} has "
+            f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
+        )
+    folder = Path(checkpoint_files[0]).parent
+    if converted or is_store(folder):
+        return _converted_records(_local_store(model, folder), layers, config)
+    experts = find_checkpoint_experts(folder, model)
+    if config.weights in ("auto", "bf16") and config.store is None:
+        return _raw_records(experts, layers)
+    return _converted_records(_convert(model, experts, config), layers, config)
+
+
+def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> _Records:
+    if experts.dtype != "bf16" and layers[0].dtype != torch.bfloat16:
+        warnings.warn(f"The experts of {experts.folder} are {experts.dtype} and are rounded to bf16.", stacklevel=2)
+    return _Records(
+        weights="bf16",
+        group_size=0,
+        layers=len(layers),
+        places=list(range(len(layers))),
+        source_arguments=experts.source_arguments(),
+        source_is_bf16=experts.dtype == "bf16",
+    )
+
+
+def _converted_records(store: Store, layers: list[ExpertsLayer], config: MeshConfig) -> _Records:
+    manifest = store.manifest
+    if config.weights not in ("auto", manifest.weights):
+        raise ValueError(
+            f"weights={config.weights!r}, but the experts in {store.folder} are {manifest.weights}: leave weights at 'auto', or "
+            "give the original checkpoint."
+        )
+    if manifest.group_size and config.group_size != manifest.group_size:
+        raise ValueError(
+            f"group_size={config.group_size}, but the experts in {store.folder} have groups of {manifest.group_size}: leave "
+            "group_size out, or give the original checkpoint."
+        )
+    return _Records(
+        weights=manifest.weights,
+        group_size=manifest.group_size,
+        layers=manifest.shape.layers,
+        places=[_place(layer, manifest.modules, store.folder) for layer in layers],
+        source_arguments=store.source_arguments(),
+        source_is_bf16=False,  # what the source had before conversion is not recorded
+    )
+
+
+def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
+    """The store's number of a layer. A bare model has the paths of the one with a head, without their first part."""
+    for index, module in enumerate(modules):
+        if f".{module}".endswith(f".{layer.path}") or f".{layer.path}".endswith(f".{module}"):
+            return index
+    raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
+
+
+def _convert(model: PreTrainedModel, experts: CheckpointExperts, config: MeshConfig) -> Store:
+    weights = "bf16" if config.weights == "auto" else config.weights
+    name = os.path.basename(os.path.normpath(model.config._name_or_path))
+    destination = Path(config.store) if config.store else _cached_store(experts, name, weights, config.group_size)
+    with progress_bar(f"Converting {name} to {weights}") as progress:
+        return convert(experts.folder, destination, weights, config.group_size, name=name, progress=progress).store
+
+
+def _cached_store(experts: CheckpointExperts, name: str, weights: str, group_size: int) -> Path:
+    text = f"{FORMAT_VERSION} {experts.fingerprint} {weights} {group_size}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return cache_folder() / "stores" / f"{name}-{weights}-{digest}"
+
+
+def _local_store(model: PreTrainedModel, folder: Path) -> Store:
+    """The store in ``folder``, a folder of the hub's cache included: transformers fetches only the files that it knows."""
+    name = model.config._name_or_path
+    if not is_store(folder) and not os.path.isdir(name):
+        where = {"cache_dir": folder.parents[2], "revision": folder.name}
+        cached_file(name, MANIFEST_NAME, **where)
+        for file in sorted(_record_files(folder)):
+            cached_file(name, file, **where)
+    return open_store(folder)
+
+
+def _record_files(folder: Path) -> set[str]:
+    from .store.header import read_json_file
+
+    manifest = read_json_file(folder / MANIFEST_NAME)
+    return {file["name"] for file in manifest["record_files"]}
+
+
+def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig) -> ExpertPool:
+    slots = pool_slots(
+        layers, config, stored_layers=records.layers, weights=records.weights, group_size=records.group_size
+    )
+    return ExpertPool(
+        common_geometry(layers),
+        records.layers,
+        slots,
+        config,
+        weights=records.weights,
+        group_size=records.group_size,
+        exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
+        source=_C.Source(**records.source_arguments),
+    )
+
+
+def _refuse_other_methods(merge: Any) -> Any:
+    """transformers raises for two different methods too, but cannot say what torch_mesh would take."""
+
+    @functools.wraps(merge)
+    def refusing(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
+        method = stored.get("quant_method")
+        if isinstance(quantization_config_from_args, MeshConfig) and method != "mesh":
+            raise UnsupportedModelError(
+                f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
+                "checkpoints and quantises them itself (weights='int8' or 'int4'): use the unquantised original."
+            )
+        return merge(quantization_config, quantization_config_from_args)
+
+    return staticmethod(refusing)
+
+
+auto.AutoHfQuantizer.merge_quantization_configs = _refuse_other_methods(  # type: ignore[method-assign]
+    auto.AutoHfQuantizer.merge_quantization_configs
+)

@@ -1,0 +1,162 @@
+"""What takes the place of an experts module: the same module, with another forward and without its weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .families import ExpertsLayer
+from .pool import ExpertPool, refuse_to_pickle
+
+
+class MeshExperts(nn.Module):
+    """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
+
+    The expert parameters stay, on the meta device, so that the module still says what it stands for; the weights are in
+    the pool.
+    """
+
+    # What the decorator and the class that is mixed into have put there.
+    num_experts: int
+    has_gate: bool
+    has_post_expert_norm: bool
+    is_concatenated: bool
+    _is_expert_parallel: bool
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
+    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+
+    _mesh_pool: ExpertPool
+    _mesh_layer: int  # of the pool
+    _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
+    _mesh_fused: bool
+    _mesh_parameters: dict[str, bool]  # names of the expert parameters, and whether they wanted gradients
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        if self._mesh_fused:
+            return torch.ops.torch_mesh.experts(
+                hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
+            )
+        return self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
+
+    def _forward_by_projection(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        ids, weights = top_k_index.reshape(-1), top_k_weights.float().reshape(-1)
+        if self._is_expert_parallel:
+            # Sentinels are computed by any expert and weigh nothing, which keeps shapes free of the data.
+            sentinels = ids >= self.num_experts
+            ids, weights = ids.masked_fill(sentinels, 0), weights.masked_fill(sentinels, 0.0)
+        sorted_ids, order = torch.sort(ids, stable=True)
+        offsets = torch.searchsorted(sorted_ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
+        rows = hidden_states[order // top_k_index.size(-1)]
+        rows = self._activate(
+            torch.ops.torch_mesh.grouped_linear(
+                rows, offsets, self._mesh_handle, 0, self._mesh_pool.geometry.gate_up_features
+            )
+        )
+        rows = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, 1, hidden_states.size(-1))
+        if self.has_post_expert_norm:
+            rows = self.post_expert_norm(rows)
+        products = rows.float() * weights[order].unsqueeze(-1)
+        by_token = products[torch.argsort(order)].view(*top_k_index.shape, products.size(-1))
+        return by_token.sum(dim=1).to(hidden_states.dtype)
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self.has_gate:
+            return self.act_fn(gate_up)
+        if not self.is_concatenated:  # the module's own gate wants its own column order
+            gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+        return self._apply_gate(gate_up)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Moves and casts everything but the expert parameters, which have no data to move."""
+        parameters = dict(self._parameters)
+        for name in self._mesh_parameters:
+            del self._parameters[name]
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            others = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update({name: others.get(name, parameter) for name, parameter in parameters.items()})
+        return self
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        return f"{own}, {self._mesh_pool.describe()}" if own else self._mesh_pool.describe()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshExperts:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_pickle()
+
+
+@functools.cache
+def mesh_class(cls: Hashable) -> type[MeshExperts]:
+    """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: still an instance of the class that it replaces."""
+    return type(f"Mesh{cls.__name__}", (MeshExperts, cls), {"__module__": __name__})
+
+
+def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
+    return (module for module in model.modules() if isinstance(module, MeshExperts))
+
+
+def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
+    """Makes ``layer.module`` compute with layer ``index`` of the pool, and drops its weights."""
+    module: Any = layer.module
+    parameters = layer.parameters
+    for name, parameter in parameters.items():
+        module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    module._mesh_pool = pool
+    module._mesh_layer = index
+    module._mesh_handle = pool.handle(index)
+    module._mesh_fused = pool.geometry.activation is not None
+    module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    _change_class(module, mesh_class(type(module)))
+
+
+def restore(layer: ExpertsLayer, device: torch.device) -> None:
+    """The reverse of ``install``: the original class, and weights unpacked from the pool in the parameters' dtype."""
+    module: Any = layer.module
+    for name, tensor in unpacked_parameters(layer, device).items():
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=module._mesh_parameters[name])
+    _change_class(module, type(module).__bases__[1])
+    for name in [name for name in vars(module) if name.startswith("_mesh_")]:
+        delattr(module, name)
+
+
+def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, torch.Tensor]:
+    """The expert parameters of a patched module with their values, in the layout and dtype of the module's own."""
+    module: Any = layer.module
+    values = {
+        name: torch.empty_like(module._parameters[name], device=device, requires_grad=False)
+        for name in layer.parameter_names
+    }
+    for expert in range(layer.num_experts):
+        module._mesh_pool.unpack_into(module._mesh_layer, expert, layer.expert(expert, values))
+    return values
+
+
+def _change_class(module: Any, cls: type[nn.Module]) -> None:
+    """accelerate keeps the bound forward of the class that a module had when it was hooked: hook it anew."""
+    hook = vars(module).get("_hf_hook")
+    if hook is not None:
+        from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+
+        remove_hook_from_module(module)
+    module.__class__ = cls
+    if hook is not None:
+        add_hook_to_module(module, hook)

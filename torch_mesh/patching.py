@@ -1,0 +1,173 @@
+"""``patch`` and ``unpatch``: a loaded model's experts go into a pool, and come back."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import _C
+from .cache import cache_folder
+from .config import MeshConfig
+from .errors import MeshError, UnsupportedModelError
+from .families import ExpertsLayer, common_geometry, find_experts
+from .modules import MeshExperts, install, patched_modules, restore
+from .pool import ExpertPool, pool_slots
+from .progress import progress_bar
+from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
+from .store.convert import checked_group_size, convert_model
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Model:
+    """Moves the experts of a loaded model into a pool, in place, and returns the same model.
+
+    ``fields`` are those of MeshConfig and beat ``config``'s. The weights that are packed are those in memory. If all experts are to
+    stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's parameters being freed when it is
+    done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process.
+
+    Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
+    model is patched already or its experts hold no weights; ValueError for a wrong field or value.
+    """
+    config = (config or MeshConfig()).replace(**fields)
+    layers = find_experts(model)
+    _check_patchable(model, layers)
+    weights = "bf16" if config.weights == "auto" else config.weights
+    if weights == "bf16" and layers[0].dtype != torch.bfloat16:
+        warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
+    group_size = checked_group_size(weights, config.group_size)
+    slots = pool_slots(
+        layers,
+        config,
+        stored_layers=len(layers),
+        weights=weights,
+        group_size=group_size,
+        freed=_cpu_bytes(layers),
+    )
+    if config.store is None and slots == _experts(layers):
+        _patch_in_memory(layers, config, weights, group_size)
+    else:
+        _patch_on_disk(model, layers, config, weights, group_size, slots)
+    attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
+    return model
+
+
+def unpatch(model: Model, lossy: bool = False) -> Model:
+    """Gives a patched model its own experts modules back, in place, and returns the same model.
+
+    The parameters get the values that the model would have without torch_mesh. Where the pool does not have those (int8,
+    int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get the rounded ones.
+    """
+    patched = list(patched_modules(model))
+    if not patched:
+        raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
+    if not lossy and not all(module._mesh_pool.exact for module in patched):
+        raise MeshError(
+            f"The experts were rounded to {patched[0]._mesh_pool.weights}, and their original values are not in memory. "
+            "Load the model anew to have those, or pass lossy=True to go on with the rounded ones."
+        )
+    device = _device(model)
+    detach_quantizer(model)
+    for layer in find_experts(model):
+        if isinstance(layer.module, MeshExperts):
+            restore(layer, device)
+    return model
+
+
+def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
+    if next(patched_modules(model), None) is not None:
+        raise MeshError(
+            f"{type(model).__name__} is patched already. To change its configuration call torch_mesh.unpatch(model) first."
+        )
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh "
+            "takes bf16, fp16 and fp32 weights and quantises them itself: load the original without quantization_config."
+        )
+    for layer in layers:
+        for name, parameter in layer.parameters.items():
+            if parameter.is_meta:
+                raise MeshError(
+                    f"{layer.path}.{name} holds no weights: it was never initialised or loaded, or is offloaded. Load the "
+                    "model to the CPU or a GPU first, or pass quantization_config=torch_mesh.MeshConfig(...) to from_pretrained."
+                )
+            if parameter.dtype not in _WEIGHT_DTYPES:
+                raise UnsupportedModelError(
+                    f"{layer.path}.{name} is {parameter.dtype}; supported are {', '.join(map(str, _WEIGHT_DTYPES))}."
+                )
+
+
+def _patch_in_memory(layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int) -> None:
+    pool = _open_pool(layers, config, weights, group_size, slots=_experts(layers), source=None)
+    for index, layer in enumerate(layers):
+        for expert in range(layer.num_experts):
+            pool.fill(index, expert, layer.expert(expert))
+        install(layer, pool, index)
+
+
+def _patch_on_disk(
+    model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, slots: int
+) -> None:
+    with _store_folder(config) as folder, progress_bar(f"Packing experts to {weights}") as progress:
+        store = convert_model(model, folder, weights, config.group_size, progress=progress).store
+        # The reader keeps the files open, so that an unnamed store's can lose their names now: no crash leaves them behind.
+        pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()))
+    for index, layer in enumerate(layers):
+        install(layer, pool, index)
+
+
+def _open_pool(
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    weights: str,
+    group_size: int,
+    slots: int,
+    source: _C.Source | None,
+) -> ExpertPool:
+    return ExpertPool(
+        common_geometry(layers),
+        len(layers),
+        slots,
+        config,
+        weights=weights,
+        group_size=group_size,
+        exact=weights == "bf16" and layers[0].dtype == torch.bfloat16,
+        source=source,
+    )
+
+
+@contextmanager
+def _store_folder(config: MeshConfig) -> Iterator[Path]:
+    if config.store is not None:
+        yield Path(config.store)
+        return
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unnamed-", dir=cache_folder()) as folder:
+        yield Path(folder) / "experts"
+
+
+def _experts(layers: list[ExpertsLayer]) -> int:
+    return sum(layer.num_experts for layer in layers)
+
+
+def _cpu_bytes(layers: list[ExpertsLayer]) -> int:
+    parameters = (parameter for layer in layers for parameter in layer.parameters.values())
+    return sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model computes: the device of the first parameter that has one."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.device("cpu")

@@ -1,0 +1,146 @@
+"""The engine of one model, and who owns it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from . import _C
+from .config import MeshConfig
+from .errors import MeshError
+from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from .memory import resident_slots
+from .store.convert import pack_expert
+
+
+def pool_slots(
+    layers: Sequence[ExpertsLayer],
+    config: MeshConfig,
+    *,
+    stored_layers: int,
+    weights: str,
+    group_size: int,
+    freed: int = 0,
+) -> int:
+    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
+
+    ``freed``: bytes that are taken now and will be given back.
+    """
+    shape = common_geometry(layers)
+    return resident_slots(
+        config.resident,
+        layers=stored_layers,
+        experts=shape.num_experts,
+        top_k=max(layer.top_k for layer in layers),
+        record_bytes=_C.record_bytes(
+            weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
+        ),
+        reserved=config.workspace_bytes - freed,
+    )
+
+
+class ExpertPool:
+    """The resident experts of a model's MoE layers.
+
+    Every patched module holds a reference; deep copies of a model share its pool, whose weights are frozen. The engine is
+    closed when the last reference is gone.
+
+    ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
+    ``source=None`` keeps all records in memory; they are put there by ``fill``.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        layers: int,
+        slots: int,
+        config: MeshConfig,
+        *,
+        weights: str,
+        group_size: int,
+        exact: bool,
+        source: _C.Source | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.layers = layers
+        self.slots = slots
+        self.weights = weights
+        self.group_size = group_size
+        self.exact = exact
+        self.engine = _C.Engine(
+            layers=layers,
+            experts=geometry.num_experts,
+            format=weights,
+            group_size=group_size,
+            hidden=geometry.hidden,
+            intermediate=geometry.intermediate,
+            gated=geometry.has_gate,
+            bias=geometry.has_bias,
+            activation=geometry.activation,
+            slots=slots,
+            policy=config.policy,
+            verify=config.verify,
+            io=config.io,
+            threads=config.thread_count,
+            workspace=config.workspace_bytes,
+            timeout=config.timeout,
+            source=source,
+        )
+        self._finalizer = weakref.finalize(self, _close, self.engine, os.getpid())
+
+    def handle(self, layer: int) -> torch.Tensor:
+        """int64 [pool, layer, generation], by which the ops name a layer of this pool."""
+        return torch.tensor([self.engine.id, layer, self.engine.generation], dtype=torch.int64)
+
+    def fill(self, layer: int, expert: int, weights: ExpertTensors) -> None:
+        """Packs one expert and makes it resident, for good."""
+        record = pack_expert(weights.on_cpu(), self.weights, self.group_size)
+        self.engine.fill(layer, expert, record.numpy())
+
+    def unpack_into(self, layer: int, expert: int, destination: ExpertTensors) -> None:
+        """Writes one expert's weights into ``destination``, in its dtype; reads the expert if it is cold."""
+        record = torch.from_numpy(self.engine.read_record(layer, expert))
+        shape = self.geometry
+        gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
+            record, self.weights, self.group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
+        )
+        destination.down.copy_(down)
+        for stacked, gate, up in (
+            (gate_up, destination.gate, destination.up),
+            (gate_up_bias, destination.gate_bias, destination.up_bias),
+        ):
+            if gate is not None:
+                gate.copy_(stacked[: shape.intermediate])
+            if up is not None:
+                up.copy_(stacked[-shape.intermediate :])
+        if destination.down_bias is not None:
+            destination.down_bias.copy_(down_bias)
+
+    def describe(self) -> str:
+        """One line for print(model)."""
+        about = self.engine.describe()
+        group = "" if self.weights == "bf16" else f" (group {self.group_size})"
+        every = self.layers * self.geometry.num_experts
+        return f"weights={self.weights}{group}, resident={self.slots} of {every} experts, policy={about['policy']}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_pickle()
+
+
+def refuse_to_pickle() -> NoReturn:
+    raise MeshError(
+        "A patched model cannot be pickled: its experts are in a pool of this process. Pickle or torch.save the model "
+        "before torch_mesh.patch or after torch_mesh.unpatch, or let the other process open the checkpoint itself."
+    )
+
+
+def _close(engine: _C.Engine, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not wait for its parent's reads
+        engine.close()
