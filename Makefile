@@ -13,7 +13,7 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-dev demo test test-all test-engine test-tsan test-asan test-gpu style bench clean
+.PHONY: help build build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu style bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -35,7 +35,6 @@ test-all: build-dev engine-tests ## the same, the slow ones too
 
 test-engine: build-dev engine-tests ## the engine's C++ tests alone
 
-.PHONY: engine-tests
 engine-tests:
 	$(RUN) setup.py engine_tests
 	build/engine-tests/engine_tests --gtest_brief=1
@@ -57,8 +56,9 @@ style: build-dev ## ruff, mypy on the public package, clang-format
 	$(RUN) -m mypy torch_mesh ops
 	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
 
-bench: build-dev ## every benchmark, one table each
-	@for benchmark in benchmarks/bench_*.py; do echo "$$benchmark"; $(RUN) "$$benchmark" || exit 1; done
+bench: build-dev ## every measured claim; installs the peers and writes some 20 GB into the cache folder
+	benchmarks/peers.sh
+	@for claim in $$(grep -l '^"""Claim:' benchmarks/*.py); do echo "$$claim"; $(RUN) "$$claim" || exit 1; done
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis
