@@ -1,0 +1,198 @@
+"""Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp, 20 x as accelerate.
+
+Each system runs on the same weights in a process of its own, under a memory limit of: its own anonymous memory
+(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts. torch_mesh and
+llama.cpp have 4-bit experts, accelerate the bf16 originals. Files are evicted from the page cache before every session;
+tokens are timed after a warm-up that fills what may be filled.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import sessions
+import synthetic
+from harness import Report, Row
+from rich.console import Console
+
+RESIDENT = 0.4
+# Page tables, kernel objects and jitter between two runs; the same for every system.
+SLACK = 32 << 20
+PROMPT, SEED = 16, 20260101
+LLAMA_MMAP, LLAMA_RANDOM = "llama.cpp Q4_0, stock mmap", "llama.cpp Q4_0, MADV_RANDOM"
+ACCELERATE, MESH = "accelerate disk offload, bf16", "torch_mesh int4"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One system: its program and interpreter, what it opens, and how many tokens it has time for."""
+
+    script: str
+    python: Path
+    model: Path
+    dense_bytes: int
+    expert_bytes: int
+    warm_up: int
+    measured: int
+    options: dict[str, Any]
+
+    def run(self, limit: int, measured: int, warm_up: int) -> dict[str, Any]:
+        request = {
+            "vocab": synthetic.Shape.vocab,
+            "prompt": PROMPT,
+            "seed": SEED,
+            "measured": measured,
+            "warm_up": warm_up,
+            **self.options,
+        }
+        return sessions.run(self.python, self.script, self.model, limit, request)
+
+
+def limit_of(contender: Contender) -> int:
+    """Own anonymous memory, from a run without a limit, + dense bytes + 0.4 of the expert bytes + slack."""
+    free = contender.run(sessions.NO_LIMIT, measured=2, warm_up=1)
+    own = free["anonymous_peak"] - free["anonymous_weights"]
+    return own + contender.dense_bytes + int(RESIDENT * contender.expert_bytes) + SLACK
+
+
+def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: int) -> dict[str, Contender]:
+    source = synthetic.checkpoint(directory, shape)
+    dense = synthetic.dense_bytes(source)
+    ours = synthetic.store(directory, shape, "int4")
+    quantised = synthetic.gguf(directory, shape, "Q4_0")
+    offloaded = synthetic.offload_folder(directory, shape)
+    # llama.cpp keeps its dense weights in 4 bits as well; what is not expert is everything else in its file.
+    llama_experts = shape.expert_bytes_bf16 // 2 * 18 // 32
+    llama = partial(
+        Contender,
+        script="llama.py",
+        python=synthetic.PEERS_PYTHON,
+        model=quantised,
+        dense_bytes=quantised.stat().st_size - llama_experts,
+        expert_bytes=llama_experts,
+        warm_up=tokens // 4,
+        measured=tokens,
+    )
+    own_python = Path(sys.executable)
+    return {
+        MESH: Contender(
+            script="mesh.py",
+            python=own_python,
+            model=ours,
+            dense_bytes=dense,
+            expert_bytes=synthetic.store_expert_bytes(ours),
+            warm_up=tokens // 4,
+            measured=tokens,
+            options={"threads": threads, "resident": RESIDENT},
+        ),
+        LLAMA_MMAP: llama(options={"threads": threads, "random_access": False}),
+        LLAMA_RANDOM: llama(options={"threads": threads, "random_access": True}),
+        ACCELERATE: Contender(
+            script="accelerate_offload.py",
+            python=own_python,
+            model=offloaded,
+            dense_bytes=dense,
+            expert_bytes=shape.expert_bytes_bf16,
+            # It reads so much for each token that few are enough.
+            warm_up=2,
+            measured=max(2, tokens // 8),
+            options={"threads": threads, "checkpoint": str(source)},
+        ),
+    }
+
+
+def cosine(left: list[float], right: list[float]) -> float:
+    dot = sum(a * b for a, b in zip(left, right, strict=True))
+    return dot / (sum(a * a for a in left) * sum(b * b for b in right)) ** 0.5
+
+
+def add_speed(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
+    speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in results.items()}
+    better_llama = max((LLAMA_MMAP, LLAMA_RANDOM), key=lambda name: statistics.median(speeds[name]))
+    for name, least in ((better_llama, 8.0), (ACCELERATE, 20.0)):
+        # The reference is chosen so that the row's ratio is the median of the rounds' ratios.
+        own = statistics.median(speeds[MESH])
+        reference = own / harness.median_ratio(speeds[MESH], speeds[name])
+        report.add(Row(f"decode, {MESH}", own, "tok/s", name, reference, at_least=least))
+    for name in results:
+        if name != MESH:
+            report.add(Row(f"decode, {name}", statistics.median(speeds[name]), "tok/s"))
+
+
+def add_conditions(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
+    """What the speeds were measured under: limits, bytes read, hit rate, and how near the systems' logits are."""
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(run[key] for run in results[name])
+
+    for name in results:
+        limit = results[name][0]["limit"] / 1e6
+        report.add(Row(f"memory, {name}", median(name, "group_peak") / 1e6, "MB", "limit", limit, at_most=1.0))
+        report.add(Row(f"read per token, {name}", median(name, "read_per_token") / 1e6, "MB"))
+    report.add(Row(f"hit rate, {MESH}", 100 * median(MESH, "hit_rate"), "%"))
+    report.add(Row(f"load after imports, {MESH}", median(MESH, "load_seconds"), "s", "limit", 5.0, at_most=1.0))
+    report.add(
+        Row(f"peak of loading (VmHWM), {MESH}", median(MESH, "load_peak") / 1e9, "GB", "limit", 2.0, at_most=1.0)
+    )
+    exact = results[ACCELERATE][0]["prompt_logits"]
+    for name in (MESH, LLAMA_MMAP):
+        report.add(Row(f"cosine of logits with bf16's, {name}", cosine(results[name][0]["prompt_logits"], exact), ""))
+
+
+def measure(options: Any) -> Report:
+    shape = synthetic.Shape(layers=options.layers)
+    console = Console(stderr=True)
+    systems = contenders(options.dir, shape, options.threads, options.tokens)
+    limits = {}
+    for name, contender in systems.items():
+        limits[name] = limit_of(contender)
+        console.print(f"{name}: limit {limits[name] / 1e6:,.0f} MB")
+
+    def session(name: str) -> dict[str, Any]:
+        contender = systems[name]
+        result = contender.run(limits[name], contender.measured, contender.warm_up)
+        console.print(
+            f"{name}: {result['tokens_per_second']:.2f} tok/s, {result['read_per_token'] / 1e6:.1f} MB read per token"
+        )
+        return result
+
+    results = harness.interleave({name: partial(session, name) for name in systems}, options.rounds)
+    report = Report(
+        f"Decode with {RESIDENT:.0%} of the experts' bytes in memory, {options.layers} layers, batch 1, cold files"
+    )
+    add_speed(report, results)
+    add_conditions(report, results)
+    report.notes += [
+        f"limit = own anonymous memory + dense bytes + {RESIDENT} x expert bytes + {SLACK >> 20} MiB for page tables",
+        "read per token: /proc/self/io read_bytes, that is, what the storage device was asked for, read-ahead included",
+        f"medians of {options.rounds} interleaved rounds, ratios round by round",
+        "every system is given the same seeded stream of tokens and routes them itself",
+        "llama.cpp runs without repacking, which would copy every weight into anonymous memory",
+    ]
+    report.details["runs"] = {name: [without_logits(run) for run in runs] for name, runs in results.items()}
+    return report
+
+
+def without_logits(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key != "prompt_logits"}
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    harness.add_dir(arguments)
+    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--tokens", type=int, default=64, help="timed tokens; accelerate decodes an eighth of them")
+    arguments.add_argument("--threads", type=int, default=harness.available_cpus())
+    options = arguments.parse_args()
+    return measure(options).finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""llama.cpp on a GGUF file. ``request["random_access"]`` tells the kernel that the mapping is read at random.
+
+Weights stay in the file mapping: llama.cpp's repacking would copy all of them into anonymous memory, which is what the
+limit forbids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import session
+
+
+def mappings(path: str) -> list[tuple[int, int]]:
+    """(address, length) of this process's mappings of a file."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == path:
+            first, last = (int(address, 16) for address in fields[0].split("-"))
+            found.append((first, last - first))
+    return found
+
+
+def advise_random(path: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    regions = mappings(path)
+    if not regions:
+        raise RuntimeError(f"llama.cpp did not map {path}")
+    for address, length in regions:
+        if libc.madvise(address, length, mmap.MADV_RANDOM) != 0:
+            raise OSError(ctypes.get_errno(), f"madvise on the mapping of {path}")
+
+
+class Llama:
+    def __init__(self, request: dict[str, Any]) -> None:
+        llama_cpp.llama_backend_init()
+        path = str(Path(request["model"]).resolve())
+        self.model = self._load(path)
+        self.context = self._make_context(request)
+        self.vocab = request["vocab"]
+        if request["random_access"]:
+            advise_random(path)
+
+    def _load(self, path: str) -> Any:
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_mmap = True
+        parameters.use_extra_bufts = False
+        model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
+        if not model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        return model
+
+    def _make_context(self, request: dict[str, Any]) -> Any:
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = 512
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_threads = parameters.n_threads_batch = request["threads"]
+        context = llama_cpp.llama_init_from_model(self.model, parameters)
+        if not context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        return context
+
+    def forward(self, tokens: Sequence[int]) -> np.ndarray:
+        array = (llama_cpp.llama_token * len(tokens))(*tokens)
+        status = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(array, len(tokens)))
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        logits = llama_cpp.llama_get_logits_ith(self.context, -1)
+        return np.ctypeslib.as_array(logits, shape=(self.vocab,)).copy()
+
+    def begin(self) -> None:
+        pass
+
+    def facts(self) -> dict[str, Any]:
+        return {"anonymous_weights": 0, "version": llama_cpp.__version__}
+
+
+if __name__ == "__main__":
+    session.run(Llama)

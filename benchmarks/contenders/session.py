@@ -1,0 +1,106 @@
+"""One session of one system, in a process of its own: opens the model, reads a prompt, warms up, decodes, reports.
+
+Standard library only, since every contender brings its own environment. Tokens come from a seeded stream instead of the
+model's own choice: all systems get the same inputs whatever their quantisation does to the logits, and no random model
+can fall into a loop of few tokens that any cache would hold. Which experts a token takes is the model's own routing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Logits(Protocol):
+    """A vector of torch or NumPy."""
+
+    def tolist(self) -> list[float]: ...
+
+
+class Decoder(Protocol):
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Appends ``tokens`` to the sequence; the logits of the last one."""
+
+    def begin(self) -> None:
+        """Called once between warm-up and measurement."""
+
+    def facts(self) -> dict[str, Any]:
+        """What only this system knows: hit rates, its own count of bytes, memory that holds weights anonymously."""
+
+
+class AnonymousPeak(threading.Thread):
+    """The highest anonymous memory of this process, sampled every few milliseconds between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.005):
+            self.bytes = max(self.bytes, status_bytes("RssAnon"))
+
+    def stop(self) -> int:
+        self._stopped.set()
+        self.join()
+        return self.bytes
+
+
+def status_bytes(name: str) -> int:
+    """A memory figure of this process, such as VmHWM or RssAnon."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/self/status has no {name}")
+
+
+def bytes_read() -> int:
+    """Bytes this process caused to be fetched from the storage device, page faults and read-ahead included."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise KeyError("/proc/self/io has no read_bytes")
+
+
+def tokens(request: dict[str, Any]) -> list[int]:
+    count = request["prompt"] + request["warm_up"] + request["measured"]
+    generator = random.Random(request["seed"])
+    return [generator.randrange(request["vocab"]) for _ in range(count)]
+
+
+def decode(decoder: Decoder, request: dict[str, Any]) -> dict[str, Any]:
+    stream = tokens(request)
+    prompt, rest = stream[: request["prompt"]], stream[request["prompt"] :]
+    prompt_logits = decoder.forward(prompt).tolist()
+    for token in rest[: request["warm_up"]]:
+        decoder.forward([token])
+    decoder.begin()
+    read_before, start = bytes_read(), time.perf_counter()
+    for token in rest[request["warm_up"] :]:
+        decoder.forward([token])
+    seconds = time.perf_counter() - start
+    return {
+        "tokens_per_second": request["measured"] / seconds,
+        "read_per_token": (bytes_read() - read_before) / request["measured"],
+        "prompt_logits": prompt_logits,
+    }
+
+
+def run(open_decoder: Callable[[dict[str, Any]], Decoder]) -> None:
+    """usage: <contender>.py REQUEST.json RESULT.json; imports are done by the time this is called and are not timed."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    anonymous = AnonymousPeak()
+    anonymous.start()
+    start = time.perf_counter()
+    decoder = open_decoder(request)
+    load_seconds = time.perf_counter() - start
+    load_peak = status_bytes("VmHWM")
+    result = decode(decoder, request) if request["measured"] else {}
+    result.update(decoder.facts(), load_seconds=load_seconds, load_peak=load_peak, anonymous_peak=anonymous.stop())
+    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,0 +1,46 @@
+"""A transformers model as a decoder with a key-value cache, for the contenders that run one."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+
+class CachedTransformer:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.cache = DynamicCache(config=model.config)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)])
+        output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits[0, -1].float()
+
+    def anonymous_dense(self) -> int:
+        """Bytes of the parameters that are in anonymous memory, and not in a mapping of the checkpoint."""
+        regions = sorted(anonymous_regions())
+        starts = [first for first, _ in regions]
+        total = 0
+        for parameter in self.model.parameters():
+            if parameter.is_meta:
+                continue
+            index = bisect.bisect_right(starts, parameter.data_ptr()) - 1
+            if index >= 0 and parameter.data_ptr() < regions[index][1]:
+                total += parameter.nbytes
+        return total
+
+
+def anonymous_regions() -> list[tuple[int, int]]:
+    """[first, last) addresses of this process's mappings that have no file."""
+    regions = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode == "0":
+            first, last = (int(address, 16) for address in addresses.split("-"))
+            regions.append((first, last))
+    return regions

@@ -1,0 +1,15 @@
+#!/bin/sh
+# Installs what torch_mesh is measured against into a virtual environment of its own, so that no peer can change the project's.
+# llama-cpp-python has no wheel for every machine; its source distribution takes about seven CPU minutes.
+# Usage: benchmarks/peers.sh [FOLDER]      JOBS=1 and a low priority unless JOBS says otherwise.
+set -eu
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+venv=${1:-"$root/build/peers-venv"}
+python=${PYTHON:-"$root/.venv/bin/python"}
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# GGML_NATIVE is llama.cpp's own default: the peer gets every instruction set this machine has.
+CMAKE_ARGS="-DGGML_NATIVE=ON" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-1} \
+  nice -n 19 "$venv/bin/pip" install "llama-cpp-python==0.3.36" "gguf==0.19.0" numpy rich
+"$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"
