@@ -91,8 +91,9 @@ class ExpertTensors:
 
     def on_cpu(self) -> ExpertTensors:
         """The same without gradients, copied to the CPU where it is elsewhere."""
-        parts: list[Any] = [getattr(self, part.name) for part in fields(self)]
-        return ExpertTensors(*(None if part is None else part.detach().cpu() for part in parts))
+        parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
+        on_cpu: Any = {name: None if part is None else part.detach().cpu() for name, part in parts.items()}
+        return ExpertTensors(**on_cpu)
 
 
 @dataclass(frozen=True)

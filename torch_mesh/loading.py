@@ -25,11 +25,11 @@ from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
 from .modules import install
 from .pool import ExpertPool, pool_slots
-from .progress import progress_bar
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
 from .store.convert import convert
 from .store.manifest import FORMAT_VERSION, MANIFEST_NAME, Store, is_store, open_store
+from .store.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in layers)}
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         layers, records, config = self._layers, self._records, self.quantization_config
         for layer, parameters in zip(layers, self._parameters, strict=True):
             layer.module._parameters.update(parameters)
@@ -85,9 +85,9 @@ def _forget_quantization(model: Any) -> None:
 
 
 def _take_parameters(layer: ExpertsLayer) -> dict[str, nn.Parameter]:
-    parameters: dict[str, Any] = {name: layer.module._parameters.pop(name) for name in layer.parameter_names}
-    layer.module._is_hf_initialized = True
-    return parameters
+    module: Any = layer.module
+    module._is_hf_initialized = True
+    return {name: module._parameters.pop(name) for name in layer.parameter_names}
 
 
 def _find_records(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -104,10 +103,14 @@ class MeshExperts(nn.Module):
         refuse_to_pickle()
 
 
-@functools.cache
-def mesh_class(cls: Hashable) -> type[MeshExperts]:
+def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
     """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: still an instance of the class that it replaces."""
-    return type(f"Mesh{cls.__name__}", (MeshExperts, cls), {"__module__": __name__})
+    if cls not in _mesh_classes:
+        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", (MeshExperts, cls), {"__module__": __name__})
+    return _mesh_classes[cls]
+
+
+_mesh_classes: dict[type[nn.Module], type[MeshExperts]] = {}
 
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
@@ -154,7 +157,10 @@ def _change_class(module: Any, cls: type[nn.Module]) -> None:
     """accelerate keeps the bound forward of the class that a module had when it was hooked: hook it anew."""
     hook = vars(module).get("_hf_hook")
     if hook is not None:
-        from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+        from accelerate.hooks import (  # type: ignore[import-untyped]
+            add_hook_to_module,
+            remove_hook_from_module,
+        )
 
         remove_hook_from_module(module)
     module.__class__ = cls

@@ -19,9 +19,9 @@ from .errors import MeshError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, pool_slots
-from .progress import progress_bar
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
+from .store.progress import progress_bar
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
