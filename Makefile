@@ -56,9 +56,8 @@ style: build-dev ## ruff, mypy on the public package, clang-format
 	$(RUN) -m mypy torch_mesh ops
 	git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format --dry-run -Werror
 
-bench: build-dev ## every measured claim; installs the peers and writes some 20 GB into the cache folder
-	benchmarks/peers.sh
-	@for claim in $$(grep -l '^"""Claim:' benchmarks/*.py); do echo "$$claim"; $(RUN) "$$claim" || exit 1; done
+bench: build-dev ## every measured claim; installs the peers, writes large files into the cache folder
+	$(RUN) benchmarks/run_all.py
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis
