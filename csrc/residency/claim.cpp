@@ -104,11 +104,11 @@ void Pool::Impl::wait_for_slots(Claim& claim, Lock& lock) {
     }
   } place(*this);
 
-  const auto deadline = Clock::now() + options.timeout;
+  auto patience = this->patience();
   for (;;) {
     if (first_ticket == &place.ticket) reserve_for(claim, true);
     if (claim.joined_ > 0) return;
-    if (!wait(lock, freed, deadline)) {
+    if (!wait(lock, freed, patience)) {
       throw Error(
           ErrorKind::kTimeout,
           "no slot became free for layer " + std::to_string(claim.layer_) + " in " +
@@ -124,13 +124,13 @@ void Pool::Impl::wait_for_reads(const Claim& claim, Lock& lock) {
   const auto loading = [this](const Claim::Entry& entry) {
     return entry.state == kJoined && slots[entry.slot].state == SlotState::kLoading;
   };
-  const auto deadline = Clock::now() + options.timeout;
+  auto patience = this->patience();
   do {
     if (static_cast<int32_t>(std::count_if(claim.entries_.begin(), claim.entries_.end(), loading)) <
         claim.joined_) {
       return;
     }
-  } while (wait(lock, landed, deadline));
+  } while (wait(lock, landed, patience));
   const auto late = std::find_if(claim.entries_.begin(), claim.entries_.end(), loading);
   if (late == claim.entries_.end()) return;
   const ExpertId id = slots[late->slot].expert;

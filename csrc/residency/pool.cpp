@@ -192,15 +192,19 @@ void Pool::Impl::wake_slot_waiters() {
   if (first_ticket != nullptr) freed.notify_all();
 }
 
-bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition,
-                      Clock::time_point deadline) const {
+Pool::Impl::Patience Pool::Impl::patience() const {
   const auto now = Clock::now();
-  if (now >= deadline) return false;
-  if (condition.wait_until(lock, std::min(deadline, now + kWaitSlice)) ==
-          std::cv_status::no_timeout ||
-      runtime.interrupted == nullptr) {
-    return true;
-  }
+  return {now + options.timeout, now + kWaitSlice};
+}
+
+bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& patience) const {
+  if (Clock::now() >= patience.deadline) return false;
+  condition.wait_until(lock, std::min(patience.deadline, patience.ask));
+  // Not only after a slice without news: those who wait on a busy pool are woken all the time.
+  const auto now = Clock::now();
+  if (now < patience.ask) return true;
+  patience.ask = now + kWaitSlice;
+  if (runtime.interrupted == nullptr) return true;
   lock.unlock();  // the hook may take a lock of its own, such as Python's
   const bool interrupted = runtime.interrupted();
   lock.lock();
@@ -343,9 +347,9 @@ void Pool::reset_stats() {
 void Pool::drain() {
   impl_->check_process();
   Impl::Lock lock(impl_->mutex);
-  const auto deadline = Clock::now() + impl_->options.timeout;
+  auto patience = impl_->patience();
   while (impl_->slots.loading() > 0) {
-    if (impl_->wait(lock, impl_->idle, deadline)) continue;
+    if (impl_->wait(lock, impl_->idle, patience)) continue;
     throw Error(ErrorKind::kTimeout, std::to_string(impl_->slots.loading()) +
                                          " reads have not ended within the time-out of " +
                                          std::to_string(impl_->options.timeout.count()) + " ms");

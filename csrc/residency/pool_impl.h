@@ -49,10 +49,15 @@ struct Pool::Impl {
   // loading.
   int32_t reserve(ExpertId id);
   void wake_slot_waiters();
-  // Waits on `condition` for 100 ms at most, then asks the interrupt hook. False once `deadline`
-  // has passed.
-  bool wait(Lock& lock, std::condition_variable& condition,
-            std::chrono::steady_clock::time_point deadline) const;
+  // How long a wait may last, and when to ask the interrupt hook next.
+  struct Patience {
+    std::chrono::steady_clock::time_point deadline;
+    std::chrono::steady_clock::time_point ask;
+  };
+  Patience patience() const;
+  // Waits on `condition` for 100 ms at most, asking the interrupt hook as often. False once the
+  // deadline has passed.
+  bool wait(Lock& lock, std::condition_variable& condition, Patience& patience) const;
 
   // landing.cpp. With the lock:
   void start_load(int32_t slot, Urgency urgency);

@@ -1,0 +1,288 @@
+// Policies: golden orders of victims, equality with an obvious model, and what no policy may ever
+// do.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/error.h"
+#include "residency/policy.h"
+
+namespace torch_mesh {
+namespace {
+
+// A use of an expert by one claim, as the pool reports it.
+void use(Policy& policy, ExpertId id) {
+  if (!policy.resident(id)) policy.admit(id);
+  policy.touch(id);
+  policy.pin(id);
+  policy.unpin(id);
+}
+
+std::vector<ExpertId> victims(Policy& policy) {
+  std::vector<ExpertId> order;
+  for (ExpertId id = policy.victim(); id != kNoExpert; id = policy.victim()) {
+    order.push_back(id);
+    policy.remove(id);
+  }
+  return order;
+}
+
+TEST(Policy, LruGivesUpWhatWasUsedLongestAgo) {
+  auto policy = make_policy("lru", {1, 8, 4});
+  for (ExpertId id : {3, 1, 4, 5, 3, 1}) use(*policy, id);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{4, 5, 3, 1}));
+}
+
+TEST(Policy, LfuGivesUpTheColdestAndAmongEqualsTheOldest) {
+  auto policy = make_policy("lfu", {1, 8, 4});
+  for (ExpertId id : {2, 2, 2, 5, 6, 7, 7}) use(*policy, id);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{5, 6, 7, 2}));
+}
+
+TEST(Policy, LfuForgetsAtThreeHundredthsPerTick) {
+  auto policy = make_policy("lfu", {1, 8, 4});
+  for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
+  // Two uses are worth one after ln 2 / -ln 0.97 = 22.8 ticks.
+  for (int tick = 0; tick < 22; ++tick) policy->tick(0);
+  use(*policy, 1);
+  EXPECT_EQ(policy->victim(), 1);
+  policy->remove(1);
+  policy = make_policy("lfu", {1, 8, 4});
+  for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
+  for (int tick = 0; tick < 23; ++tick) policy->tick(0);
+  use(*policy, 1);
+  EXPECT_EQ(policy->victim(), 0);
+}
+
+TEST(Policy, LfuRemembersHeatBeyondEviction) {
+  auto policy = make_policy("lfu", {1, 4, 2});
+  for (int use_count = 0; use_count < 5; ++use_count) use(*policy, 0);
+  policy->remove(0);
+  use(*policy, 1);
+  use(*policy, 1);
+  policy->admit(0);
+  EXPECT_EQ(policy->victim(), 1);
+}
+
+TEST(Policy, LfuComparesLayersByTheirOwnClocks) {
+  auto policy = make_policy("lfu", {2, 4, 4});
+  use(*policy, 0);
+  for (int tick = 0; tick < 100; ++tick) policy->tick(0);
+  use(*policy, 4);
+  EXPECT_EQ(policy->victim(), 0);
+  for (int tick = 0; tick < 200; ++tick) policy->tick(1);
+  EXPECT_EQ(policy->victim(), 4);
+}
+
+TEST(Policy, LfuOrderSurvivesRescalingOfItsWeights) {
+  auto policy = make_policy("lfu", {1, 4, 3});
+  constexpr int kTicks = 9105;  // the weight passes 2^400 after 9103
+  for (int tick = 0; tick < kTicks - 20; ++tick) policy->tick(0);
+  for (ExpertId id : {0, 1, 1, 2, 2, 2}) use(*policy, id);
+  for (int tick = 0; tick < 40; ++tick) policy->tick(0);
+  use(*policy, 0);
+  // 1 has 2 * .97^40 = .59, 2 has .89, 0 has 1.30.
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
+}
+
+TEST(Policy, LfuTakesHeatFromRouterScores) {
+  auto policy = make_policy("lfu", {1, 4, 3});
+  for (ExpertId id : {0, 1, 2}) use(*policy, id);
+  policy->observe(0, std::vector<float>{.1f, 0.f, .6f, .3f});
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 0, 2}));
+  policy->admit(3);  // heat is kept for what is not resident, too
+  policy->admit(1);
+  policy->remove(1);
+  EXPECT_EQ(policy->victim(), 3);
+}
+
+TEST(Policy, SlruGivesUpWhatWasUsedOnceFirst) {
+  auto policy = make_policy("slru", {1, 8, 4});
+  for (ExpertId id : {0, 1, 0, 2, 3}) use(*policy, id);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 3, 0}));
+}
+
+TEST(Policy, SlruSendsOverflowBackToProbation) {
+  auto policy = make_policy("slru", {1, 8, 4});  // protects two
+  for (ExpertId id : {0, 1, 2, 3, 0, 1, 2}) use(*policy, id);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 0, 1, 2}));
+}
+
+TEST(Policy, NamesAreThoseThatMakePolicyTakes) {
+  for (std::string_view name : policy_names()) {
+    const auto policy = make_policy(name, {1, 4, 2});
+    EXPECT_EQ(policy->name(), name == "auto" ? std::string_view("lfu") : name);
+  }
+  try {
+    make_policy("mru", {1, 4, 2});
+    FAIL() << "an unknown policy was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    for (std::string_view name : policy_names()) {
+      EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_THROW(make_policy("lru", {0, 4, 2}), Error);
+}
+
+// The definition of each policy, written down without any data structure.
+class Model {
+ public:
+  Model(std::string policy, int32_t layers, int32_t experts, int32_t slots)
+      : policy_(std::move(policy)),
+        experts_(experts),
+        protected_(std::max(1, slots / 2)),
+        items_(layers * experts) {}
+
+  struct Item {
+    bool resident = false, pinned = false;
+    int64_t recency = 0;    // order within its segment
+    int32_t uses = 0;       // since admission, 2 and more: protected
+    int64_t use_clock = 0;  // of the last use, for lfu
+    double heat = 0;
+  };
+
+  void admit(ExpertId id) {
+    items_[id].resident = true;
+    items_[id].uses = 0;
+    items_[id].recency = items_[id].use_clock = ++clock_;
+  }
+  void remove(ExpertId id) { items_[id].resident = false; }
+  void touch(ExpertId id) {
+    Item& item = items_[id];
+    item.heat += 1;
+    item.use_clock = ++clock_;
+    if (item.uses < 2) ++item.uses;
+    if (!item.pinned) item.recency = clock_;
+    overflow();
+  }
+  void pin(ExpertId id) { items_[id].pinned = true; }
+  void unpin(ExpertId id) {
+    items_[id].pinned = false;
+    items_[id].recency = ++clock_;
+    overflow();
+  }
+  void tick(int32_t layer) {
+    for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat *= 0.97;
+  }
+  void observe(int32_t layer, const std::vector<float>& scores) {
+    for (int32_t e = 0; e < experts_; ++e) items_[layer * experts_ + e].heat += scores[e];
+  }
+
+  // What the policy may answer: one expert, or for lfu all whose heat is the same within rounding.
+  std::set<ExpertId> victims() const {
+    std::set<ExpertId> best;
+    for (ExpertId id = 0; id < static_cast<ExpertId>(items_.size()); ++id) {
+      if (!items_[id].resident || items_[id].pinned) continue;
+      if (best.empty() || key(id) < key(*best.begin())) best = {id};
+    }
+    if (policy_ != "lfu" || best.empty()) return best;
+    const double heat = items_[*best.begin()].heat;
+    for (ExpertId id = 0; id < static_cast<ExpertId>(items_.size()); ++id) {
+      const Item& item = items_[id];
+      const bool tied = std::abs(item.heat - heat) <= 1e-9 * (1 + heat);
+      if (item.resident && !item.pinned && tied) best.insert(id);
+    }
+    return best;
+  }
+  const Item& operator[](ExpertId id) const { return items_[id]; }
+
+ private:
+  std::tuple<double, int64_t> key(ExpertId id) const {
+    const Item& item = items_[id];
+    if (policy_ == "lru") return {0, item.recency};
+    if (policy_ == "slru") return {item.uses < 2 ? 0 : 1, item.recency};
+    return {item.heat, item.use_clock};
+  }
+
+  void overflow() {
+    if (policy_ != "slru") return;
+    for (;;) {
+      int32_t count = 0;
+      ExpertId oldest = kNoExpert;
+      for (ExpertId id = 0; id < static_cast<ExpertId>(items_.size()); ++id) {
+        if (!items_[id].resident || items_[id].uses < 2) continue;
+        ++count;
+        if (items_[id].pinned) continue;
+        if (oldest == kNoExpert || items_[id].recency < items_[oldest].recency) oldest = id;
+      }
+      if (count <= protected_ || oldest == kNoExpert) return;
+      items_[oldest].uses = 1;
+      items_[oldest].recency = ++clock_;
+    }
+  }
+
+  std::string policy_;
+  int32_t experts_, protected_;
+  std::vector<Item> items_;
+  int64_t clock_ = 0;
+};
+
+class PolicyModel : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  const auto below = [&](int32_t n) { return static_cast<int32_t>(random() % n); };
+  for (int round = 0; round < 10; ++round) {
+    const int32_t layers = 1 + below(4), experts = 2 + below(10),
+                  slots = 1 + below(layers * experts);
+    auto policy = make_policy(GetParam(), {layers, experts, slots});
+    Model model(GetParam(), layers, experts, slots);
+    int32_t resident = 0;
+    for (int step = 0; step < 1500; ++step) {
+      const ExpertId id = below(layers * experts);
+      const int32_t layer = id / experts;
+      switch (below(6)) {
+        case 0:
+          policy->tick(layer), model.tick(layer);
+          break;
+        case 1: {
+          std::vector<float> scores(experts);
+          for (float& score : scores) score = static_cast<float>(below(1000)) / 1000.f;
+          policy->observe(layer, scores), model.observe(layer, scores);
+          break;
+        }
+        case 2:
+          if (model[id].pinned) policy->unpin(id), model.unpin(id);
+          break;
+        default:
+          if (!model[id].resident) {
+            if (resident == slots) {
+              const ExpertId victim = policy->victim();
+              if (victim == kNoExpert) break;
+              policy->remove(victim), model.remove(victim), --resident;
+            }
+            policy->admit(id), model.admit(id), ++resident;
+          }
+          if (below(5) == 0) break;  // a prefetch that nobody used yet
+          policy->touch(id), model.touch(id);
+          if (!model[id].pinned) policy->pin(id), model.pin(id);
+      }
+      const std::set<ExpertId> allowed = model.victims();
+      const ExpertId victim = policy->victim();
+      if (allowed.empty()) {
+        ASSERT_EQ(victim, kNoExpert);
+      } else {
+        ASSERT_TRUE(allowed.contains(victim)) << victim << " instead of " << *allowed.begin();
+      }
+      ASSERT_EQ(policy->resident(id), model[id].resident);
+      ASSERT_EQ(policy->pinned(id), model[id].resident && model[id].pinned);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu", "slru"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace torch_mesh
