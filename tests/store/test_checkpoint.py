@@ -1,0 +1,259 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tiny, tiny_model
+from transformers import core_model_loading
+
+from torch_mesh.errors import StoreError, UnsupportedModelError
+from torch_mesh.families import find_experts
+from torch_mesh.store.checkpoint import (
+    CheckpointExperts,
+    checkpoint_fingerprint,
+    find_checkpoint_experts,
+    local_folder,
+    meta_model,
+    read_config,
+)
+
+PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+# One family for each way in which checkpoints differ: the name of the experts module, of the projections, fused or one tensor each,
+# transposed, interleaved, biased, without a gate, dense layers in front or in between, shared experts.
+KINDS = (
+    "aria_text",
+    "deepseek_v3",
+    "deepseek_v4",
+    "gpt_oss",
+    "granitemoe",
+    "inkling2_text",
+    "jamba",
+    "kimi_linear",
+    "minimax",
+    "mixtral",
+    "nemotron_h",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+OTHERS = (
+    "afmoe",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "flint",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hy_v4",
+    "inkling_text",
+    "kolibri1",
+    "laguna",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "olmoe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "solar_open",
+)
+
+
+def find(folder: Path) -> CheckpointExperts:
+    return find_checkpoint_experts(folder, meta_model(read_config(folder)))
+
+
+def assert_equal_experts(found: CheckpointExperts, model: torch.nn.Module) -> None:
+    layers = find_experts(model)
+    assert found.modules == tuple(layer.path for layer in layers)
+    for number, layer in enumerate(layers):
+        for expert in range(layer.num_experts):
+            read, loaded = found.read_expert(number, expert), layer.expert(expert)
+            for part in PARTS:
+                mine, theirs = getattr(read, part), getattr(loaded, part)
+                assert (mine is None) == (theirs is None), part
+                assert mine is None or torch.equal(mine, theirs), (number, expert, part)
+
+
+@pytest.mark.parametrize("family", [*KINDS, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+def test_experts_read_from_disk_are_those_of_the_model(tmp_path: Path, family: str) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    found = find(tmp_path)
+    assert_equal_experts(found, model)
+    other = {tensor.name for _, tensors in found.other_tensors for tensor in tensors}
+    assert other.isdisjoint(found.names)
+    assert other | found.names == {name for header in found.headers for name in header.tensors}
+    assert not any("expert" in name and "shared" not in name and "bias" not in name for name in other)
+
+
+def test_experts_spread_over_shards(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    found = find(tmp_path)
+    assert len(found.files) > 3
+    assert_equal_experts(found, model)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.float32, "fp32")])
+def test_other_dtypes(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    model = tiny_model("mixtral", dtype)
+    model.save_pretrained(tmp_path)
+    found = find(tmp_path)
+    assert found.dtype == name
+    assert_equal_experts(found, model)
+
+
+def test_base_model_checkpoint_is_found_for_the_model_with_a_head(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.model.save_pretrained(tmp_path)
+    assert_equal_experts(find_checkpoint_experts(tmp_path, meta_model(model.config)), model)
+
+
+def test_extents_lie_in_their_files_and_apart(tmp_path: Path) -> None:
+    found = find(save_tiny(tmp_path, "gpt_oss"))
+    spans = sorted(tuple(extent) for extent in found.extents.reshape(-1, 3).tolist())
+    for file, offset, size in spans:
+        assert 0 < offset and offset + size <= found.files[file][1]
+    assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in zip(spans, spans[1:], strict=False))  # noqa: RUF007
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def test_missing_expert_is_a_store_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.2.mlp.experts.7.up_proj.weight"))
+    with pytest.raises(StoreError, match=r"model\.layers\.2\.mlp\.experts\.gate_up_proj|different") as caught:
+        find(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_missing_layer_is_a_store_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt_oss")
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj"))
+    with pytest.raises(StoreError, match=r"holds model\.layers\.1\.mlp\.experts\.down_proj"):
+        find(tmp_path)
+
+
+def test_experts_of_another_shape_are_a_store_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["moe_intermediate_size"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StoreError, match="has the shape"):
+        find(tmp_path)
+
+
+def test_mixed_dtypes_are_refused_with_examples(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    name = "model.layers.2.mlp.experts.7.up_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].float()}))
+    with pytest.raises(UnsupportedModelError, match="different dtypes") as caught:
+        find(tmp_path)
+    assert name in str(caught.value) and "bf16, fp16, fp32" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    rewrite(tmp_path, lambda t: t.update({n: w.to(dtype) for n, w in t.items() if ".experts." in n}))
+    with pytest.raises(UnsupportedModelError, match="bf16, fp16, fp32"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        {"quant_method": "fp8"},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "compressed-tensors"},
+    ],
+    ids=lambda table: table["quant_method"],
+)
+def test_prequantised_checkpoints_are_refused(tmp_path: Path, quantisation: dict[str, Any]) -> None:
+    config = tiny_model("qwen3_moe").config
+    config.quantization_config = quantisation
+    model = meta_model(config)
+    with pytest.raises(UnsupportedModelError, match="bf16, fp16 and fp32") as caught:
+        find_checkpoint_experts(tmp_path, model)
+    assert quantisation["quant_method"] in str(caught.value)
+
+
+def test_mapping_that_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+
+    class Scale(core_model_loading.ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
+            return {key: 2 * value for key, value in input_dict.items()}
+
+    mapping = [
+        core_model_loading.WeightConverter(
+            "mlp.experts.*.down_proj.weight",
+            "mlp.experts.down_proj",
+            operations=[core_model_loading.MergeModulelist(dim=0), Scale()],
+        ),
+        core_model_loading.WeightConverter(
+            ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
+            "mlp.experts.gate_up_proj",
+            operations=[core_model_loading.MergeModulelist(dim=0), core_model_loading.Concatenate(dim=1)],
+        ),
+    ]
+    monkeypatch.setattr(
+        transformers.conversion_mapping,
+        "get_checkpoint_conversion_mapping",
+        lambda name: mapping if name == "qwen3_moe" else [],
+    )
+    with pytest.raises(UnsupportedModelError, match="made by Scale"):
+        find(tmp_path)
+
+
+def test_damaged_shard_is_a_store_error(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, "qwen3_moe") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match="truncated"):
+        find(tmp_path)
+
+
+def test_file_cut_after_it_was_opened_is_a_store_error(tmp_path: Path) -> None:
+    found = find(save_tiny(tmp_path, "qwen3_moe"))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(StoreError, match="was cut"):
+        found.read_expert(2, 11)
+
+
+def test_fingerprint_tells_checkpoints_apart(tmp_path: Path) -> None:
+    a, b = (save_tiny(tmp_path / name, "qwen3_moe") / "model.safetensors" for name in "ab")
+    assert checkpoint_fingerprint([a]) == checkpoint_fingerprint([a])
+    assert checkpoint_fingerprint([a]) != checkpoint_fingerprint([b])  # the same header, written at another time
+
+
+def test_unknown_folder_is_a_store_error() -> None:
+    with pytest.raises(StoreError, match="neither a folder nor a model"):
+        local_folder("/does/not/exist")
