@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -63,7 +64,14 @@ class Engine {
     taken_.requests.reserve(kReservedMessages);
     taken_.hastened.reserve(kReservedMessages);
     const SignalsBlocked guard;
-    thread_ = std::thread([this] { run(); });
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+      throw Error(ErrorKind::kMemory,
+                  std::string("cannot start the I/O thread: ") + error.what() +
+                      "; raise the limit of processes (ulimit -u, pids.max)",
+                  {}, error.code().value());
+    }
   }
 
   ~Engine() {

@@ -58,7 +58,7 @@ class ThreadsBackend final : public Backend {
       }
     } catch (const std::system_error& error) {
       stop();
-      throw Error(ErrorKind::kInvalid,
+      throw Error(ErrorKind::kMemory,
                   "cannot start " + std::to_string(capacity_) + " reader threads: " + error.what() +
                       "; raise the limit of processes (ulimit -u, pids.max) or ask for fewer",
                   {}, error.code().value());
