@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
 def test_base_model_checkpoint_is_found_for_the_model_with_a_head(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     model.model.save_pretrained(tmp_path)
+    model.config.architectures = [type(model).__name__]
     assert_equal_experts(find_checkpoint_experts(tmp_path, meta_model(model.config)), model)
 
 
@@ -133,7 +135,7 @@ def test_extents_lie_in_their_files_and_apart(tmp_path: Path) -> None:
     spans = sorted(tuple(extent) for extent in found.extents.reshape(-1, 3).tolist())
     for file, offset, size in spans:
         assert 0 < offset and offset + size <= found.files[file][1]
-    assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in zip(spans, spans[1:], strict=False))  # noqa: RUF007
+    assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in itertools.pairwise(spans))
 
 
 def rewrite(folder: Path, change: Any) -> None:
@@ -146,9 +148,8 @@ def rewrite(folder: Path, change: Any) -> None:
 def test_missing_expert_is_a_store_error(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.2.mlp.experts.7.up_proj.weight"))
-    with pytest.raises(StoreError, match=r"model\.layers\.2\.mlp\.experts\.gate_up_proj|different") as caught:
+    with pytest.raises(StoreError, match=r"layers\.2\.mlp\.experts\.gate_up_proj .* 11 of 12 experts"):
         find(tmp_path)
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_missing_layer_is_a_store_error(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_mapping_that_computes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         transformers.conversion_mapping,
         "get_checkpoint_conversion_mapping",
-        lambda name: mapping if name == "qwen3_moe" else [],
+        lambda name: {"qwen3_moe": mapping, "legacy": []}.get(name),
     )
     with pytest.raises(UnsupportedModelError, match="made by Scale"):
         find(tmp_path)

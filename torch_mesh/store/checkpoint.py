@@ -299,7 +299,7 @@ class _ParameterStacks:
             )
         converter = next((c for c in self._converters if set(sources) <= set(c.source_patterns)), None)
         expected = tuple(self._parameters[parameter].shape)
-        operands = {pattern: self._operand(parameter, names, len(expected)) for pattern, names in sources.items()}
+        operands = {pattern: self._operand(parameter, names, expected) for pattern, names in sources.items()}
         if converter is not None and None not in sources:
             operands = self._convert(parameter, converter, operands, expected)
         result = self._single(parameter, operands)
@@ -363,8 +363,9 @@ class _ParameterStacks:
             )
         return RAW_DTYPES[next(iter(dtypes), "BF16")]
 
-    def _operand(self, parameter: str, names: Sequence[str], rank: int) -> _Stack:
+    def _operand(self, parameter: str, names: Sequence[str], expected: tuple[int, ...]) -> _Stack:
         """Tensors of the parameter's rank are stacks of experts already; of one rank less, one expert each."""
+        rank = len(expected)
         matrices: _Stack = []
         for name in names:
             file, tensor = self._tensors[name]
@@ -374,6 +375,11 @@ class _ParameterStacks:
                 matrices.append(_Matrix((_plain_view(file, tensor),)))
             else:
                 raise UnsupportedModelError(self._cannot_follow(parameter, f"{name} has the shape {tensor.shape}"))
+        if len(matrices) != expected[0]:
+            raise store_error(
+                self._folder,
+                f"{parameter} has {len(matrices)} of {expected[0]} experts, beginning with {names[0]}: incomplete?",
+            )
         return matrices
 
     def _convert(

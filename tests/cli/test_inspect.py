@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from torch_mesh import _C
+from torch_mesh.cli import main
+from torch_mesh.store.convert import convert
+
+SHAPE = {
+    "layers": 6,
+    "experts": 32,
+    "top_k": 4,
+    "hidden": 192,
+    "intermediate": 64,
+    "gated": True,
+    "bias": False,
+    "activation": "silu",
+}
+
+
+def inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    assert main(["inspect", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_store(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = convert(mesh_tiny, tmp_path / "store", "int4").store
+    held = inspect(store.folder, capsys)
+    assert (
+        held.items() >= {**SHAPE, "kind": "store", "source": "mesh-tiny", "weights": "int4", "group_size": 64}.items()
+    )
+    assert held["expert_bytes"] == _C.record_bytes("int4", 64, 192, 64, True, False)
+    assert held["reads_per_expert"] == 1
+
+
+def test_a_checkpoint(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = inspect(mesh_tiny, capsys)
+    assert held.items() >= {**SHAPE, "kind": "checkpoint", "weights": "bf16", "group_size": None}.items()
+    assert held["expert_bytes"] == 3 * 192 * 64 * 2
+    size = (mesh_tiny / "model.safetensors").stat().st_size
+    assert 0 < size - held["all_experts_bytes"] - held["other_bytes"] < 100_000  # the header
+
+
+def test_the_table_says_the_same(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(mesh_tiny, tmp_path / "store", "int8")
+    assert main(["inspect", str(tmp_path / "store")]) == 0
+    table = capsys.readouterr().out
+    for words in ("int8, groups of 64", "32, 4 of them per token", "hidden 192, intermediate 64", "mesh-tiny"):
+        assert words in table
+
+
+def test_what_is_neither_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "holds neither" in capsys.readouterr().err

@@ -1,0 +1,361 @@
+import contextlib
+import errno
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_checkpoints import save_tiny, tiny_model
+
+from torch_mesh import _C
+from torch_mesh.errors import StoreError, UnsupportedModelError
+from torch_mesh.families import find_experts
+from torch_mesh.store import writer
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.convert import convert, convert_model, pack_expert
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
+from torch_mesh.store.verify import verify
+
+WEIGHTS = ("bf16", "int8", "int4")
+
+
+def read_record(store: Store, layer: int, expert: int) -> bytes:
+    file, offset = store.manifest.place(layer, expert)
+    with (store.folder / store.manifest.record_files[file].name).open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(store.manifest.record_bytes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.parent.iterdir() if path.name.startswith(f".{folder.name}."))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_records_are_the_packed_experts_of_the_model(tmp_path: Path, family: str, weights: str) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "source")
+    store = convert(tmp_path / "source", tmp_path / "store", weights, 32).store
+    manifest = store.manifest
+    for number, layer in enumerate(find_experts(model)):
+        for expert in range(layer.num_experts):
+            record = read_record(store, number, expert)
+            assert record == pack_expert(layer.expert(expert), weights, manifest.group_size).numpy().tobytes()
+            checksum = _C.record_checksum(manifest.store_id, number, expert, record)
+            assert checksum == int(manifest.checksums[number, expert])
+            assert manifest.place(number, expert)[1] % 4096 == 0
+    assert list(verify(store)) == []
+    assert leftovers(store.folder) == []
+
+
+def test_store_is_a_complete_checkpoint_for_any_safetensors_tool(tmp_path: Path, mesh_tiny: Path) -> None:
+    store = convert(mesh_tiny, tmp_path / "store", "int8", max_file_bytes=1 << 20).store
+    source = load_file(mesh_tiny / "model.safetensors")
+    weight_map = json.loads((store.folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(weight_map) == {name for name in source if ".mlp.experts." not in name}
+    for name, file in weight_map.items():
+        with safe_open(store.folder / file, "pt") as opened:
+            assert torch.equal(opened.get_tensor(name), source[name])
+    records = 0
+    assert len(store.manifest.record_files) > 1
+    for file in store.manifest.record_files:
+        with safe_open(store.folder / file.name, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                module, _, expert = name.rpartition(".")
+                tensor = opened.get_tensor(name)
+                expected = read_record(store, store.manifest.modules.index(module), int(expert))
+                assert tensor.dtype == torch.uint8 and tensor.numpy().tobytes() == expected
+                records += 1
+    assert records == 6 * 32
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (store.folder / name).read_bytes() == (mesh_tiny / name).read_bytes()
+    config = json.loads((store.folder / "config.json").read_text())
+    assert config.pop("quantization_config") == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
+    assert config == json.loads((mesh_tiny / "config.json").read_text())
+
+
+def test_source_arguments_describe_both_kinds(tmp_path: Path, mesh_tiny: Path) -> None:
+    store = convert(mesh_tiny, tmp_path / "store", "int4", max_file_bytes=1 << 20).store
+    raw = find_checkpoint_experts(mesh_tiny, meta_model(read_config(mesh_tiny)))
+    _C.Source(**store.source_arguments())
+    _C.Source(**raw.source_arguments())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rounding_to_bf16_is_warned_of_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_tiny(tmp_path / "source", "qwen3_moe", dtype)
+    with pytest.warns(UserWarning, match="rounded to bf16") as warned:
+        convert(tmp_path / "source", tmp_path / "store", "bf16")
+    assert len([w for w in warned if "rounded" in str(w.message)]) == 1
+
+
+def test_a_loaded_model_becomes_a_store_of_records(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    store = convert_model(model, tmp_path / "store", "int8", 64).store
+    layer = find_experts(model)[2]
+    assert read_record(store, 2, 5) == pack_expert(layer.expert(5), "int8", 64).numpy().tobytes()
+    assert not (store.folder / "config.json").exists()
+    assert list(verify(store)) == []
+
+
+def test_same_conversion_is_not_repeated(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not convert(mesh_tiny, tmp_path / "store", "int8").existed
+    before = contents(tmp_path / "store")
+    monkeypatch.setattr(writer, "_Conversion", lambda *_: pytest.fail("it was converted again"))
+    assert convert(mesh_tiny, tmp_path / "store", "int8").existed
+    assert contents(tmp_path / "store") == before
+
+
+def test_another_conversion_needs_force(tmp_path: Path, mesh_tiny: Path) -> None:
+    convert(mesh_tiny, tmp_path / "store", "int8")
+    with pytest.raises(StoreError, match="--force"):
+        convert(mesh_tiny, tmp_path / "store", "int4")
+    assert open_store(tmp_path / "store").manifest.weights == "int8"
+    assert convert(mesh_tiny, tmp_path / "store", "int4", force=True).store.manifest.weights == "int4"
+    assert leftovers(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_is_no_store_is_never_replaced(tmp_path: Path, mesh_tiny: Path, force: bool) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match="is not a store"):
+        convert(mesh_tiny, tmp_path / "store", "int8", force=force)
+    assert contents(tmp_path / "store") == {"thesis.tex": b"years of work"}
+
+
+def test_the_source_is_never_replaced(tmp_path: Path, mesh_tiny: Path) -> None:
+    shutil.copytree(mesh_tiny, tmp_path / "source")
+    with pytest.raises(ValueError, match="cannot replace its source"):
+        convert(tmp_path / "source", tmp_path / "source" / ".." / "source", "int8", force=True)
+
+
+def test_a_store_is_not_converted_again(tmp_path: Path, mesh_tiny: Path) -> None:
+    convert(mesh_tiny, tmp_path / "store", "int8")
+    with pytest.raises(UnsupportedModelError, match="converted store already"):
+        convert(tmp_path / "store", tmp_path / "again", "int4")
+
+
+@pytest.mark.parametrize(("weights", "group_size", "allowed"), [("int3", 64, "'int4'"), ("int8", 48, "32, 64, 128")])
+def test_unknown_formats_say_what_is_allowed(
+    tmp_path: Path, mesh_tiny: Path, weights: str, group_size: int, allowed: str
+) -> None:
+    with pytest.raises(ValueError, match=allowed):
+        convert(mesh_tiny, tmp_path / "store", weights, group_size)
+
+
+def test_an_error_in_the_middle_leaves_a_resumable_state(
+    tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[tuple[int, int]] = []
+    fail_at = 60
+
+    def pack(original, experts, layer, expert, weights, group_size):
+        packed.append((layer, expert))
+        if len(packed) == fail_at:
+            raise KeyboardInterrupt
+        return original(experts, layer, expert, weights, group_size)
+
+    from torch_mesh.store import convert as module
+
+    original = module._pack_from_checkpoint
+    monkeypatch.setattr(module, "_pack_from_checkpoint", functools.partial(pack, original))
+    with pytest.raises(KeyboardInterrupt):
+        convert(mesh_tiny, tmp_path / "store", "int8", workers=1)
+    assert not (tmp_path / "store").exists()
+    assert leftovers(tmp_path / "store") == [".store.partial"]
+    first = set(packed)
+    packed.clear()
+    fail_at = 0
+    store = convert(mesh_tiny, tmp_path / "store", "int8", workers=1).store
+    assert len(set(packed) & first) <= 3, "finished records were packed again"
+    assert list(verify(store)) == []
+
+
+def test_a_damaged_partial_record_is_made_again(
+    tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(mesh_tiny, tmp_path / "store", "int8")
+    partial = tmp_path / ".store.partial"
+    records = next(partial.glob("mesh-*.safetensors"))
+    with records.open("r+b") as stream:  # what a loss of power leaves where the journal was faster than the data
+        stream.seek(records.stat().st_size // 2)
+        stream.write(bytes(100_000))
+    dense = next(partial.glob("model-*.safetensors"))
+    dense.write_bytes(dense.read_bytes()[:-1] + b"?")
+    with (partial / "journal.jsonl").open("ab") as stream:
+        stream.write(b'{"record":[5,')
+    assert list(verify(convert(mesh_tiny, tmp_path / "store", "int8").store)) == []
+
+
+def test_a_changed_source_does_not_resume(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(mesh_tiny, tmp_path / "source")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "source", tmp_path / "store", "int8")
+    os.utime(tmp_path / "source" / "model.safetensors")
+    made: list[int] = []
+    original = writer._Conversion._write_record
+    monkeypatch.setattr(
+        writer._Conversion, "_write_record", lambda self, *place: made.append(1) or original(self, *place)
+    )
+    convert(tmp_path / "source", tmp_path / "store", "int8")
+    assert len(made) == 6 * 32
+
+
+def test_two_conversions_at_once_write_one_store(tmp_path: Path, mesh_tiny: Path) -> None:
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(convert(mesh_tiny, tmp_path / "store", "int8").existed))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [False, True, True]
+    assert leftovers(tmp_path / "store") == []
+
+
+CONVERT = """
+import sys
+from torch_mesh.store.convert import convert
+print("ready", flush=True)
+convert(sys.argv[1], sys.argv[2], "int8", workers=1, max_file_bytes=1 << 20, progress=lambda done, total: print(done, total, flush=True))
+"""
+
+
+def kill_after(command: list[str], lines: int, delay: float) -> None:
+    """Runs ``command`` and kills it ``delay`` seconds after its line number ``lines``."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    for _ in range(lines):
+        process.stdout.readline()
+    time.sleep(delay)
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+    process.stdout.read()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_a_store_is_complete_or_absent(
+    tmp_path: Path, mesh_tiny: Path, kills: int, seed: int
+) -> None:
+    random_moment = random.Random(seed)
+    destination = tmp_path / "store"
+    command = [sys.executable, "-c", CONVERT, str(mesh_tiny), str(destination)]
+    reference = convert(mesh_tiny, tmp_path / "reference", "int8").store
+    for _ in range(kills):
+        if destination.exists():
+            shutil.rmtree(destination)
+        kill_after(command, random_moment.randrange(1, 205), random_moment.random() * 0.02)
+        if destination.exists():
+            assert list(verify(open_store(destination))) == []
+    store = convert(mesh_tiny, destination, "int8", max_file_bytes=1 << 20).store
+    assert list(verify(store)) == []
+    for layer, expert in store.records():
+        assert read_record(store, layer, expert) == read_record(reference, layer, expert)
+    assert leftovers(destination) == []
+
+
+def test_killed_between_manifest_and_rename(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(mesh_tiny, tmp_path / "store", "int8")
+    assert not (tmp_path / "store").exists()
+    assert (tmp_path / ".store.partial" / MANIFEST_NAME).exists()
+    assert list(verify(convert(mesh_tiny, tmp_path / "store", "int8").store)) == []
+    assert leftovers(tmp_path / "store") == []
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path, mesh_tiny: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        with pytest.raises(StoreError, match=r"the disk has \d+ MB free; \d+ MB of \d+ MB are still to be written"):
+            convert(mesh_tiny, disk / "store", "bf16")
+        assert list(disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_a_resumable_state(
+    tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", 40 << 20) as disk:
+        monkeypatch.setattr(writer, "_check_free_space", lambda *_: None)
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(30 << 20))
+        with pytest.raises(StoreError, match="the disk is full") as caught:
+            convert(mesh_tiny, disk / "store", "bf16")
+        assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
+        assert not (disk / "store").exists()
+        ballast.unlink()
+        assert list(verify(convert(mesh_tiny, disk / "store", "bf16").store)) == []
+        assert [path.name for path in disk.iterdir()] == ["store"]
+
+
+PEAK = """
+import resource, sys, threading, time
+import psutil
+from torch_mesh.store.convert import convert
+convert(sys.argv[1], sys.argv[2] + "-first", "int8", workers=2)  # what is allocated once, for whatever size
+process, peak, done = psutil.Process(), [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        info = process.memory_full_info()
+        peak[0] = max(peak[0], info.uss)
+before = process.memory_full_info().uss
+threading.Thread(target=watch, daemon=True).start()
+convert(sys.argv[1], sys.argv[2], "int8", workers=2)
+done.set()
+print(peak[0] - before)
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])  # separate tensors, fused tensors
+def test_memory_is_bounded_by_a_few_experts(tmp_path: Path, family: str) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    save_tiny(tmp_path / "source", family, **sizes, num_experts=48, num_local_experts=48)
+    expert_bytes = 3 * 512 * 512 * 2
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "source"), str(tmp_path / "store")]
+    rise = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert rise < 20 * expert_bytes, f"{rise / expert_bytes:.1f} experts of 96"

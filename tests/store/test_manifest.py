@@ -1,0 +1,196 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from tiny_checkpoints import save_tiny
+
+from torch_mesh.errors import StoreError
+from torch_mesh.store import manifest as manifest_module
+from torch_mesh.store.convert import convert
+from torch_mesh.store.header import read_header
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store, plan_record_files
+from torch_mesh.store.verify import verify
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store of 24 records in several files, some hundred KB in all."""
+    folder = tmp_path_factory.mktemp("pristine")
+    sizes = {"num_experts": 6, "num_hidden_layers": 4, "vocab_size": 32}
+    save_tiny(folder / "source", "qwen3_moe", **sizes)
+    return convert(folder / "source", folder / "store", "int4", max_file_bytes=100_000).store
+
+
+@pytest.fixture
+def store(pristine: Store, tmp_path: Path) -> Store:
+    return open_store(shutil.copytree(pristine.folder, tmp_path / "store"))
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the manifest and makes its digest right again, as someone would who means harm."""
+    path = folder / MANIFEST_NAME
+    table = json.loads(path.read_text())
+    change(table)
+    table["digest"] = manifest_module._digest(table)
+    path.write_text(json.dumps(table))
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "version-unknown": lambda t: t.update(format_version=99),
+    "version-missing": lambda t: t.pop("format_version"),
+    "key-missing": lambda t: t.pop("shape"),
+    "key-unknown": lambda t: t.update(extra=1),
+    "weights-unknown": lambda t: t.update(weights="int2"),
+    "weights-list": lambda t: t.update(weights=["int4"]),
+    "group-size-unknown": lambda t: t.update(group_size=48),
+    "group-size-of-bf16": lambda t: t.update(weights="bf16"),
+    "record-bytes-wrong": lambda t: t.update(record_bytes=t["record_bytes"] + 4096),
+    "record-bytes-boolean": lambda t: t.update(record_bytes=True),
+    "record-bytes-zero": lambda t: t.update(record_bytes=0),
+    "store-id-short": lambda t: t.update(store_id="00"),
+    "store-id-not-hex": lambda t: t.update(store_id="g" * 32),
+    "store-id-another": lambda t: t.update(store_id="0" * 32),
+    "layers-huge": lambda t: t["shape"].update(layers=1 << 40),
+    "experts-negative": lambda t: t["shape"].update(experts=-6),
+    "experts-times-layers-huge": lambda t: t["shape"].update(layers=1 << 19, experts=1 << 19),
+    "top-k-above-experts": lambda t: t["shape"].update(top_k=7),
+    "hidden-of-another-record": lambda t: t["shape"].update(hidden=4096),
+    "gated-number": lambda t: t["shape"].update(gated=1),
+    "shape-list": lambda t: t.update(shape=[]),
+    "activation-number": lambda t: t["shape"].update(activation=3),
+    "modules-missing": lambda t: t["modules"].pop(),
+    "modules-twice": lambda t: t["modules"].__setitem__(0, t["modules"][1]),
+    "modules-other": lambda t: t["modules"].__setitem__(0, "model.layers.9.mlp.experts"),
+    "modules-long": lambda t: t["modules"].__setitem__(0, "m" * 100_000),
+    "modules-surrogate": lambda t: t["modules"].__setitem__(0, "\udc80"),
+    "checksums-short": lambda t: t["checksums"].pop(),
+    "checksums-not-hex": lambda t: t["checksums"].__setitem__(0, "x" * len(t["checksums"][0])),
+    "checksums-numbers": lambda t: t["checksums"].__setitem__(0, 3),
+    "files-none": lambda t: t.update(record_files=[]),
+    "files-not-list": lambda t: t.update(record_files=3),
+    "file-outside": lambda t: t["record_files"][0].update(name="../x.safetensors"),
+    "file-absolute": lambda t: t["record_files"][0].update(name="/etc/passwd"),
+    "file-absent": lambda t: t["record_files"][0].update(name="absent.safetensors"),
+    "file-twice": lambda t: t["record_files"][0].update(name=t["record_files"][1]["name"]),
+    "file-is-weights": lambda t: t["record_files"][0].update(name=t["other_files"][-1]["name"]),
+    "file-start-unaligned": lambda t: t["record_files"][0].update(data_start=4097),
+    "file-start-elsewhere": lambda t: t["record_files"][0].update(
+        data_start=8192, bytes=t["record_files"][0]["bytes"] - t["record_files"][0]["data_start"] + 8192
+    ),
+    "file-bytes-wrong": lambda t: t["record_files"][0].update(bytes=t["record_files"][0]["bytes"] + 1),
+    "file-records-wrong": lambda t: t["record_files"][0].update(records=1),
+    "files-swapped": lambda t: t["record_files"].reverse(),
+    "other-file-outside": lambda t: t["other_files"][0].update(name="../config.json"),
+    "other-file-digest": lambda t: t["other_files"][0].update(digest=3),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifest_is_refused(store: Store, name: str) -> None:
+    rewrite_manifest(store.folder, HOSTILE[name])
+    with pytest.raises(StoreError) as caught:
+        open_store(store.folder)
+    assert str(store.folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"null", b"\xff", b'{"format_version":1,"format_version":1}', b"[" * 100_000]
+)
+def test_manifest_that_is_something_else_is_refused(store: Store, content: bytes) -> None:
+    (store.folder / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(StoreError):
+        open_store(store.folder)
+
+
+def test_folder_without_a_manifest_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a store"):
+        open_store(tmp_path)
+
+
+def test_truncated_and_missing_record_files_are_refused(store: Store) -> None:
+    path = store.folder / store.manifest.record_files[1].name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(StoreError, match="truncated"):
+        open_store(store.folder)
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        open_store(store.folder)
+
+
+def test_record_files_of_another_store_are_refused(store: Store, pristine: Store, tmp_path: Path) -> None:
+    other = convert(pristine.folder.parent / "source", tmp_path / "other", "int4", max_file_bytes=100_000).store
+    name = store.manifest.record_files[0].name
+    shutil.copy(other.folder / name, store.folder / name)
+    with pytest.raises(StoreError, match="another store"):
+        open_store(store.folder)
+
+
+def test_two_records_that_changed_places_are_found(store: Store) -> None:
+    size = store.manifest.record_bytes
+    path = store.folder / store.manifest.record_files[0].name
+    start = store.manifest.record_files[0].data_start
+    content = bytearray(path.read_bytes())
+    first, second = content[start : start + size], content[start + size : start + 2 * size]
+    content[start : start + 2 * size] = second + first
+    path.write_bytes(content)
+    assert [(d.layer, d.expert) for d in verify(open_store(store.folder))] == [(0, 0), (0, 1)]
+
+
+@hypothesis.given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 200_000))
+def test_record_files_hold_every_record_once(experts: int, layers: int, max_file_bytes: int) -> None:
+    shape = manifest_module.Shape(layers, experts, 1, 64, 64, True, False, None)
+    modules = tuple(f"layers.{i}.experts" for i in range(layers))
+    plan = plan_record_files(shape, modules, 8192, bytes(16), max_file_bytes)
+    assert sum(file.records for file, _ in plan) == layers * experts
+    for file, header in plan:
+        assert len(header) == file.data_start and file.data_start % 4096 == 0
+        assert file.records == 1 or file.records * 8192 <= max_file_bytes
+        assert file.bytes == file.data_start + 8192 * file.records
+
+
+def found_damage(folder: Path) -> bool:
+    try:
+        return any(True for _ in verify(open_store(folder)))
+    except StoreError:
+        return True
+
+
+def check_flips(store: Store, path: Path, places: list[int], rng: np.random.Generator) -> None:
+    """Flips one bit at each place in turn; each must be found."""
+    for place in places:
+        bit = 1 << int(rng.integers(8))
+        with path.open("r+b") as stream:
+            stream.seek(place)
+            (before,) = stream.read(1)
+            stream.seek(place)
+            stream.write(bytes([before ^ bit]))
+        assert found_damage(store.folder), f"{path.name}: bit {bit} of byte {place} was flipped unseen"
+        with path.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(bytes([before]))
+
+
+def test_a_flipped_bit_anywhere_is_found(store: Store, rng: np.random.Generator) -> None:
+    for path in sorted(store.folder.iterdir()):
+        size = path.stat().st_size
+        check_flips(store, path, [0, size - 1, *map(int, rng.integers(0, size, 20))], rng)
+    assert not found_damage(store.folder)
+
+
+def test_a_flipped_bit_anywhere_in_a_header_is_found(store: Store, rng: np.random.Generator) -> None:
+    path = store.folder / store.manifest.record_files[0].name
+    start = read_header(path).data_start
+    check_flips(store, path, list(map(int, rng.integers(0, start, 150))), rng)
+
+
+@pytest.mark.slow
+def test_every_single_byte_of_a_store_matters(store: Store, rng: np.random.Generator) -> None:
+    for path in sorted(store.folder.iterdir()):
+        check_flips(store, path, list(range(0, path.stat().st_size, 61)), rng)
