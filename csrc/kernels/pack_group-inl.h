@@ -15,14 +15,14 @@ namespace {
 struct Int8Grid {
   static constexpr float kLow = -127, kHigh = 127;
   static constexpr int kCandidates = 20;
-  static constexpr float candidate(int i) { return 126.0f + 0.75f * static_cast<float>(i); }
+  static constexpr float candidate(int i) { return 125.0f + 0.25f * static_cast<float>(i); }
 };
 
 struct Int4Grid {
   static constexpr float kLow = -8, kHigh = 7;
   static constexpr int kCandidates = 22;
   static constexpr float candidate(int i) {
-    const float magnitude = 6.5f + 0.35f * static_cast<float>(i / 2);
+    const float magnitude = 6.6f + 0.26f * static_cast<float>(i / 2);
     return i % 2 == 0 ? magnitude : -magnitude;
   }
 };

@@ -1,0 +1,461 @@
+#include <atomic>
+
+#include "base/error.h"
+#include "kernels_fixture.h"
+
+namespace torch_mesh::testing {
+namespace {
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  const int32_t hiddens[] = {1, 63, 65, 192, 200};
+  const int32_t intermediates[] = {1, 64, 100, 768};
+  const int32_t groups[] = {32, 64, 128};
+  int32_t n = 0;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    for (int32_t hidden : hiddens) {
+      for (int32_t intermediate : intermediates) {
+        // Walks through groups, halves, biases and activations with periods that meet in all
+        // combinations.
+        all.push_back({format, groups[n % 3], hidden, intermediate, n % 2 == 0, n % 5 < 2,
+                       static_cast<Activation>(n / 2 % 3)});
+        ++n;
+      }
+    }
+  }
+  return all;
+}
+
+constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
+
+// bf16 on AVX512-BF16 rounds on the instruction's own terms; everything else agrees to the bit.
+bool rounds_alike(const KernelTable& table, Format format) {
+  return format != Format::kBf16 || std::string_view(table.name) != "avx512_bf16";
+}
+
+double typical_error(Format format) {
+  return format == Format::kBf16 ? 0.006 : format == Format::kInt8 ? 0.03 : 0.03;
+}
+
+TEST(ExpertFfn, EveryTableAgreesWithScalar) {
+  Random random;
+  for (const Shape& shape : shapes()) {
+    SCOPED_TRACE(name_of(shape));
+    const Weights weights(shape.layout(), random);
+    const Bytes record = weights.pack(kScalarTable);
+    const Rows rows(shape.layout(), kRowCounts[random.below(std::size(kRowCounts))], random);
+    const auto expected = run_ffn(kScalarTable, shape, record, rows);
+    for (const KernelTable* table : all_tables()) {
+      SCOPED_TRACE(table->name);
+      const auto products = run_ffn(*table, shape, record, rows);
+      if (rounds_alike(*table, shape.format)) {
+        EXPECT_TRUE(same_bits(products, expected));
+      } else if (rows.count() > 0) {
+        const std::vector<double> wide(expected.begin(), expected.end());
+        EXPECT_LT(relative_error(products, wide, rows), 2e-3);
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, AgreesWithFloat64) {
+  Random random;
+  for (const Shape& shape : shapes()) {
+    if (shape.hidden == 1 || shape.intermediate == 1) continue;  // one rounding is the whole error
+    SCOPED_TRACE(name_of(shape));
+    const Weights weights(shape.layout(), random);
+    const Bytes record = weights.pack(kernel_table());
+    const Unpacked unpacked(shape.layout(), record);
+    const Rows rows(shape.layout(), 1 + random.below(9), random);
+    const auto expected = ffn_reference(shape, unpacked, rows);
+    for (const KernelTable* table : all_tables()) {
+      SCOPED_TRACE(table->name);
+      const auto products = run_ffn(*table, shape, record, rows);
+      EXPECT_LT(relative_error(products, expected, rows), typical_error(shape.format));
+    }
+  }
+}
+
+// Row counts run through every tile shape; few rows and many use the same order of additions.
+TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    const Shape shape{format, 64, 200, 100};
+    const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+    const Rows rows(shape.layout(), 40, random);
+    for (const KernelTable* table : all_tables()) {
+      const auto together = run_ffn(*table, shape, record, rows);
+      for (int32_t count = 1; count <= 17; ++count) {
+        Rows few = rows;
+        few.tokens.resize(static_cast<size_t>(count));
+        const auto products = run_ffn(*table, shape, record, few);
+        for (int32_t r = 0; r < count; ++r) {
+          const int64_t at = int64_t{rows.places[r]} * shape.hidden;
+          ASSERT_EQ(0, std::memcmp(&together[at], &products[at], 4 * shape.hidden)) << table->name;
+        }
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, TheOrderOfTasksDoesNotMatter) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    const Shape shape{format, 128, 200, 300};
+    const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+    const Rows rows(shape.layout(), 5, random);
+    EXPECT_TRUE(same_bits(run_ffn(kernel_table(), shape, record, rows, {}, false),
+                          run_ffn(kernel_table(), shape, record, rows, {}, true)));
+  }
+}
+
+TEST(ExpertFfn, WritesItsPlacesOnly) {
+  Random random;
+  const Shape shape{Format::kInt4, 32, 65, 100};
+  const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+  const Rows rows(shape.layout(), 6, random);
+  for (const KernelTable* table : all_tables()) {
+    const auto products = run_ffn(*table, shape, record, rows);
+    std::vector<bool> written(static_cast<size_t>(rows.all()));
+    for (int32_t r = 0; r < rows.count(); ++r) written[rows.places[r]] = true;
+    for (int32_t place = 0; place < rows.all(); ++place) {
+      for (int32_t c = 0; c < shape.hidden; ++c) {
+        EXPECT_EQ(written[place], !std::isnan(products[place * shape.hidden + c]));
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    const Shape shape{format, 64, 200, 100};
+    const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+    Rows rows(shape.layout(), 7, random);
+    const auto clean = run_ffn(kernel_table(), shape, record, rows);
+    rows.row(rows.tokens[2])[random.below(shape.hidden)] = std::numeric_limits<float>::quiet_NaN();
+    rows.row(rows.tokens[5])[random.below(shape.hidden)] = std::numeric_limits<float>::infinity();
+    for (const KernelTable* table : all_tables()) {
+      SCOPED_TRACE(table->name);
+      const auto products = run_ffn(*table, shape, record, rows);
+      for (int32_t r = 0; r < rows.count(); ++r) {
+        for (int32_t c = 0; c < shape.hidden; ++c) {
+          const int64_t i = int64_t{rows.places[r]} * shape.hidden + c;
+          if (r == 2 || r == 5) {
+            EXPECT_TRUE(std::isnan(products[i]) || (r == 5 && std::isinf(products[i])));
+          } else if (rounds_alike(*table, format)) {
+            EXPECT_EQ(products[i], clean[i]);
+          } else {
+            EXPECT_TRUE(std::isfinite(products[i]));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, AWeightThatIsNotFiniteShows) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    for (float bad : {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF}) {
+      const Shape shape{format, 32, 100, 70};
+      Weights weights(shape.layout(), random);
+      const int32_t column = random.below(shape.hidden);
+      weights.down[column * shape.intermediate + random.below(shape.intermediate)] = bad;
+      const Rows rows(shape.layout(), 3, random);
+      for (const KernelTable* table : all_tables()) {
+        const auto products = run_ffn(*table, shape, weights.pack(*table), rows);
+        for (int32_t r = 0; r < rows.count(); ++r) {
+          for (int32_t c = 0; c < shape.hidden; ++c) {
+            const float value = products[rows.places[r] * shape.hidden + c];
+            EXPECT_EQ(std::isfinite(value), c != column) << table->name;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Columns of padding may hold anything: their sums are dropped, and hidden groups do not see them.
+TEST(ExpertFfn, PaddingColumnsAreNotData) {
+  Random random;
+  const Shape shape{Format::kBf16, 64, 100, 70};
+  const RecordLayout layout = shape.layout();
+  const Bytes record = Weights(layout, random).pack(kernel_table());
+  const Rows rows(layout, 5, random);
+  const auto clean = run_ffn(kernel_table(), shape, record, rows);
+  const auto poison = [&](const PackedMatrix& matrix, int64_t offset, int32_t first_block) {
+    const int32_t used = matrix.columns % kBlockColumns;
+    for (int32_t b = first_block; b < matrix.blocks; ++b) {
+      for (int32_t word = 0; word < matrix.depth_padded / 2; ++word) {
+        std::byte* words = record.data() + offset + b * matrix.block_bytes + word * 256;
+        std::memset(words + used * 4, 0x7f, static_cast<size_t>(kBlockColumns - used) * 4);
+      }
+    }
+  };
+  poison(layout.gate_up, layout.gate_up_offset, layout.gate_up.blocks - 2);
+  poison(layout.down, layout.down_offset, layout.down.blocks - 1);
+  for (const KernelTable* table : all_tables()) {
+    const auto products = run_ffn(*table, shape, record, rows);
+    if (rounds_alike(*table, shape.format)) {
+      EXPECT_TRUE(same_bits(products, clean)) << table->name;
+    } else {
+      for (int32_t r = 0; r < rows.count(); ++r) {
+        EXPECT_TRUE(std::isfinite(products[rows.places[r] * shape.hidden])) << table->name;
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, TakesEveryTypeOfActivation) {
+  Random random;
+  const Shape shape{Format::kInt8, 64, 100, 64};
+  for (const KernelTable* table : all_tables()) {
+    const ExpertFfn ffn(shape.layout(), shape.activation, {}, *table);
+    // Small integers are the same number in all three types; an odd byte offset makes them
+    // unaligned.
+    Bytes wide(4 * shape.hidden + 1), half(2 * shape.hidden + 1), brain(2 * shape.hidden + 1);
+    for (int32_t k = 0; k < shape.hidden; ++k) {
+      const int32_t value = k % 17 - 8;
+      const auto single = static_cast<float>(value);
+      const auto float16 = static_cast<_Float16>(value);
+      uint32_t bits;
+      std::memcpy(&bits, &single, 4);
+      const auto bfloat = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(wide.data() + 1 + 4 * k, &single, 4);
+      std::memcpy(half.data() + 1 + 2 * k, &float16, 2);
+      std::memcpy(brain.data() + 1 + 2 * k, &bfloat, 2);
+    }
+    Bytes from_wide(ffn.prepared_bytes(1)), from_half(ffn.prepared_bytes(1)),
+        from_brain(ffn.prepared_bytes(1));
+    const auto prepare = [&](const Bytes& x, ScalarType type, const Bytes& to) {
+      ffn.prepare(x.data() + 1, type, 0, 1, 0, 1, to.data());
+    };
+    prepare(wide, ScalarType::kFloat32, from_wide);
+    prepare(half, ScalarType::kFloat16, from_half);
+    prepare(brain, ScalarType::kBf16, from_brain);
+    EXPECT_TRUE(from_wide == from_half) << table->name;
+    EXPECT_TRUE(from_wide == from_brain) << table->name;
+  }
+}
+
+TEST(Linear, AgreesWithFloat64) {
+  Random random;
+  for (const Shape& shape : shapes()) {
+    SCOPED_TRACE(name_of(shape));
+    const RecordLayout layout = shape.layout();
+    const Bytes record = Weights(layout, random).pack(kernel_table());
+    const Unpacked weights(layout, record);
+    for (int32_t projection : {0, 1}) {
+      const int32_t depth = projection == 0 ? shape.hidden : shape.intermediate;
+      const int32_t columns = projection == 0 ? layout.halves() * shape.intermediate : shape.hidden;
+      const auto& matrix = projection == 0 ? weights.gate_up : weights.down;
+      const auto& bias = projection == 0 ? weights.gate_up_bias : weights.down_bias;
+      const int32_t rows = 1 + random.below(6), first = 2;
+      const auto x = random.normals(int64_t{rows + first} * depth);
+      for (const KernelTable* table : all_tables()) {
+        const ExpertFfn ffn(layout, shape.activation, {}, *table);
+        const int64_t stride = columns + 5;
+        std::vector<float> out(static_cast<size_t>(rows * stride), -1.0f);
+        Bytes prepared(projection == 0 ? ffn.prepared_bytes(rows + first)
+                                       : ffn.prepared_hidden_bytes(rows + first));
+        const auto prepare = projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
+        (ffn.*prepare)(x.data(), ScalarType::kFloat32, depth, rows + first, 0, rows + first,
+                       prepared.data());
+        for (int32_t task = 0; task < ffn.linear_tasks(projection); ++task) {
+          ffn.linear(projection, task, prepared.data(), rows + first, record.data(), first, rows,
+                     out.data(), stride);
+        }
+        const double tolerance = shape.format == Format::kBf16 ? 0.01 : 0.03;
+        for (int32_t r = 0; r < rows; ++r) {
+          for (int32_t c = 0; c < columns; ++c) {
+            double sum = shape.bias ? bias[c] : 0.0f, size = 1e-3;
+            for (int32_t k = 0; k < depth; ++k) {
+              const double product = double{matrix[int64_t{c} * depth + k]} *
+                                     double{x[int64_t{r + first} * depth + k]};
+              sum += product;
+              size += product * product;
+            }
+            ASSERT_NEAR(out[r * stride + c], sum, tolerance * std::sqrt(size)) << table->name;
+          }
+          for (int64_t c = columns; c < stride; ++c) ASSERT_EQ(out[r * stride + c], -1.0f);
+        }
+      }
+    }
+  }
+}
+
+// brgemm's contract in plain C++.
+std::atomic<int64_t> gemm_calls, gemm_releases;
+
+void plain_gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                     const uint16_t* a, const uint16_t* b, float* c) {
+  ++gemm_calls;
+  const auto widen = [](uint16_t half) {
+    const uint32_t bits = uint32_t{half} << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  };
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      float sum = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        sum += widen(a[i * lda + l]) * widen(b[(l / 2 * ldb + j) * 2 + l % 2]);
+      }
+      c[i * ldc + j] = sum;
+    }
+  }
+}
+
+void plain_gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                     const uint8_t* a, const int8_t* b, int32_t* c) {
+  ++gemm_calls;
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      int32_t sum = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        sum += int32_t{a[i * lda + l]} * int32_t{b[(l / 4 * ldb + j) * 4 + l % 4]};
+      }
+      c[i * ldc + j] = sum;
+    }
+  }
+}
+
+TEST(Gemm, GivesWhatThePlainProductsGive) {
+  Random random;
+  Runtime runtime;
+  runtime.gemm_bf16 = plain_gemm_bf16;
+  runtime.gemm_u8s8 = plain_gemm_u8s8;
+  runtime.gemm_release = [] { ++gemm_releases; };
+  std::vector<Shape> cases;
+  for (int32_t group : {32, 64, 128}) {
+    cases.push_back({Format::kInt8, group, 200, 300});
+    cases.push_back({Format::kInt4, group, 200, 300});
+  }
+  cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
+  for (const Shape& shape : cases) {
+    SCOPED_TRACE(name_of(shape));
+    const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+    for (const KernelTable* table : all_tables()) {
+      SCOPED_TRACE(table->name);
+      const int32_t threshold = table->gemm_rows[static_cast<int>(shape.format)];
+      for (int32_t count : {threshold - 1, threshold, 45}) {
+        const Rows rows(shape.layout(), count, random);
+        gemm_calls = gemm_releases = 0;
+        const auto products = run_ffn(*table, shape, record, rows, runtime);
+        EXPECT_EQ(gemm_calls > 0, count >= threshold);
+        EXPECT_EQ(gemm_releases > 0, count >= threshold);
+        const auto plain = run_ffn(*table, shape, record, rows);
+        if (shape.format != Format::kBf16) {
+          EXPECT_TRUE(same_bits(products, plain));
+        } else {
+          const std::vector<double> wide(plain.begin(), plain.end());
+          EXPECT_LT(relative_error(products, wide, rows), 2e-3);
+        }
+      }
+    }
+  }
+}
+
+// Gaussian weights and activations, the sizes of Qwen3-30B-A3B, against float64.
+TEST(Accuracy, OfOneExpertIsAsPromised) {
+  Random random;
+  const struct {
+    Format format;
+    int32_t group;
+    double limit;
+  } promises[] = {{Format::kBf16, 64, 0.005},
+                  {Format::kInt8, 64, 0.018},
+                  {Format::kInt4, 64, 0.165},
+                  {Format::kInt4, 32, 0.145}};
+  for (const auto& promise : promises) {
+    const Shape shape{promise.format, promise.group, 2048, 768};
+    Weights weights(shape.layout(), random);
+    const Bytes record = weights.pack(kernel_table());
+    Unpacked exact(shape.layout(), record);
+    exact.gate_up = weights.gate;
+    exact.gate_up.insert(exact.gate_up.end(), weights.up.begin(), weights.up.end());
+    exact.down = weights.down;
+    Rows rows(shape.layout(), 48, random);
+    std::fill(rows.weights.begin(), rows.weights.end(), 1.0f);  // no row counts more than others
+    const auto products = run_ffn(kernel_table(), shape, record, rows);
+    const double error = relative_error(products, ffn_reference(shape, exact, rows), rows);
+    std::printf("%s: error %.2f %%, promised %.1f %%\n", name_of(shape).c_str(), 100 * error,
+                100 * promise.limit);
+    EXPECT_LT(error, promise.limit) << name_of(shape);
+  }
+}
+
+double ulps(float value, double exact) {
+  if (std::abs(exact) < 3e-37) return std::abs(value - exact) < 3e-37 ? 0 : HUGE_VAL;
+  int exponent;
+  std::frexp(exact, &exponent);
+  return std::abs(value - exact) / std::ldexp(1.0, exponent - 24);
+}
+
+TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
+  const struct {
+    Activation activation;
+    double limit;
+    float low;
+  } limits[] = {
+      {Activation::kSilu, 3, -200}, {Activation::kGelu, 4, -40}, {Activation::kGeluTanh, 15, -4}};
+  for (const auto& limit : limits) {
+    std::vector<float> x;
+    for (float value = limit.low; value < 40; value += 0x1p-11f * 1.37f) x.push_back(value);
+    for (float tiny = 1; tiny > 1e-30f; tiny /= 3) x.insert(x.end(), {tiny, -tiny});
+    x.resize(static_cast<size_t>(round_up(static_cast<int64_t>(x.size()), 64)), 0.0f);
+    std::vector<float> oracle = x;
+    const auto count = static_cast<int32_t>(x.size());
+    kScalarTable.activate(limit.activation, oracle.data(), nullptr, count);
+    double worst = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      worst = std::max(worst, ulps(oracle[i], activation_reference(limit.activation, x[i])));
+    }
+    std::printf("activation %d: %.2f ulp\n", static_cast<int>(limit.activation), worst);
+    EXPECT_LT(worst, limit.limit);
+    for (const KernelTable* table : all_tables()) {
+      std::vector<float> values = x;
+      table->activate(limit.activation, values.data(), nullptr, count);
+      EXPECT_TRUE(same_bits(values, oracle)) << table->name;
+    }
+  }
+}
+
+TEST(Activations, KeepNanAndInfinity) {
+  for (const KernelTable* table : all_tables()) {
+    for (Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
+      std::vector<float> x(64, std::numeric_limits<float>::quiet_NaN());
+      x[1] = HUGE_VALF;
+      table->activate(activation, x.data(), nullptr, 64);
+      EXPECT_TRUE(std::isnan(x[0]));
+      EXPECT_EQ(x[1], HUGE_VALF);
+    }
+  }
+}
+
+TEST(KernelTables, AreFoundByName) {
+  EXPECT_EQ(kernel_tables().front(), "scalar");
+  for (std::string_view name : kernel_tables()) {
+    EXPECT_EQ(name, kernel_table_name(kernel_table(name)));
+  }
+  EXPECT_THROW(kernel_table("sse9"), Error);
+  EXPECT_THROW(activation_from_name("swish9"), Error);
+  EXPECT_EQ(activation_from_name("gelu_tanh"), Activation::kGeluTanh);
+}
+
+void exit_with_the_table_that(const char* isa, const char* expected) {
+  ::setenv("TORCH_MESH_ISA", isa, 1);
+  std::exit(std::strcmp(kernel_table_name(kernel_table()), expected) == 0 ? 0 : 1);
+}
+
+TEST(KernelTables, TheEnvironmentNamesTheFirstChoice) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, which has chosen nothing yet
+  EXPECT_EXIT(exit_with_the_table_that("scalar", "scalar"), ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(exit_with_the_table_that("", kernel_tables().back().data()),
+              ::testing::ExitedWithCode(0), "");
+}
+
+}  // namespace
+}  // namespace torch_mesh::testing
