@@ -42,8 +42,9 @@ class Contender:
     measured: int
     options: dict[str, Any]
 
-    def run(self, limit: int, measured: int, warm_up: int) -> dict[str, Any]:
+    def run(self, limit: int, measured: int, warm_up: int, watch_memory: bool = False) -> dict[str, Any]:
         request = {
+            "watch_memory": watch_memory,
             "vocab": synthetic.Shape.vocab,
             "prompt": PROMPT,
             "seed": SEED,
@@ -56,7 +57,7 @@ class Contender:
 
 def limit_of(contender: Contender) -> int:
     """Own anonymous memory, from a run without a limit, + dense bytes + 0.4 of the expert bytes + slack."""
-    free = contender.run(sessions.NO_LIMIT, measured=2, warm_up=1)
+    free = contender.run(sessions.NO_LIMIT, measured=2, warm_up=1, watch_memory=True)
     own = free["anonymous_peak"] - free["anonymous_weights"]
     return own + contender.dense_bytes + int(RESIDENT * contender.expert_bytes) + SLACK
 

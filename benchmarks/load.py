@@ -24,10 +24,10 @@ MAX_SECONDS, MAX_BYTES = 5.0, 2_000_000_000
 def measure(options: Any) -> Report:
     shape = synthetic.Shape(layers=options.layers)
     source, ours = synthetic.checkpoint(options.dir, shape), synthetic.store(options.dir, shape, "int4")
-    threads = {"threads": harness.available_cpus(), "measured": 0}
+    common = {"threads": harness.available_cpus(), "measured": 0, "watch_memory": False}
 
     def load(script: str, model: Path, limit: int, **request: Any) -> dict[str, Any]:
-        return sessions.run(Path(sys.executable), script, model, limit, {**threads, **request})
+        return sessions.run(Path(sys.executable), script, model, limit, {**common, **request})
 
     systems = {
         "torch_mesh": partial(load, "mesh.py", ours, MAX_BYTES, resident=RESIDENT),

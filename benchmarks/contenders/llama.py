@@ -80,7 +80,8 @@ class Llama:
         pass
 
     def facts(self) -> dict[str, Any]:
-        return {"anonymous_weights": 0, "version": llama_cpp.__version__}
+        system = llama_cpp.llama_print_system_info().decode()
+        return {"anonymous_weights": 0, "version": llama_cpp.__version__, "system": system}
 
 
 if __name__ == "__main__":
