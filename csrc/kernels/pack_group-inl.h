@@ -77,30 +77,44 @@ struct Fit {
   Floats gain;
 };
 
-// The least-squares scale for the integers that `inverse` gives. |x - s q|^2 = |x|^2 - (2 s xq -
-// s^2 qq): the gain is what the scale takes off.
+// How many candidates are fitted in one pass: their chains of additions overlap.
+constexpr int kTogether = 2;
+
+// The least-squares scales for the integers that kTogether candidates give. |x - s q|^2 = |x|^2 -
+// (2 s xq - s^2 qq): the gain is what a scale takes off.
 template <typename Grid>
-inline Fit fit_scale(const Columns& columns, Floats inverse) {
-  Floats xq = broadcast(0.0f), qq = broadcast(0.0f);
+inline void fit_scales(const Columns& columns, int first, Fit (&fits)[kTogether]) {
+  Floats inverse[kTogether], xq[kTogether], qq[kTogether];
+  for (int i = 0; i < kTogether; ++i) {
+    inverse[i] = broadcast(Grid::candidate(first + i)) / columns.amax;
+    xq[i] = qq[i] = broadcast(0.0f);
+  }
   for (int32_t k = 0; k < columns.depth; ++k) {
     const Floats x = columns.row(k);
-    const Floats q = quantise<Grid>(x, inverse);
-    xq = multiply_add(x, q, xq);
-    qq = multiply_add(q, q, qq);
+    for (int i = 0; i < kTogether; ++i) {
+      const Floats q = quantise<Grid>(x, inverse[i]);
+      xq[i] = multiply_add(x, q, xq[i]);
+      qq[i] = multiply_add(q, q, qq[i]);
+    }
   }
-  const Floats scale = to_bf16(xq / qq);
-  return {scale, scale * (xq + xq - scale * qq)};
+  for (int i = 0; i < kTogether; ++i) {
+    const Floats scale = to_bf16(xq[i] / qq[i]);
+    fits[i] = {scale, scale * (xq[i] + xq[i] - scale * qq[i])};
+  }
 }
 
 template <typename Grid>
 inline Floats best_scale(const Columns& columns) {
-  Fit best{columns.amax * broadcast(1.0f / Grid::candidate(0)), broadcast(-1.0f)};
-  best.scale = to_bf16(best.scale);
-  for (int i = 0; i < Grid::kCandidates; ++i) {
-    const Fit fit = fit_scale<Grid>(columns, broadcast(Grid::candidate(i)) / columns.amax);
-    const Mask better = less(best.gain, fit.gain);
-    best.scale = select(better, fit.scale, best.scale);
-    best.gain = select(better, fit.gain, best.gain);
+  static_assert(Grid::kCandidates % kTogether == 0);
+  Fit best{to_bf16(columns.amax * broadcast(1.0f / Grid::candidate(0))), broadcast(-1.0f)};
+  for (int first = 0; first < Grid::kCandidates; first += kTogether) {
+    Fit fits[kTogether];
+    fit_scales<Grid>(columns, first, fits);
+    for (const Fit& fit : fits) {
+      const Mask better = less(best.gain, fit.gain);
+      best.scale = select(better, fit.scale, best.scale);
+      best.gain = select(better, fit.gain, best.gain);
+    }
   }
   return best.scale;
 }
