@@ -22,7 +22,7 @@ from torch_mesh.store.verify import verify
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store of 24 records in several files, some hundred KB in all."""
     folder = tmp_path_factory.mktemp("pristine")
-    sizes = {"num_experts": 6, "num_hidden_layers": 4, "vocab_size": 32}
+    sizes = {"num_experts": 6, "num_local_experts": 6, "num_hidden_layers": 4, "vocab_size": 32}
     save_tiny(folder / "source", "qwen3_moe", **sizes)
     return convert(folder / "source", folder / "store", "int4", max_file_bytes=100_000).store
 
@@ -59,7 +59,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "layers-huge": lambda t: t["shape"].update(layers=1 << 40),
     "experts-negative": lambda t: t["shape"].update(experts=-6),
     "experts-times-layers-huge": lambda t: t["shape"].update(layers=1 << 19, experts=1 << 19),
-    "top-k-above-experts": lambda t: t["shape"].update(top_k=7),
+    "top-k-above-experts": lambda t: t["shape"].update(top_k=1000),
     "hidden-of-another-record": lambda t: t["shape"].update(hidden=4096),
     "gated-number": lambda t: t["shape"].update(gated=1),
     "shape-list": lambda t: t.update(shape=[]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from rich.filesize import decimal as format_bytes
+
 from torch_mesh.store.checkpoint import local_folder
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     shape = written.store.manifest.shape
     size = written.store.manifest.record_bytes * shape.layers * shape.experts
-    what = f"{shape.layers} x {shape.experts} experts, {size / 1e9:.2f} GB as {arguments.weights}"
+    what = f"{shape.layers} x {shape.experts} experts, {format_bytes(size)} as {arguments.weights}"
     print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
     return 0
 

@@ -49,8 +49,8 @@ def _print_table(held: dict[str, Any]) -> None:
         f"hidden {held['hidden']}, intermediate {held['intermediate']}{''.join(', ' + part for part in parts)}, "
         f"activation {held['activation'] or 'of its module'}",
     )
-    table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])} in {held['reads_per_expert']} reads")
-    table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])} in {len(held['files'])} files")
+    table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])}, reads: {held['reads_per_expert']}")
+    table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])}, files: {len(held['files'])}")
     table.add_row("bytes of all else", format_bytes(held["other_bytes"]))
     Console().print(table, markup=False)
 

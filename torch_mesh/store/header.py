@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterable, Mapping
@@ -185,8 +186,8 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
 
 def check_file_name(path: Path, name: object, what: str) -> None:
     """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control characters."""
-    plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
-    if not plain or any(0xD800 <= ord(c) < 0xE000 for c in name):  # a lone surrogate has no bytes to open a file with
+    # A lone surrogate has no bytes to open a file with.
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name):
         raise store_error(path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder")
 
 

@@ -231,7 +231,7 @@ def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
         raise ValueError("'modules' names one module twice")
     record_files = tuple(_typed_record_file(path, entry, record_bytes) for entry in table["record_files"])
     other_files = tuple(_typed_other_file(path, entry) for entry in table["other_files"])
-    names = [file.name for file in (*record_files, *other_files)]
+    names = [file.name for file in record_files] + [file.name for file in other_files]
     if len(set(names)) != len(names):
         raise ValueError("one file is listed twice")
     if sum(file.records for file in record_files) != shape.layers * shape.experts:

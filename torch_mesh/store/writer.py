@@ -85,10 +85,10 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``bytes`` bytes, anew at each call."""
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call."""
 
     name: str
-    bytes: int
+    size: int
     chunks: Callable[[], Iterable[bytes]]
 
 
@@ -233,7 +233,7 @@ class _Conversion:
         self._drop_damaged_records(counter)
         for file in files:
             self._write_file(file)
-            counter.add(file.bytes)
+            counter.add(file.size)
         self._write_records(records, workers, counter)
         for descriptor in self._descriptors:
             os.fsync(descriptor)
@@ -272,7 +272,7 @@ class _Conversion:
     def _write_file(self, file: NewFile) -> None:
         path = self._folder / file.name
         known = self._journal.files.get(file.name)
-        if known is not None and known.bytes == file.bytes and path.is_file() and file_digest(path) == known.digest:
+        if known is not None and known.bytes == file.size and path.is_file() and file_digest(path) == known.digest:
             return
         digest = hashlib.blake2b(digest_size=16)
         with path.open("wb") as stream:
@@ -282,9 +282,9 @@ class _Conversion:
             stream.flush()
             os.fsync(stream.fileno())
             written = stream.tell()
-        if written != file.bytes:
+        if written != file.size:
             raise store_error(
-                path, f"{written} bytes were written, {file.bytes} expected: did the source change meanwhile?"
+                path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
             )
         self._journal.add_file(OtherFile(file.name, written, digest.hexdigest()))
 
@@ -311,7 +311,7 @@ class _Conversion:
             )
         checksum = self._checksum(layer, expert, record)
         descriptor, offset = self._place(layer, expert)
-        _write_all(descriptor, memoryview(record), offset)
+        _write_all(descriptor, record.data, offset)
         return layer, expert, checksum
 
     def _collect(
@@ -366,7 +366,7 @@ class _Conversion:
 
 class _Counter:
     def __init__(self, plan: StorePlan, record_bytes: int, files: Sequence[NewFile], progress: Progress | None) -> None:
-        self._total = plan.shape.layers * plan.shape.experts * record_bytes + sum(file.bytes for file in files)
+        self._total = plan.shape.layers * plan.shape.experts * record_bytes + sum(file.size for file in files)
         self._done = 0
         self._progress = progress
         self.add(0)
@@ -441,7 +441,7 @@ def _existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
 def _check_free_space(partial: Path, plan: StorePlan, files: Sequence[NewFile], max_file_bytes: int) -> None:
     """Raises ``StoreError`` unless what is still to write fits on the disk."""
     record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
-    total = sum(file.bytes for file in files) + sum(file.bytes for file, _ in record_files)
+    total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
     present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
     needed = max(0, total - present) + _SPARE_BYTES
     status = os.statvfs(partial.parent)
