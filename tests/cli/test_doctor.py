@@ -202,6 +202,14 @@ def test_a_memory_cgroup_is_named(tmp_path: Path, engine: SimpleNamespace, monke
     assert found.status == "limited" and "cgroup" in found.found and found.advice
 
 
+def test_little_memory_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(total=16 * 10**9, available=10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(doctor, "available_bytes", lambda: machine.available)
+    found = finding(tmp_path, "memory")
+    assert found.status == "limited" and found.found == "1.0 GB of 16.0 GB can be taken" and found.advice
+
+
 def test_a_full_disk_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     found = finding(tmp_path, "disk space")

@@ -32,6 +32,8 @@ Status = Literal["ok", "limited", "missing"]
 
 # Room for the int4 store of a model of 30 billion parameters.
 _COMFORTABLE_DISK_BYTES = 20 * 10**9
+# A pool worth having beside the rest of a model.
+_COMFORTABLE_MEMORY_BYTES = 2 * 10**9
 _STATUS_STYLE = {"ok": "green", "limited": "yellow", "missing": "red"}
 _CAP_IPC_LOCK = 14  # linux/capability.h
 
@@ -272,6 +274,8 @@ def _memory() -> Finding:
         return Finding(
             "memory", "limited", found, "raise the container's limit (MemoryMax in systemd, --memory in Docker)"
         )
+    if takeable < _COMFORTABLE_MEMORY_BYTES:
+        return Finding("memory", "limited", found, "end what else runs, or name a small MeshConfig(resident=...)")
     return Finding("memory", "ok", found)
 
 
