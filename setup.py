@@ -76,6 +76,7 @@ class NinjaFile:
     def __init__(self, folder: Path, compile_flags: list[str], link_flags: list[str]) -> None:
         self.folder = folder
         self.lines = [
+            f"builddir = {_escape(folder)}",
             "rule compile",
             f"  command = {compiler()} {' '.join(map(_quote, compile_flags))} $flags -MD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
@@ -99,7 +100,8 @@ class NinjaFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         build = self.folder / "build.ninja"
         build.write_text("\n".join(self.lines) + "\n")
-        subprocess.run([_ninja(), "-f", str(build), str(target), *_jobs()], check=True, stdout=sys.stderr)
+        if subprocess.run([_ninja(), "-f", str(build), str(target), *_jobs()], stdout=sys.stderr).returncode != 0:
+            raise SystemExit("torch_mesh: the build failed; the compiler's messages stand above")
 
 
 def _quote(flag: str | Path) -> str:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "io/reader.h"
 
 namespace torch_mesh {
 
@@ -161,6 +162,18 @@ void FileTable::open_one(const File& file, bool direct) {
   check_size(file, opened.get());
   descriptors_.push_back(opened.release());
   bytes_.push_back(file.bytes);
+}
+
+int64_t direct_io_alignment(const std::string& path) {
+  const File file{path, 0};
+  const Descriptor descriptor(open_repeating(file, O_DIRECT));
+  if (descriptor.get() < 0) {
+    if (errno == EINVAL) return -1;
+    fail_to_open(file, errno, "cannot open");
+  }
+  const int64_t reported = reported_alignment(descriptor.get());
+  const int64_t tried = reported == 0 ? kUnknownAlignment : reported;
+  return direct_read_refused(descriptor.get(), tried) ? -1 : reported;
 }
 
 }  // namespace torch_mesh

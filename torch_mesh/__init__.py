@@ -1,0 +1,86 @@
+"""Mixture-of-Experts models that do not fit in memory, run in place.
+
+>>> import torch_mesh
+>>> from transformers import AutoModelForCausalLM
+>>> model = AutoModelForCausalLM.from_pretrained(path, quantization_config=torch_mesh.MeshConfig(resident="8GiB"))
+>>> print(torch_mesh.stats(model))
+
+Importing the package registers its ops with torch and its checkpoints with transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from .errors import (
+    ChecksumError,
+    ForkedProcessError,
+    MeshError,
+    PoolClosedError,
+    ReadError,
+    ReadTimeoutError,
+    StoreError,
+    UnsupportedModelError,
+)
+from .version import __version__
+
+__all__ = [
+    "ChecksumError",
+    "Experts",
+    "ForkedProcessError",
+    "MeshConfig",
+    "MeshError",
+    "PoolClosedError",
+    "ReadError",
+    "ReadTimeoutError",
+    "StoreError",
+    "UnsupportedModelError",
+    "__version__",
+    "patch",
+    "reset_stats",
+    "stats",
+    "unpatch",
+]
+
+
+def _load_extension() -> None:
+    """Imports torch_mesh._C and checks that it was built against the torch that runs: brgemm is no stable ABI."""
+    import torch
+
+    try:
+        from . import _C
+    except ImportError as error:
+        raise ImportError(
+            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. Build it in this environment: "
+            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
+        ) from error
+    running = torch.__version__.split("+")[0]
+    if _C.torch_version.split("+")[0] != running:
+        raise ImportError(
+            f"torch_mesh was built against torch {_C.torch_version}, but torch {running} is loaded; build it again: "
+            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
+        )
+
+
+# `torch-mesh doctor` has to run where the extension does not, so the package itself imports without it; every name that
+# needs it raises the reason.
+_unusable: ImportError | None = None
+try:
+    _load_extension()
+except ImportError as error:
+    _unusable = error
+else:
+    import torch_mesh.loading as _loading  # noqa: F401  registers "mesh" with transformers
+    import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
+
+    from .config import MeshConfig
+    from .experts import Experts
+    from .patching import patch, unpatch
+    from .stats import reset_stats, stats
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        if _unusable is not None and name in __all__:
+            raise ImportError(str(_unusable)) from _unusable
+        raise AttributeError(f"module 'torch_mesh' has no attribute '{name}'")
