@@ -1,5 +1,6 @@
-// Rows times one block, the same algorithm on every target. A target defines, before it includes
-// this file, how many rows it keeps in registers (kRegisterRows) and a Dot for each format:
+// Rows times one block, the same algorithm on every target. A target's
+// simd header says how much it sums in registers; its translation unit brings a Dot for each
+// format:
 //
 //   Sum      its accumulator, one per column: Floats for bf16, Words for the integers
 //   Weights  one word of kLanes columns, unfolded into operands
@@ -43,7 +44,7 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
   }
 }
 
-// What the group's scales stand for.
+// One group of each row's activations.
 struct GroupRows {
   const std::byte* bytes[kTileRows];
   float scale[kTileRows];
