@@ -8,7 +8,6 @@ file. A mapping that does more to experts than rearrange them is refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,7 +142,12 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
     with torch.device("meta"):
         if model_class is not None:
             return model_class(config)
-        return transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError as problem:
+            raise UnsupportedModelError(
+                f"{type(config).__name__} describes no causal language model: {problem}"
+            ) from problem
 
 
 def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.PreTrainedModel) -> CheckpointExperts:
@@ -560,11 +564,12 @@ def _expert_pieces(views: Mapping[str, _View]) -> tuple[list[tuple[int, int, int
 
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
-    """The folder's config, whatever its quantisation."""
-    config = Path(folder) / "config.json"
-    if not config.is_file():
+    """The folder's config, whatever its quantisation. UnsupportedModelError if transformers does not know the model."""
+    if not (Path(folder) / "config.json").is_file():
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
     try:
         return transformers.AutoConfig.from_pretrained(folder)
-    except json.JSONDecodeError as problem:
-        raise store_error(config, f"is not valid JSON: {problem}") from None
+    except ValueError as problem:
+        raise UnsupportedModelError(
+            f"{folder}: transformers {transformers.__version__} refuses its config: {problem}"
+        ) from problem

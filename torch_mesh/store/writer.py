@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _JOURNAL_NAME = "journal.jsonl"
 _SYNC_BYTES = 256 << 20  # written between two syncs: bounds the dirty pages, and what a loss of power undoes
+_SMALL_FILE = 1 << 20
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -208,8 +209,6 @@ class _Conversion:
         self._record_bytes = plan.record_bytes
         folder.mkdir(exist_ok=True)
         self._journal = _Journal(folder / _JOURNAL_NAME, plan.identity())
-        if not self._journal.resumed:
-            self._remove_leftovers()
         self._files = plan_record_files(
             plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
         )
@@ -228,6 +227,7 @@ class _Conversion:
         workers: int,
         progress: Progress | None,
     ) -> None:
+        self._remove_leftovers(files)
         counter = _Counter(self._plan, self._record_bytes, files, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
@@ -239,9 +239,11 @@ class _Conversion:
             os.fsync(descriptor)
         self._write_manifest(files)
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, files: Sequence[NewFile]) -> None:
+        """What an earlier run left and this one does not continue."""
+        continued = {file.name for file in files} | {file.name for file, _ in self._files}
         for path in self._folder.iterdir():
-            if path.name != _JOURNAL_NAME:
+            if path.name != _JOURNAL_NAME and not (self._journal.resumed and path.name in continued):
                 path.unlink()
 
     def _open_record_files(self) -> None:
@@ -272,7 +274,8 @@ class _Conversion:
     def _write_file(self, file: NewFile) -> None:
         path = self._folder / file.name
         known = self._journal.files.get(file.name)
-        if known is not None and known.bytes == file.size and path.is_file() and file_digest(path) == known.digest:
+        # Small files are written anew: they may have been edited in the source since.
+        if known is not None and file.size == known.bytes > _SMALL_FILE and _has_digest(path, known.digest):
             return
         digest = hashlib.blake2b(digest_size=16)
         with path.open("wb") as stream:
@@ -377,6 +380,10 @@ class _Counter:
             self._progress(self._done, self._total)
 
 
+def _has_digest(path: Path, digest: str) -> bool:
+    return path.is_file() and file_digest(path) == digest
+
+
 def file_digest(path: Path) -> str:
     """BLAKE2b-128 of a file's bytes, in hex."""
     digest = hashlib.blake2b(digest_size=16)
@@ -393,14 +400,10 @@ def _locked(folder: Path) -> Iterator[None]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _LOG.warning("Another process is writing %s; waiting for it.", folder)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except BaseException:
-                os.close(descriptor)
-                raise
+            _wait_for_lock(descriptor, folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
         # Whoever held the lock before may have removed the file: then this is the lock of a file nobody else sees.
         if _same_file(descriptor, path):
             break
@@ -410,6 +413,14 @@ def _locked(folder: Path) -> Iterator[None]:
     finally:
         path.unlink()
         os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _LOG.warning("Another process is writing %s; waiting for it.", folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
