@@ -191,6 +191,6 @@ def test_a_flipped_bit_anywhere_in_a_header_is_found(store: Store, rng: np.rando
 
 
 @pytest.mark.slow
-def test_every_single_byte_of_a_store_matters(store: Store, rng: np.random.Generator) -> None:
+def test_flipped_bits_all_over_a_store_are_found(store: Store, rng: np.random.Generator) -> None:
     for path in sorted(store.folder.iterdir()):
         check_flips(store, path, list(range(0, path.stat().st_size, 61)), rng)
