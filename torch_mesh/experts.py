@@ -53,7 +53,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         _check_shapes(gate_up, down, gate_up_bias, down_bias)
-        self.experts = _StandardExperts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+        self.experts = StandardExperts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
         self._set_expert_map(expert_map)
         patch(self, config, **fields)
 
@@ -80,7 +80,7 @@ class Experts(nn.Module):
         config = (config or MeshConfig()).replace(**fields)
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.experts = _StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
+        self.experts = StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
         [described] = find_experts(self)
         where: Any = {"weights": manifest.weights, "group_size": manifest.group_size}
@@ -110,7 +110,7 @@ class Experts(nn.Module):
         self.register_buffer("expert_map", expert_map, persistent=False)
 
 
-class _StandardExperts(nn.Module):
+class StandardExperts(nn.Module):
     """Experts in the layout that transformers' decorator marks, so that patching knows them."""
 
     has_post_expert_norm = False

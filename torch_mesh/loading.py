@@ -203,7 +203,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
 
 
 def _refuse_other_methods(merge: Any) -> Any:
-    """transformers raises for two different methods too, but cannot say what torch_mesh would take."""
+    """For two different methods transformers raises too, but cannot say what torch_mesh would take."""
 
     @functools.wraps(merge)
     def refusing(quantization_config: Any, quantization_config_from_args: Any) -> Any:
@@ -214,7 +214,10 @@ def _refuse_other_methods(merge: Any) -> Any:
                 f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
                 "checkpoints and quantises them itself (weights='int8' or 'int4'): use the unquantised original."
             )
-        return merge(quantization_config, quantization_config_from_args)
+        with warnings.catch_warnings():
+            # It says that what was passed is ignored, which is not so for any field of a MeshConfig.
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
+            return merge(quantization_config, quantization_config_from_args)
 
     return staticmethod(refusing)
 

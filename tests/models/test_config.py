@@ -1,0 +1,177 @@
+"""MeshConfig: what it takes, what it refuses and who beats whom; the memory it is measured against."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from torch_mesh import MeshConfig, memory
+from torch_mesh.config import parse_size
+from torch_mesh.memory import available_bytes, resident_slots
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in dict(MeshConfig()):
+        monkeypatch.delenv(f"TORCH_MESH_{name.upper()}", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"residnet": 0.5}, "no field 'residnet'. Did you mean 'resident'.*workspace"),
+        ({"prefetch": "off"}, "no field 'prefetch'"),
+        ({"resident": 0.0}, r"resident=0.0 .*\(0, 1\]"),
+        ({"resident": 1.5}, r"resident=1.5 .*\(0, 1\]"),
+        ({"resident": -4}, "resident=-4 is not a size"),
+        ({"resident": "8 gigs"}, "resident='8 gigs'.*GiB.*'auto'"),
+        ({"resident": True}, "resident=True is not"),
+        ({"resident": None}, "resident=None is not"),
+        ({"weights": "fp8"}, "weights='fp8'.*'auto', 'bf16', 'int8', 'int4'"),
+        ({"group_size": 48}, "group_size=48.*32, 64, 128"),
+        ({"store": ""}, "store='' is not a folder"),
+        ({"store": 7}, "store=7 is not a folder"),
+        ({"io": "mmap"}, "io='mmap'.*'uring', 'threads'"),
+        ({"policy": "belady"}, "policy='belady'.*'lru', 'lfu', 'slru'"),
+        ({"verify": "sometimes"}, "verify='sometimes'.*'first', 'always', 'never'"),
+        ({"threads": 0}, "threads=0.*positive number or 'auto'"),
+        ({"threads": 1.5}, "threads=1.5 is not"),
+        ({"workspace": "lots"}, "workspace='lots' is not a size"),
+        ({"workspace": 0}, "workspace=0 is not a size"),
+        ({"timeout": 0}, "timeout=0 .*positive number of seconds"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+    ],
+)
+def test_wrong_field_or_value_says_what_is_allowed(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1KiB", 1024), ("2 mib", 2 << 20), ("8GiB", 8 << 30), ("1TiB", 1 << 40), ("1.5 GB", 1_500_000_000)]
+    + [("1kb", 1000), ("3MB", 3_000_000), ("7", 7), ("7B", 7), (1 << 33, 1 << 33)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text, "workspace") == size
+
+
+def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = {"quant_method": "mesh", "weights": "int4", "group_size": 32, "io": "uring", "policy": "slru"}
+    monkeypatch.setenv("TORCH_MESH_IO", "threads")
+    monkeypatch.setenv("TORCH_MESH_POLICY", "lru")
+    monkeypatch.setenv("TORCH_MESH_TIMEOUT", "5")
+
+    stored = AutoQuantizationConfig.from_dict(dict(checkpoint))
+    assert isinstance(stored, MeshConfig)
+    assert (stored.weights, stored.group_size, stored.io, stored.policy, stored.timeout) == (
+        "int4",
+        32,
+        "threads",
+        "lru",
+        5.0,
+    )
+    assert stored.resident == "auto"
+
+    given = MeshConfig(policy="lfu")
+    assert (given.policy, given.io) == ("lfu", "threads")
+    assert given.get_loading_attributes() == {"policy": "lfu", "io": "threads", "timeout": 5.0}
+    assert given.replace(io="uring").io == "uring"
+
+
+def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"RESIDENT": "0.25", "GROUP_SIZE": "128", "THREADS": "3", "STORE": "~/mesh"}.items():
+        monkeypatch.setenv(f"TORCH_MESH_{name}", text)
+    config = MeshConfig()
+    assert (config.resident, config.group_size, config.thread_count) == (0.25, 128, 3)
+    assert config.store == str(Path.home() / "mesh")
+    monkeypatch.setenv("TORCH_MESH_WEIGHTS", "int2")
+    with pytest.raises(ValueError, match="TORCH_MESH_WEIGHTS='int2'"):
+        MeshConfig()
+
+
+def test_survives_copies_json_and_pickle() -> None:
+    config = MeshConfig(resident=0.25, store=Path("folder"), threads=2)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert MeshConfig.from_dict(config.to_dict()) == config
+    assert '"resident": 0.25' in config.to_json_string()
+    assert "resident=0.25" in repr(config)
+
+
+def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
+    def slots(resident: Any, **changes: int) -> int:
+        sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 4096} | changes
+        return resident_slots(resident, **sizes)
+
+    assert slots(0.29) == 29  # 0.29 * 100 is 28.999999999999996
+    assert slots(0.299) == 29
+    assert slots(1.0) == 100
+    assert slots(0.001) == 4
+    assert slots("40KiB") == 10
+    assert slots("1GiB") == 100
+    with pytest.raises(
+        ValueError, match="holds 3 experts of 4,096 bytes, but every token needs 4: give at least 16,384"
+    ):
+        slots(3 * 4096)
+
+
+def test_auto_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 << 30)
+    slots = resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 20, reserved=1 << 28)
+    assert slots == (4096 - 256) - 512
+    assert resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 30) == 8
+
+
+def _machine(root: Path, version: int, limits: dict[str, int], mounted_root: str = "/") -> Path:
+    """A /proc and a cgroup hierarchy of which this process is in /a/b."""
+    proc, mount = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    (proc / "self/cgroup").write_text("5:cpu:/a/b\n" + ("0::/a/b\n" if version == 2 else "4:memory:/a/b\n"))
+    kind, options = ("cgroup2", "rw") if version == 2 else ("cgroup", "rw,memory")
+    (proc / "self/mountinfo").write_text(
+        f"20 1 0:20 / / rw - ext4 /dev/root rw\n30 20 0:30 {mounted_root} {mount} rw,nosuid - {kind} {kind} {options}\n"
+    )
+    limit, usage, stat = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    for folder, value in limits.items():
+        path = mount / folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / limit).write_text(f"{value}\n" if value else "max\n")
+        (path / usage).write_text(f"{2 << 30}\n")
+        (path / "memory.stat").write_text(f"anon 5\n{stat} {1 << 30}\n")
+    return proc
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("limits", "gib"),
+    [
+        ({".": 0, "a": 0, "a/b": 0}, 8),
+        ({"a/b": 5 << 30}, 4),
+        ({"a": 3 << 30, "a/b": 5 << 30}, 2),
+        ({"a/b": 1 << 30}, 0),
+    ],
+)
+def test_free_memory_counts_the_limits_of_all_cgroups_above(
+    tmp_path: Path, version: int, limits: dict[str, int], gib: int
+) -> None:
+    assert available_bytes(_machine(tmp_path, version, limits)) == gib << 30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_in_a_container_that_sees_its_cgroup_as_the_root(tmp_path: Path, version: int) -> None:
+    assert available_bytes(_machine(tmp_path, version, {".": 3 << 30}, mounted_root="/a/b")) == 2 << 30
+
+
+def test_free_memory_of_this_machine() -> None:
+    assert 0 < available_bytes() < 1 << 50

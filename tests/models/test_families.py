@@ -1,0 +1,130 @@
+"""Every decorated experts class of the installed transformers, patched and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from tiny_models import SKIPPED, TINY_MODELS, decorated_classes
+from torch import nn
+
+import torch_mesh
+from torch_mesh.families import find_experts, supported_families
+
+_CLASSES = sorted({name for _, name in decorated_classes()})
+
+
+def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Two prompts of different length, padded on the left."""
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :4] = 0
+    if hasattr(model, "codec_embedding"):  # takes the hidden states of another model
+        return {"inputs_embeds": torch.randn(2, 11, model.config.hidden_size).bfloat16(), "attention_mask": mask}
+    return {"input_ids": torch.randint(3, 100, (2, 11)) * mask, "attention_mask": mask}
+
+
+class _Recorder:
+    """What each experts module of a model gets and gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: dict[nn.Module, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        modules = [layer.module for layer in find_experts(model)]
+        self._hooks = [module.register_forward_hook(self._record) for module in modules]
+
+    def _record(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.calls[module] = (tuple(tensor.clone() for tensor in inputs), output.clone())
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(**inputs, use_cache=False)
+    kept = inputs["attention_mask"].bool()
+    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[kept].float()
+
+
+def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def test_every_decorated_class_is_compared_or_skipped_for_a_reason() -> None:
+    covered = set(TINY_MODELS) | set(SKIPPED)
+    assert set(_CLASSES) == covered, f"not covered: {set(_CLASSES) - covered}; gone: {covered - set(_CLASSES)}"
+    assert not set(TINY_MODELS) & set(SKIPPED)
+    assert all(SKIPPED.values())
+
+
+def test_supported_families_are_those_with_a_decorated_class() -> None:
+    assert supported_families() == sorted({family for family, _ in decorated_classes()})
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
+    model = TINY_MODELS[name].build()
+    assert name in {type(layer.module).__name__ for layer in find_experts(model)}
+    inputs = _inputs(model)
+    recorder = _Recorder(model)
+    expected = _forward(model, inputs)
+    recorder.remove()
+
+    torch_mesh.patch(model, resident=0.5, io="threads")
+    assert recorder.calls
+    for module, (arguments, output) in recorder.calls.items():
+        assert type(module).__name__.startswith("Mesh")
+        with torch.no_grad():
+            # Both round to bf16, the unpatched module after every step.
+            assert _relative_error(module(*arguments), output) < 0.015
+
+    # Rounding may tip the choice between two experts for single tokens; most tokens must not see it.
+    by_token = (_forward(model, inputs) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.median() < 0.03
+    assert torch_mesh.stats(model).cold_misses > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeExperts", "GptOssExperts", "NemotronHExperts", "AriaExperts", "MuseSparkExperts"]
+)
+def test_unpatch_gives_back_every_bit(name: str) -> None:
+    model = TINY_MODELS[name].build()
+    classes = [type(module) for module in model.modules()]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    gradients = {key: value.requires_grad for key, value in model.named_parameters()}
+    for resident in (1.0, 0.25):
+        torch_mesh.patch(model, resident=resident)
+        assert {key: value.shape for key, value in model.state_dict().items()} == {
+            k: v.shape for k, v in before.items()
+        }
+        torch_mesh.unpatch(model)
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert all(torch.equal(after[key], before[key]) for key in before)
+        assert {key: value.requires_grad for key, value in model.named_parameters()} == gradients
+        assert [type(module) for module in model.modules()] == classes
+        assert not any(name.startswith("_mesh_") for module in model.modules() for name in vars(module))
+
+
+def _tiny_unsupported(family: str) -> nn.Module:
+    small = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+    }
+    if family == "llama4":
+        config = transformers.Llama4TextConfig(
+            **small, intermediate_size=32, intermediate_size_mlp=32, num_local_experts=2
+        )
+        return transformers.Llama4ForCausalLM(config)
+    if family == "jetmoe":
+        return transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**small, kv_channels=16, intermediate_size=32))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=32))
+
+
+@pytest.mark.parametrize("family", ["llama4", "jetmoe", "llama"])
+def test_unsupported_model_is_refused_with_the_list_of_supported_ones(family: str) -> None:
+    with pytest.raises(torch_mesh.UnsupportedModelError, match=f"{family}.*Supported families: .*mixtral.*qwen3_moe"):
+        torch_mesh.patch(_tiny_unsupported(family))

@@ -1,0 +1,258 @@
+"""A tiny random model of every transformers family whose experts have the decorated layout."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+# Sizes are no multiples of 64, so that padding is part of every comparison.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 72,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "dense_intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_experts_per_token": 3,
+    "moe_topk": 3,
+    "top_k_experts": 3,
+    "moe_k": 3,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+_SMALL_LINEAR_ATTENTION = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A family's config and model class, and what the sizes above leave open."""
+
+    family: str
+    config: str
+    model: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> PreTrainedModel:
+        """Random bf16 weights, with experts and routers large enough to be seen in the output."""
+        config_class = self._find("configuration", self.config)
+        known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
+        config = config_class(**{name: value for name, value in _SIZES.items() if name in known} | self.fields)
+        model = self._find("modeling", self.model)._from_config(config, dtype=torch.bfloat16).eval()
+        in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in in_fp32):
+                    parameter.data = parameter.data.float()
+                if "experts" in name:
+                    parameter.normal_(0, 0.15)
+                elif parameter.dim() == 2:
+                    parameter.normal_(0, parameter.size(-1) ** -0.5)
+        return model
+
+    def _find(self, kind: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"transformers.models.{self.family}.{kind}_{self.family}"), name)
+
+
+# One for each decorated class of transformers.
+TINY_MODELS: dict[str, Tiny] = {
+    "AfmoeExperts": Tiny("afmoe", "AfmoeConfig", "AfmoeForCausalLM"),
+    "AriaExperts": Tiny("aria", "AriaTextConfig", "AriaTextForCausalLM"),
+    "AXK1Experts": Tiny("axk1", "AXK1Config", "AXK1ForCausalLM", {"num_key_value_heads": 4}),
+    "AXK2Experts": Tiny("axk2", "AXK2Config", "AXK2ForCausalLM", {"num_key_value_heads": 4}),
+    "BailingHybridExperts": Tiny(
+        "bailing_hybrid",
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {"num_key_value_heads": 4, "layer_types": _HYBRID},
+    ),
+    "BeamExperts": Tiny("beam", "BeamConfig", "BeamForCausalLM", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "Cohere2MoeExperts": Tiny("cohere2_moe", "Cohere2MoeConfig", "Cohere2MoeForCausalLM"),
+    "DeepseekOcr2TextExperts": Tiny(
+        "deepseek_ocr2",
+        "DeepseekOcr2TextConfig",
+        "DeepseekOcr2TextModel",
+        {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "DeepseekV2Experts": Tiny("deepseek_v2", "DeepseekV2Config", "DeepseekV2ForCausalLM", {"num_key_value_heads": 4}),
+    "DeepseekV3Experts": Tiny("deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}),
+    "DeepseekV32Experts": Tiny(
+        "deepseek_v32", "DeepseekV32Config", "DeepseekV32ForCausalLM", {"num_key_value_heads": 4}
+    ),
+    "DeepseekV4Experts": Tiny("deepseek_v4", "DeepseekV4Config", "DeepseekV4ForCausalLM"),
+    "DiffusionGemmaTextExperts": Tiny("diffusion_gemma", "DiffusionGemmaTextConfig", "DiffusionGemmaEncoderTextModel"),
+    "Dots1Experts": Tiny("dots1", "Dots1Config", "Dots1ForCausalLM", {"n_shared_experts": 1}),
+    "Dots3NoteExperts": Tiny("dots3_note", "Dots3NoteTextConfig", "Dots3NoteForCausalLM", {"num_key_value_heads": 4}),
+    "Ernie4_5_MoeExperts": Tiny("ernie4_5_moe", "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "Ernie4_5_VLMoeMoeExperts": Tiny(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeTextConfig",
+        "Ernie4_5_VLMoeTextModel",
+        {"moe_intermediate_size": [40, 40], "rope_parameters": _mrope(3, 3, 3)},
+    ),
+    "ExaoneMoeExperts": Tiny("exaone_moe", "ExaoneMoeConfig", "ExaoneMoeForCausalLM"),
+    "FlexOlmoExperts": Tiny("flex_olmo", "FlexOlmoConfig", "FlexOlmoForCausalLM"),
+    "FlintExperts": Tiny("flint", "FlintConfig", "FlintForCausalLM"),
+    "Gemma4TextExperts": Tiny(
+        "gemma4",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"enable_moe_block": True, "vocab_size_per_layer_input": 120, "hidden_size_per_layer_input": 8},
+    ),
+    "Glm4MoeExperts": Tiny("glm4_moe", "Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "Glm4MoeLiteExperts": Tiny(
+        "glm4_moe_lite", "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {"num_key_value_heads": 4}
+    ),
+    "Glm4vMoeTextExperts": Tiny(
+        "glm4v_moe", "Glm4vMoeTextConfig", "Glm4vMoeTextModel", {"rope_parameters": _mrope(1, 2, 2)}
+    ),
+    "Glm5NextTextExperts": Tiny(
+        "glm5_next",
+        "Glm5NextTextConfig",
+        "Glm5NextTextModel",
+        {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "GlmMoeDsaExperts": Tiny("glm_moe_dsa", "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", {"num_key_value_heads": 4}),
+    "GptOssExperts": Tiny("gpt_oss", "GptOssConfig", "GptOssForCausalLM"),
+    "GraniteMoeExperts": Tiny("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "GraniteMoeSWAExperts": Tiny("granitemoe_swa", "GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM"),
+    "GraniteMoeHybridExperts": Tiny(
+        "granitemoehybrid",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {"mamba_n_heads": 4, "mamba_d_head": 36, "mamba_d_state": 16, "layer_types": ["mamba", "attention", "mamba"]},
+    ),
+    "GraniteMoeSharedExperts": Tiny("granitemoeshared", "GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM"),
+    "HunYuanMoEV1Experts": Tiny("hunyuan_v1_moe", "HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),
+    "HYV3Experts": Tiny("hy_v3", "HYV3Config", "HYV3ForCausalLM"),
+    "HYV4Experts": Tiny("hy_v4", "HYV4Config", "HYV4ForCausalLM", {"num_key_value_heads": 4}),
+    "InklingExperts": Tiny("inkling", "InklingTextConfig", "InklingForCausalLM"),
+    "Inkling2Experts": Tiny("inkling2", "Inkling2TextConfig", "Inkling2ForCausalLM"),
+    "JambaExperts": Tiny(
+        "jamba",
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "KimiLinearExperts": Tiny(
+        "kimi_linear",
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {"num_key_value_heads": 4, "layer_types": _HYBRID, **_SMALL_LINEAR_ATTENTION},
+    ),
+    "Kolibri1Experts": Tiny("kolibri1", "Kolibri1Config", "Kolibri1ForCausalLM"),
+    "LagunaExperts": Tiny("laguna", "LagunaConfig", "LagunaForCausalLM"),
+    "Lfm2MoeExperts": Tiny(
+        "lfm2_moe",
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "MellumExperts": Tiny("mellum", "MellumConfig", "MellumForCausalLM"),
+    "MiMoV2FlashExperts": Tiny("mimo_v2_flash", "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
+    "MiniMaxExperts": Tiny("minimax", "MiniMaxConfig", "MiniMaxForCausalLM"),
+    "MiniMaxM2Experts": Tiny("minimax_m2", "MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "MiniMaxM3VLExperts": Tiny("minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM"),
+    "Mistral4Experts": Tiny(
+        "mistral4", "Mistral4Config", "Mistral4ForCausalLM", {"num_key_value_heads": 4, "head_dim": 32}
+    ),
+    "MistralLarge4TextExperts": Tiny(
+        "mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", {"num_key_value_heads": 4}
+    ),
+    "MixtralExperts": Tiny("mixtral", "MixtralConfig", "MixtralForCausalLM"),
+    "MuseSparkExperts": Tiny("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", {"moe_hidden_size": 72}),
+    "NemotronHExperts": Tiny("nemotron_h", "NemotronHConfig", "NemotronHForCausalLM"),
+    "OlmoeExperts": Tiny("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
+    "OpenAIPrivacyFilterExperts": Tiny(
+        "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterModel"
+    ),
+    "PhimoeExperts": Tiny("phimoe", "PhimoeConfig", "PhimoeForCausalLM"),
+    "Qwen2MoeExperts": Tiny("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "Qwen3_5MoeExperts": Tiny(
+        "qwen3_5_moe",
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {"layer_types": _HYBRID, **_SMALL_LINEAR_ATTENTION},
+    ),
+    "Qwen3MoeExperts": Tiny("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "Qwen3NextExperts": Tiny(
+        "qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", {"layer_types": _HYBRID, **_SMALL_LINEAR_ATTENTION}
+    ),
+    "Qwen3OmniMoeThinkerTextExperts": Tiny("qwen3_omni_moe", "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel"),
+    "Qwen3OmniMoeTalkerTextExperts": Tiny(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeTalkerTextConfig",
+        "Qwen3OmniMoeTalkerModel",
+        {"shared_expert_intermediate_size": 40},
+    ),
+    "Qwen3VLMoeTextExperts": Tiny("qwen3_vl_moe", "Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel"),
+    "Qwen4ExpTextExperts": Tiny("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {**_SMALL_LINEAR_ATTENTION}),
+    "SolarOpenExperts": Tiny("solar_open", "SolarOpenConfig", "SolarOpenForCausalLM"),
+    "UnlimitedOcrTextExperts": Tiny(
+        "unlimited_ocr", "UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}
+    ),
+    "ZayaExperts": Tiny("zaya", "ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
+}
+
+# Decorated classes without a tiny model here, and why.
+SKIPPED: dict[str, str] = {}
+
+
+def decorated_classes() -> Iterator[tuple[str, str]]:
+    """(family, class) for every class that the installed transformers marks with use_experts_implementation."""
+    for source in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = source.read_text(encoding="utf-8")
+        if "use_experts_implementation" not in text:
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and any(
+                "use_experts_implementation" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                yield source.parent.name, node.name
