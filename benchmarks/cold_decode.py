@@ -176,12 +176,8 @@ def measure(options: Any) -> Report:
         "every system is given the same seeded stream of tokens and routes them itself",
         "llama.cpp runs without repacking, which would copy every weight into anonymous memory",
     ]
-    report.details["runs"] = {name: [without_logits(run) for run in runs] for name, runs in results.items()}
+    report.details["runs"] = sessions.without_logits(results)
     return report
-
-
-def without_logits(run: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in run.items() if key != "prompt_logits"}
 
 
 def main() -> int:

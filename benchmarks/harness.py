@@ -102,16 +102,20 @@ def print_table(report: Report) -> None:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    reference = "" if row.reference is None else f"{number(row.reference)} {row.unit} ({row.reference_name})"
+    reference = "" if row.reference is None else f"{amount(row.reference, row.unit)} ({row.reference_name})"
     bounds = [f"≤ {number(row.at_most)}" if row.at_most is not None else ""]
     bounds.append(f"≥ {number(row.at_least)}" if row.at_least is not None else "")
     verdict = {None: "", True: "[green]holds[/green]", False: "[red]missed[/red]"}[row.holds]
     ratio = "" if row.ratio is None else number(row.ratio)
-    return row.name, f"{number(row.value)} {row.unit}", reference, ratio, " ".join(filter(None, bounds)), verdict
+    return row.name, amount(row.value, row.unit), reference, ratio, " ".join(filter(None, bounds)), verdict
+
+
+def amount(value: float, unit: str) -> str:
+    return f"{number(value)} {unit}".rstrip()
 
 
 def number(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def machine() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Claim: a 5 GB checkpoint converted to int4 opens in 5 s after imports, and in 2 GB of memory, at resident=0.4.
 
-Every load is cold: a process of its own, files evicted from the page cache. torch_mesh runs under a memory limit of
-those 2 GB, so the kernel vouches for the peak, whatever kind of memory it was.
+Every load is cold: a process of its own, files evicted from the page cache. Weights may be mapped and not yet read when
+``from_pretrained`` returns, so the time to the end of a first prompt is shown too, and peaks cover it. torch_mesh runs
+under a memory limit of those 2 GB, so the kernel vouches for the peak, whatever kind of memory it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ MAX_SECONDS, MAX_BYTES = 5.0, 2_000_000_000
 def measure(options: Any) -> Report:
     shape = synthetic.Shape(layers=options.layers)
     source, ours = synthetic.checkpoint(options.dir, shape), synthetic.store(options.dir, shape, "int4")
-    common = {"threads": harness.available_cpus(), "measured": 0, "watch_memory": False}
+    common = {
+        "threads": harness.available_cpus(),
+        "vocab": shape.vocab,
+        "seed": shape.seed,
+        "prompt": 16,
+        "warm_up": 0,
+        "measured": 1,
+        "watch_memory": False,
+    }
 
     def load(script: str, model: Path, limit: int, **request: Any) -> dict[str, Any]:
         return sessions.run(Path(sys.executable), script, model, limit, {**common, **request})
@@ -38,10 +47,11 @@ def measure(options: Any) -> Report:
     add_rows(report, results)
     report.notes += [
         f"torch_mesh: converted int4 checkpoint, resident={RESIDENT}; transformers: the bf16 original, all in memory",
-        f"medians of {options.rounds} interleaved rounds; peaks are those of the process (VmHWM), imports included",
+        f"medians of {options.rounds} interleaved rounds",
+        "peaks are those of the process (VmHWM), imports and a prompt included",
         f"torch_mesh ran in a control group limited to {MAX_BYTES / 1e9:g} GB",
     ]
-    report.details["runs"] = results
+    report.details["runs"] = sessions.without_logits(results)
     return report
 
 
@@ -49,11 +59,14 @@ def add_rows(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
     def figure(system: str, key: str, divisor: float = 1.0) -> float:
         return statistics.median(run[key] for run in results[system]) / divisor
 
-    seconds, peak = figure("torch_mesh", "load_seconds"), figure("torch_mesh", "load_peak", 1e9)
+    seconds, peak = figure("torch_mesh", "load_seconds"), figure("torch_mesh", "peak", 1e9)
     report.add(Row("load, torch_mesh", seconds, "s", "limit", MAX_SECONDS, at_most=1.0))
     report.add(Row("load, torch_mesh", seconds, "s", "transformers", figure("transformers", "load_seconds")))
+    first = seconds + figure("torch_mesh", "prompt_seconds")
+    first_transformers = figure("transformers", "load_seconds") + figure("transformers", "prompt_seconds")
+    report.add(Row("load and a prompt of 16 tokens, torch_mesh", first, "s", "transformers", first_transformers))
     report.add(Row("peak, torch_mesh", peak, "GB", "limit", MAX_BYTES / 1e9, at_most=1.0))
-    report.add(Row("peak, torch_mesh", peak, "GB", "transformers", figure("transformers", "load_peak", 1e9)))
+    report.add(Row("peak, torch_mesh", peak, "GB", "transformers", figure("transformers", "peak", 1e9)))
 
 
 def main() -> int:

@@ -23,3 +23,10 @@ def run(python: Path, script: str, model: Path, limit: int, request: dict[str, A
         command = [str(python), str(program), str(request_path), str(result_path)]
         peak = isolation.run_limited(command, limit, TIME_LIMIT_SECONDS)
         return {**json.loads(result_path.read_text()), "group_peak": peak, "limit": limit}
+
+
+def without_logits(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each system, fit to be kept."""
+    return {
+        name: [{k: v for k, v in run.items() if k != "prompt_logits"} for run in runs] for name, runs in results.items()
+    }

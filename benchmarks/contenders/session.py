@@ -77,7 +77,9 @@ def tokens(request: dict[str, Any]) -> list[int]:
 def decode(decoder: Decoder, request: dict[str, Any]) -> dict[str, Any]:
     stream = tokens(request)
     prompt, rest = stream[: request["prompt"]], stream[request["prompt"] :]
+    start = time.perf_counter()
     prompt_logits = decoder.forward(prompt).tolist()
+    prompt_seconds = time.perf_counter() - start
     for token in rest[: request["warm_up"]]:
         decoder.forward([token])
     decoder.begin()
@@ -88,6 +90,7 @@ def decode(decoder: Decoder, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "tokens_per_second": request["measured"] / seconds,
         "read_per_token": (bytes_read() - read_before) / request["measured"],
+        "prompt_seconds": prompt_seconds,
         "prompt_logits": prompt_logits,
     }
 
@@ -102,8 +105,8 @@ def run(open_decoder: Callable[[dict[str, Any]], Decoder]) -> None:
     decoder = open_decoder(request)
     load_seconds = time.perf_counter() - start
     load_peak = status_bytes("VmHWM")
-    result = decode(decoder, request) if request["measured"] else {}
-    result.update(decoder.facts(), load_seconds=load_seconds, load_peak=load_peak)
+    result = decode(decoder, request)
+    result.update(decoder.facts(), load_seconds=load_seconds, load_peak=load_peak, peak=status_bytes("VmHWM"))
     if watch:
         result["anonymous_peak"] = watch.stop()
     Path(sys.argv[2]).write_text(json.dumps(result))
