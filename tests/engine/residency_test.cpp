@@ -1,6 +1,5 @@
 // The pool: states, claims, faults, waits. Records carry their own layer and expert in every word,
 // so that a wrong buffer shows wherever it is read.
-#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,7 +8,6 @@
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -20,6 +18,7 @@
 
 #include "residency/arena.h"
 #include "residency/pool.h"
+#include "store_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -43,43 +42,8 @@ bool is_record(const std::byte* data, int32_t layer, int32_t expert) {
   return std::memcmp(data, record_of(layer, expert).data(), kRecord) == 0;
 }
 
-// A store of layers x experts records in a file that disappears with the test.
-class TestStore {
- public:
-  TestStore(int32_t layers, int32_t experts) {
-    path_ = (std::filesystem::temp_directory_path() / "torch_mesh_pool_XXXXXX").string();
-    descriptor_ = mkstemp(path_.data());
-    source_.layers = layers;
-    source_.experts = experts;
-    source_.files = {{path_, int64_t{layers} * experts * kRecord}};
-    for (int32_t id = 0; id < layers * experts; ++id) {
-      const auto record = record_of(id / experts, id % experts);
-      write(id * kRecord, record);
-      source_.extents.push_back({0, id * kRecord, kRecord});
-      source_.checksums.push_back(
-          record_checksum(source_.store_id, id / experts, id % experts, record.data(), kRecord));
-    }
-  }
-  ~TestStore() {
-    ::close(descriptor_);
-    ::unlink(path_.c_str());
-  }
-  TestStore(const TestStore&) = delete;
-  TestStore& operator=(const TestStore&) = delete;
-
-  void write(int64_t offset, std::span<const std::byte> bytes) const {
-    ASSERT_EQ(pwrite(descriptor_, bytes.data(), bytes.size(), offset),
-              static_cast<ssize_t>(bytes.size()));
-    ASSERT_EQ(fsync(descriptor_), 0);
-  }
-  void truncate(int64_t bytes) const { ASSERT_EQ(ftruncate(descriptor_, bytes), 0); }
-  const Source& source() const { return source_; }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-  int descriptor_ = -1;
-  Source source_;
+struct TestStore : testing::RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
 };
 
 PoolOptions options_of(int32_t slots) {
