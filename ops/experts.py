@@ -46,9 +46,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor):
     x, topk_ids, topk_weights, handle = ctx.saved_tensors
-    x_grad, weights_grad = torch.ops.torch_mesh.experts_backward(
-        grad, x, topk_ids, topk_weights, handle, ctx.sentinels
-    )
+    x_grad, weights_grad = torch.ops.torch_mesh.experts_backward(grad, x, topk_ids, topk_weights, handle, ctx.sentinels)
     return x_grad, None, weights_grad, None, None
 
 
