@@ -1,5 +1,5 @@
-// What the engine takes from whoever embeds it. The bindings hand in torch's thread pool, its brgemm
-// and Python's signal check; the engine's own tests hand in std::thread and nothing else.
+// What the engine takes from whoever embeds it. The bindings hand in torch's thread pool, its
+// brgemm and Python's signal check; the engine's own tests hand in std::thread and nothing else.
 #pragma once
 
 #include <cstdint>

@@ -25,8 +25,8 @@ namespace torch_mesh {
 enum class Urgency : uint8_t { kDemand, kPrefetch };
 
 // One contiguous read. With direct I/O file offset, bytes and memory are multiples of the reader's
-// alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its bytes must
-// be there (the last block of a file may end early).
+// alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its
+// bytes must be there (the last block of a file may end early).
 struct Piece {
   Extent from;
   int64_t needed;
@@ -73,9 +73,9 @@ struct ReaderOptions {
   std::string backend = "auto";  // "auto": uring where it works, else threads; "uring"; "threads"
   int32_t depth = 16;            // chunks under way
   int64_t chunk_bytes = 1 << 20;
-  int32_t threads = 8;           // of the "threads" backend
-  int32_t retries = 3;           // repeats of a chunk that failed with EIO
-  bool direct = true;            // O_DIRECT where the file system allows it
+  int32_t threads = 8;  // of the "threads" backend
+  int32_t retries = 3;  // repeats of a chunk that failed with EIO
+  bool direct = true;   // O_DIRECT where the file system allows it
   Faults faults;
 };
 
@@ -103,19 +103,21 @@ class Reader {
   virtual void close() = 0;
 
   virtual ReaderStats stats() const = 0;
-  virtual const char* backend() const = 0;       // "uring", "threads"
-  virtual int64_t alignment() const = 0;         // of offsets, lengths and memory, in bytes
+  virtual const char* backend() const = 0;             // "uring", "threads"
+  virtual int64_t alignment() const = 0;               // of offsets, lengths and memory, in bytes
   virtual std::vector<std::string> notes() const = 0;  // what was tried and fell back, in words
 };
 
-// `buffers` is memory that requests will read into; registered with io_uring where the memlock limit
-// allows it. Throws Error(kRead) for a file that cannot be opened, Error(kInvalid) for a backend that is
-// unknown or cannot work here (the message says why: seccomp, sysctl, not built in).
+// `buffers` is memory that requests will read into; registered with io_uring where the memlock
+// limit allows it. Throws Error(kRead) for a file that cannot be opened, Error(kInvalid) for a
+// backend that is unknown or cannot work here (the message says why: seccomp, sysctl, not built
+// in).
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
 
-// What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file system does not say, -1 if
-// it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be opened.
+// What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file
+// system does not say, -1 if it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be
+// opened.
 int64_t direct_io_alignment(const std::string& path);
 
 // Why io_uring cannot be used in this process, or "" if it can. Probes by setting a ring up.

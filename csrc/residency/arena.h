@@ -1,5 +1,6 @@
-// The memory of a pool: segments that are advised to huge pages, kept out of forked children, spread over NUMA
-// nodes where there are several, and faulted in before they are registered with a ring.
+// The memory of a pool: segments that are advised to huge pages, kept out of forked children,
+// spread over NUMA nodes where there are several, and faulted in before they are registered with a
+// ring.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +16,9 @@ inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
 
 class Arena {
  public:
-  // Room for `count` pieces of `bytes` each (a multiple of 4 KiB). A piece never crosses a segment; segments
-  // are 64 MiB or one piece, whichever is larger. Throws Error(kMemory), saying how much was asked
-  // for and what is free.
+  // Room for `count` pieces of `bytes` each (a multiple of 4 KiB). A piece never crosses a segment;
+  // segments are 64 MiB or one piece, whichever is larger. Throws Error(kMemory), saying how much
+  // was asked for and what is free.
   Arena(int64_t count, int64_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;

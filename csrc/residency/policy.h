@@ -1,6 +1,6 @@
 // A policy chooses which resident expert to give up. It is a state machine over dense expert ids
-// (layer * experts + expert) without threads, clocks or memory of its own beyond what the constructor takes, so
-// the very same object serves the live pool and a simulation of it.
+// (layer * experts + expert) without threads, clocks or memory of its own beyond what the
+// constructor takes, so the very same object serves the live pool and a simulation of it.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,8 @@ class Policy {
   virtual bool resident(ExpertId id) const = 0;
   virtual bool pinned(ExpertId id) const = 0;
 
-  // Router scores of one token over all experts of a layer (probabilities). Most policies have no use for them.
+  // Router scores of one token over all experts of a layer (probabilities). Most policies have no
+  // use for them.
   virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
   // One forward of a layer begins: the clock of policies that decay.
   virtual void tick(int32_t layer) { (void)layer; }

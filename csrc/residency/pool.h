@@ -1,4 +1,5 @@
-// The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers of a model.
+// The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers
+// of a model.
 //
 // The life of a slot:
 //
@@ -6,11 +7,14 @@
 //   EMPTY ───────────▶ LOADING ───────▶ READY ─────────────────▶ EMPTY
 //     ▲                   │            (pinned by readers, evictable at zero pins)
 //     └───────────────────┘
-//        fail: the error stays with the slot until the last forward that joined the read has seen it
+//        fail: the error stays with the slot until the last forward that joined the read has seen
+//        it
 //
-// - A pin counts a forward that uses the slot or waits for its read. A LOADING slot is never a victim, whether
+// - A pin counts a forward that uses the slot or waits for its read. A LOADING slot is never a
+// victim, whether
 //   pinned or not, so a buffer is not reused before its read has completed.
-// - A forward waits for slots only while it holds no pin, first come first served; so forwards on a small pool
+// - A forward waits for slots only while it holds no pin, first come first served; so forwards on a
+// small pool
 //   cannot deadlock, and none starves.
 // - Reading, checking and packing happen outside the lock.
 #pragma once
@@ -45,11 +49,13 @@ struct PoolOptions {
   int32_t staging = 4;  // buffers for raw records; ignored for a store
 };
 
-// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record. Called on the I/O thread.
+// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
+// Called on the I/O thread.
 using PackRecord =
     std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
 
-// Counts since the pool was opened or reset. "Access" is one distinct expert of one forward of a layer.
+// Counts since the pool was opened or reset. "Access" is one distinct expert of one forward of a
+// layer.
 struct LayerStats {
   int64_t accesses = 0;
   int64_t hits = 0;             // was READY
@@ -58,15 +64,16 @@ struct LayerStats {
   int64_t promoted = 0;         // reads that became READY
   int64_t evicted = 0;
   int64_t bytes_read = 0;
-  int64_t prefetches = 0;       // prefetch reads queued
-  int64_t failed = 0;           // reads that ended in an error
+  int64_t prefetches = 0;         // prefetch reads queued
+  int64_t failed = 0;             // reads that ended in an error
   int64_t stall_nanoseconds = 0;  // forwards that had nothing to compute and waited
 };
 
 class Claim;
 
-// Every call throws Error(kForked) in a child of the process that opened the pool, and all but state(), the counts, drain() and
-// validate() throw Error(kClosed) after close(). Claims alive at close() run to their end.
+// Every call throws Error(kForked) in a child of the process that opened the pool, and all but
+// state(), the counts, drain() and validate() throw Error(kClosed) after close(). Claims alive at
+// close() run to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
@@ -75,34 +82,40 @@ class Pool {
   Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, int32_t experts);
   ~Pool();  // waits for reads under way; no Claim may be alive
 
-  // Memory-only pools: copies a packed record into a slot and makes it READY. Throws Error(kInvalid) for one that a claim uses.
+  // Memory-only pools: copies a packed record into a slot and makes it READY. Throws
+  // Error(kInvalid) for one that a claim uses.
   void fill(int32_t layer, int32_t expert, std::span<const std::byte> record);
 
-  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Counts and throws as a forward would.
+  // Blocking promotion, in waves if there are more experts than slots (the last ones stay). Counts
+  // and throws as a forward would.
   void promote(int32_t layer, std::span<const int32_t> experts);
-  // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full pool. At most half of the slots are
-  // loading prefetches at a time, so that a wrong guess cannot hold up the forwards.
+  // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full
+  // pool. At most half of the slots are loading prefetches at a time, so that a wrong guess cannot
+  // hold up the forwards.
   void prefetch(int32_t layer, std::span<const int32_t> experts);
-  // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool throws.
+  // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool
+  // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
 
   SlotState state(int32_t layer, int32_t expert) const;
   std::vector<LayerStats> stats() const;
   void reset_stats();
-  // Waits for all reads under way; for tests and for closing. Throws Error(kTimeout) and Error(kInterrupted).
+  // Waits for all reads under way; for tests and for closing. Throws Error(kTimeout) and
+  // Error(kInterrupted).
   void drain();
   // Refuses new claims; idempotent.
   void close();
 
-  // Throws std::logic_error naming the first broken invariant (expert map and slots agree, pin counts match
-  // the claims alive, policy residents are the READY slots, no slot is in two places ...).
+  // Throws std::logic_error naming the first broken invariant (expert map and slots agree, pin
+  // counts match the claims alive, policy residents are the READY slots, no slot is in two places
+  // ...).
   void validate() const;
 
   int32_t layers() const;
   int32_t experts() const;
   int32_t slots() const;
-  int32_t pinned() const;  // slots with at least one pin
+  int32_t pinned() const;           // slots with at least one pin
   int64_t memory_bytes() const;     // slots and staging buffers
   int64_t huge_page_bytes() const;  // how much of it stands in huge pages now
   const char* policy() const;
@@ -119,12 +132,14 @@ struct ReadyExpert {
   const std::byte* record;
 };
 
-// The experts that one forward of one layer needs, handed out as they become ready: first all that are
-// resident, then each cold one as it lands. Keeps as many cold reads under way as there are slots for.
+// The experts that one forward of one layer needs, handed out as they become ready: first all that
+// are resident, then each cold one as it lands. Keeps as many cold reads under way as there are
+// slots for.
 class Claim {
  public:
-  // `experts` are distinct and stay alive as long as the claim. Queues the first reads at once. `scratch` is room for
-  // the claim's bookkeeping: at least experts.size() entries, so that claiming allocates nothing.
+  // `experts` are distinct and stay alive as long as the claim. Queues the first reads at once.
+  // `scratch` is room for the claim's bookkeeping: at least experts.size() entries, so that
+  // claiming allocates nothing.
   struct Entry {
     int32_t slot;
     uint8_t state;  // private to the pool
@@ -134,9 +149,10 @@ class Claim {
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
-  // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while there is none.
-  // Returns how many; 0 when every expert has been handed out. Throws Error when a read failed, timed out, or the wait was interrupted,
-  // and Error(kInvalid) when only release() of what the claim holds could give it another slot.
+  // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while
+  // there is none. Returns how many; 0 when every expert has been handed out. Throws Error when a
+  // read failed, timed out, or the wait was interrupted, and Error(kInvalid) when only release() of
+  // what the claim holds could give it another slot.
   int32_t next(std::span<ReadyExpert> ready);
   // The forward is done with this one; its slot may be reused, also by this claim.
   void release(int32_t index);
@@ -146,9 +162,9 @@ class Claim {
   int32_t layer_;
   std::span<const int32_t> experts_;
   std::span<Entry> entries_;
-  int32_t waiting_ = 0;   // not reserved yet
-  int32_t joined_ = 0;    // resident or being read for this claim, not handed out
-  int32_t held_ = 0;      // handed out, not released
+  int32_t waiting_ = 0;          // not reserved yet
+  int32_t joined_ = 0;           // resident or being read for this claim, not handed out
+  int32_t held_ = 0;             // handed out, not released
   Claim* next_alive_ = nullptr;  // the pool's list of claims, for validate()
   Claim* previous_alive_ = nullptr;
 

@@ -1,8 +1,9 @@
 // The packed layout of one expert, the unit that a promotion reads with a single request.
 //
 // A record is   gate_up | down | gate_up bias | down bias | zeros up to 4 KiB.
-// A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so that
-// one thread streams it front to back. A block is a row of groups; a group of an integer format is
+// A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so
+// that one thread streams it front to back. A block is a row of groups; a group of an integer
+// format is
 //   64 bf16 scales | 64 int16 weight sums (int8 only) | its words,
 // and a bf16 block is words alone. A word is 32 bits and holds the next k-values of one column:
 //   bf16: 2 values                        [K/2][64] words
@@ -10,9 +11,9 @@
 //   int4: k0..3 in the low nibbles of its bytes, k4..7 in the high ones, each value + 8
 //                                         [group/8][64] words
 // which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
-// block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and depth
-// to max(64, group). Weight sums correct products with activations that were shifted to unsigned:
-// sum((a + 128) * w) - 128 * sum(w).
+// block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
+// depth to max(64, group). Weight sums correct products with activations that were shifted to
+// unsigned: sum((a + 128) * w) - 128 * sum(w).
 #pragma once
 
 #include <cstddef>

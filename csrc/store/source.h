@@ -21,14 +21,14 @@ struct Source {
   // [layers][experts][pieces], row-major.
   std::vector<Extent> extents;
 
-  // A record as stored lands in its slot and is used as it is. Raw weights land in a staging buffer,
-  // piece by piece, and are packed from there.
+  // A record as stored lands in its slot and is used as it is. Raw weights land in a staging
+  // buffer, piece by piece, and are packed from there.
   bool raw = false;
 
   // [layers][experts]; empty: the source has none, and the first read of each record sets its own.
   std::vector<uint64_t> checksums;
-  // Hashed before each record's bytes together with layer and expert, so that the right bytes in the
-  // wrong place do not pass.
+  // Hashed before each record's bytes together with layer and expert, so that the right bytes in
+  // the wrong place do not pass.
   std::array<uint8_t, 16> store_id{};
 
   const Extent* expert(int32_t layer, int32_t index) const {
@@ -40,7 +40,8 @@ struct Source {
 uint64_t record_checksum(const std::array<uint8_t, 16>& store_id, int32_t layer, int32_t expert,
                          const std::byte* record, int64_t bytes);
 
-// Throws Error(kInvalid) unless every extent lies within its file, nothing overflows, and counts agree.
+// Throws Error(kInvalid) unless every extent lies within its file, nothing overflows, and counts
+// agree.
 void validate(const Source& source);
 
 }  // namespace torch_mesh
