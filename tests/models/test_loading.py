@@ -1,0 +1,253 @@
+"""from_pretrained: raw and converted checkpoints whose experts are never materialised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, StoreError, UnsupportedModelError
+from torch_mesh.modules import MeshExperts
+from torch_mesh.store.convert import convert
+
+RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch_mesh"
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+def _save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    model = TINY_MODELS[name].build().to(dtype)
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def _open(folder: Path | str, **fields: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(**fields))
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def _patched(model: PreTrainedModel) -> list[MeshExperts]:
+    return [module for module in model.modules() if isinstance(module, MeshExperts)]
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_checkpoint_equals_the_patched_model(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = _save(name, tmp_path / "raw")
+    model = _open(tmp_path / "raw", resident=0.3)
+    assert {parameter.device.type for module in _patched(model) for parameter in module.parameters()} == {"meta"}
+    assert all(not p.is_meta for n, p in model.named_parameters() if ".experts." not in n)
+    assert torch.equal(_logits(model, ids), _logits(torch_mesh.patch(reference), ids))
+    assert torch_mesh.stats(model).cold_misses > 0
+    torch_mesh.unpatch(model)
+    torch_mesh.unpatch(reference)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
+    assert all(torch.equal(state[key], value) for key, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+def test_converted_folder_opens_by_itself(name: str, weights: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = torch_mesh.patch(_save(name, tmp_path / "raw"), weights=weights)
+    convert(tmp_path / "raw", tmp_path / "store", weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "store")
+    assert f"weights={weights}" in repr(model)
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+
+
+def test_given_fields_beat_those_of_the_converted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "int8", 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = _open(tmp_path / "store", resident=0.4, policy="slru")
+    assert "weights=int8 (group 32), resident=9 of 24 experts, policy=slru" in repr(model)
+    monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.2")
+    assert "resident=4 of 24" in repr(AutoModelForCausalLM.from_pretrained(tmp_path / "store"))
+    assert "resident=12 of 24" in repr(_open(tmp_path / "store", resident=0.5))
+
+
+def test_converted_folder_keeps_its_format(tmp_path: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    with pytest.raises(ValueError, match="weights='int4', but the experts in .* are int8"):
+        _open(tmp_path / "store", weights="int4")
+    with pytest.raises(ValueError, match="group_size=32, but .* groups of 64"):
+        _open(tmp_path / "store", group_size=32)
+
+
+def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
+    tmp_path: Path, _cache: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
+    first = _open(tmp_path / "raw", weights="int8", resident=0.3)
+    assert torch.equal(_logits(first, ids), _logits(reference, ids))
+    [store] = [path for path in (_cache / "stores").iterdir() if path.is_dir()]
+    before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
+    assert torch.equal(_logits(_open(tmp_path / "raw", weights="int8"), ids), _logits(reference, ids))
+    assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
+    _open(tmp_path / "raw", weights="int8", group_size=32)
+    os.utime(tmp_path / "raw" / "model.safetensors")  # may have been changed
+    _open(tmp_path / "raw", weights="int8")
+    assert len([path for path in (_cache / "stores").iterdir() if path.is_dir()]) == 3
+
+
+def test_store_field_says_where_to_convert_to(tmp_path: Path, _cache: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    model = _open(tmp_path / "raw", weights="int4", store=tmp_path / "store")
+    assert "weights=int4" in repr(model)
+    assert "weights=int4" in repr(AutoModelForCausalLM.from_pretrained(tmp_path / "store"))
+    assert not _cache.exists()
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+@pytest.mark.parametrize("converted", [False, True])
+def test_device_map(device_map: object, converted: bool, tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
+    if converted:
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    folder = tmp_path / ("store" if converted else "raw")
+    config = MeshConfig(resident=0.3)
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, quantization_config=config)
+    assert torch.equal(_logits(model, ids.to(model.device)).cpu(), _logits(reference, ids))
+
+
+def test_model_without_a_head_opens_the_same_store(tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    model = AutoModel.from_pretrained(tmp_path / "store", quantization_config=MeshConfig(resident=0.3))
+    with torch.no_grad():
+        states = model(input_ids=ids).last_hidden_state
+        expected = torch_mesh.patch(reference).model(input_ids=ids).last_hidden_state
+    assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_raw_fp16_and_fp32_are_rounded(dtype: torch.dtype, tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = _save("Qwen3MoeExperts", tmp_path / "raw", dtype)
+    with pytest.warns(UserWarning, match="rounded to bf16"):
+        model = _open(tmp_path / "raw", resident=0.3)
+    assert model.dtype == dtype
+    logits, expected = _logits(model, ids).float(), _logits(reference, ids).float()
+    assert ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.03
+    with pytest.raises(torch_mesh.MeshError, match="lossy=True"):
+        torch_mesh.unpatch(model)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
+def test_checkpoints_quantised_by_others_are_refused(method: str, tmp_path: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method} | (
+        {"load_in_8bit": True} if method == "bitsandbytes" else {}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"{method}.*bf16, fp16 and fp32"):
+        _open(tmp_path)
+
+
+def test_unsupported_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    import transformers
+
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, intermediate_size=32)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="'llama'.*Supported families"):
+        _open(tmp_path)
+
+
+def test_damaged_store_is_a_typed_error(tmp_path: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    [records] = (tmp_path / "store").glob("mesh-*.safetensors")
+    os.truncate(records, records.stat().st_size - 4096)
+    with pytest.raises(StoreError, match=records.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "store")
+    records.unlink()
+    with pytest.raises(StoreError, match=records.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "store")
+
+
+def _as_hub_snapshot(folder: Path, hub: Path, name: str) -> None:
+    """Lays ``folder`` out as a download in the hub's cache."""
+    commit = "0" * 40
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
+    if converted:
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    _as_hub_snapshot(tmp_path / ("store" if converted else "raw"), tmp_path / "hub", "someone/tiny-moe")
+    model = AutoModelForCausalLM.from_pretrained(
+        "someone/tiny-moe",
+        cache_dir=tmp_path / "hub",
+        local_files_only=True,
+        quantization_config=MeshConfig(resident=0.3),
+    )
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+
+
+_PEAK = """
+import sys, torch, torch_mesh
+from transformers import AutoModelForCausalLM
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+before = kilobytes("VmRSS")
+config = torch_mesh.MeshConfig(resident="16MiB", workspace="1MiB")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)
+model(input_ids=torch.arange(3, 6)[None])
+print(kilobytes("VmHWM") - before)
+"""
+
+
+def test_experts_are_never_materialised(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    tiny = TINY_MODELS["Qwen3MoeExperts"]
+    large = replace(
+        tiny, fields={"num_experts": 128, "num_local_experts": 128, "hidden_size": 512, "moe_intermediate_size": 512}
+    )
+    model = large.build()
+    model.save_pretrained(tmp_path)
+    bytes_of_experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert bytes_of_experts > 500 << 20
+    peak = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert int(peak.stdout.split()[-1]) << 10 < bytes_of_experts / 2

@@ -1,0 +1,288 @@
+"""patch and unpatch: what they refuse, who owns the pool, and what stays usable."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError, PoolClosedError
+from torch_mesh.modules import MeshExperts
+
+
+def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
+    return TINY_MODELS[name].build()
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch_mesh"
+
+
+def test_print_shows_what_was_patched() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", policy="lru")
+    text = repr(model)
+    assert "MeshQwen3MoeExperts" in text
+    assert "weights=int8 (group 64), resident=12 of 24 experts, policy=lru" in text
+
+
+def test_patch_returns_the_same_model_and_leaves_its_implementation_alone() -> None:
+    model = _build()
+    before = model.config._experts_implementation
+    assert torch_mesh.patch(model) is model
+    assert model.config._experts_implementation == before
+    assert torch_mesh.unpatch(model) is model
+
+
+def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:
+    model = torch_mesh.patch(_build())
+    with pytest.raises(MeshError, match=r"patched already.*torch_mesh\.unpatch\(model\) first"):
+        torch_mesh.patch(model, resident=0.5)
+    torch_mesh.unpatch(model)
+    with pytest.raises(MeshError, match="is not patched"):
+        torch_mesh.unpatch(model)
+    for function in (torch_mesh.stats, torch_mesh.reset_stats):
+        with pytest.raises(MeshError, match="is not patched"):
+            function(model)
+
+
+def test_wrong_field_leaves_the_model_as_it_was() -> None:
+    model = _build()
+    with pytest.raises(ValueError, match="Did you mean 'weights'"):
+        torch_mesh.patch(model, weight="int4")
+    with pytest.raises(ValueError, match="every token needs 3"):
+        torch_mesh.patch(model, resident=4096)
+    assert not any(isinstance(module, MeshExperts) for module in model.modules())
+    torch_mesh.patch(model, MeshConfig(weights="int8"), weights="int4")
+    assert "weights=int4" in repr(model)
+
+
+def test_experts_without_weights_are_refused() -> None:
+    with torch.device("meta"):
+        model = type(_build())(_build().config)
+    with pytest.raises(MeshError, match="layers.0.mlp.experts.gate_up_proj holds no weights"):
+        torch_mesh.patch(model)
+
+
+def test_models_quantised_by_others_are_refused() -> None:
+    model = _build()
+    model.hf_quantizer = type("Other", (), {"quantization_config": type("C", (), {"quant_method": "bitsandbytes"})})()
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="bitsandbytes.*bf16, fp16 and fp32"):
+        torch_mesh.patch(model)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_output_is_the_same_whatever_is_resident(weights: str, ids: torch.Tensor) -> None:
+    model = _build()
+    expected = _logits(torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0), ids)
+    for resident in (0.75, 0.25, 1e-6):
+        patched = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=resident)
+        assert torch.equal(_logits(patched, ids), expected)
+        assert torch.equal(_logits(patched, ids), expected)
+
+
+def test_unpatch_of_rounded_experts_must_be_asked_for(ids: torch.Tensor) -> None:
+    model = _build()
+    before = model.model.layers[0].mlp.experts.down_proj.clone()
+    torch_mesh.patch(model, weights="int8", resident=0.5)
+    with pytest.raises(MeshError, match="rounded to int8.*lossy=True"):
+        torch_mesh.unpatch(model)
+    patched = _logits(model, ids)
+    torch_mesh.unpatch(model, lossy=True)
+    after = model.model.layers[0].mlp.experts.down_proj
+    assert after.dtype == before.dtype
+    assert not torch.equal(after, before)
+    assert (after - before).norm() < 0.02 * before.norm()
+    by_token = (_logits(model, ids) - patched).float().norm(dim=-1) / patched.float().norm(dim=-1)
+    assert by_token.median() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_are_rounded_with_one_warning_and_are_not_exact(dtype: torch.dtype, ids: torch.Tensor) -> None:
+    model = _build().to(dtype)
+    with pytest.warns(UserWarning, match="rounded to bf16") as caught:
+        torch_mesh.patch(model, resident=0.5)
+    assert len(caught) == 1
+    assert _logits(model, ids).dtype == dtype
+    with pytest.raises(MeshError, match="lossy=True"):
+        torch_mesh.unpatch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_mesh.patch(_build().to(dtype), weights="int8")
+
+
+def test_store_is_written_where_it_was_asked_for_and_an_unnamed_one_leaves_nothing(
+    tmp_path: Path, _cache: Path
+) -> None:
+    from torch_mesh.store.manifest import open_store
+
+    torch_mesh.patch(_build(), weights="int4", group_size=32, store=tmp_path / "store", resident=0.5)
+    manifest = open_store(tmp_path / "store").manifest
+    assert (manifest.weights, manifest.group_size) == ("int4", 32)
+    model = torch_mesh.patch(_build(), resident=0.5)
+    assert list(_cache.iterdir()) == []
+    torch_mesh.unpatch(model)  # reads records whose file has no name any more
+
+
+def test_moving_and_casting_leave_the_experts_alone(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.5)
+    expected = _logits(model, ids)
+    for moved in (model.to("cpu"), model.cpu(), model.train().eval()):
+        assert torch.equal(_logits(moved, ids), expected)
+    model.float()
+    assert model.lm_head.weight.dtype == torch.float32
+    assert {p.device.type for p in model.model.layers[0].mlp.experts.parameters()} == {"meta"}
+    assert _logits(model, ids).dtype == torch.float32
+
+
+def test_submodules_of_experts_are_moved() -> None:
+    model = torch_mesh.patch(_build("MuseSparkExperts"), resident=0.5).float()
+    modules = [module for module in model.modules() if isinstance(module, MeshExperts)]
+    assert {p.dtype for m in modules for p in m.post_expert_norm.parameters()} <= {torch.float32}
+    assert list(modules[0]._parameters) == ["gate_up_proj", "down_proj"]
+
+
+def test_deep_copy_shares_the_pool_which_outlives_the_original(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.25)
+    expected = _logits(model, ids)
+    clone = copy.deepcopy(model)
+    pools = {id(m._mesh_pool) for each in (model, clone) for m in each.modules() if isinstance(m, MeshExperts)}
+    assert len(pools) == 1
+    torch_mesh.unpatch(model)
+    del model
+    gc.collect()
+    assert torch.equal(_logits(clone, ids), expected)
+    torch_mesh.unpatch(clone)
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_pickling_says_what_to_do(save) -> None:
+    with pytest.raises(MeshError, match="cannot be pickled.*unpatch"):
+        save(torch_mesh.patch(_build()))
+
+
+def test_pool_is_closed_with_its_last_model(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.25)
+    handle = model.model.layers[0].mlp.experts._mesh_handle.clone()
+    x, weights = torch.randn(1, 72).bfloat16(), torch.ones(1, 1)
+    assert torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle).shape == (1, 72)
+    del model
+    gc.collect()
+    with pytest.raises(PoolClosedError, match="closed"):
+        torch.ops.torch_mesh.experts(x, torch.zeros(1, 1, dtype=torch.long), weights, handle)
+
+
+def test_two_models_do_not_touch_each_other(ids: torch.Tensor) -> None:
+    first, second = _build(), _build("GptOssExperts")
+    expected = [_logits(torch_mesh.patch(copy.deepcopy(model)), ids) for model in (first, second)]
+    torch_mesh.patch(first, resident=0.25)
+    torch_mesh.patch(second, resident=0.25)
+    for _ in range(2):
+        assert torch.equal(_logits(first, ids), expected[0])
+        assert torch.equal(_logits(second, ids), expected[1])
+    torch_mesh.unpatch(first)
+    assert torch.equal(_logits(second, ids), expected[1])
+
+
+def test_two_threads_share_one_small_pool() -> None:
+    model = torch_mesh.patch(_build(), resident=0.2)
+    prompts = [torch.randint(3, 100, (2, 9)) for _ in range(4)]
+    expected = [_logits(model, prompt) for prompt in prompts]
+    wrong: list[str] = []
+
+    def work(start: int) -> None:
+        for step in range(12):
+            index = (start + step) % len(prompts)
+            try:
+                if not torch.equal(_logits(model, prompts[index]), expected[index]):
+                    wrong.append(f"prompt {index} differs")
+            except Exception as error:  # noqa: BLE001  a thread's exceptions would vanish with it
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_gradients_reach_hidden_states_and_router(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.5).float().train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert model.model.embed_tokens.weight.grad.norm() > 0
+    assert model.model.layers[0].mlp.gate.weight.grad.norm() > 0
+    assert all(p.grad is None for m in model.modules() if isinstance(m, MeshExperts) for p in m.parameters())
+
+
+def test_save_pretrained_writes_the_original_of_an_exact_model(tmp_path: Path, ids: torch.Tensor) -> None:
+    model = _build()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    torch_mesh.patch(model, resident=0.25)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not hasattr(loaded.config, "quantization_config")
+    state = loaded.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_save_pretrained_of_rounded_experts_says_how(tmp_path: Path) -> None:
+    model = torch_mesh.patch(_build(), weights="int4")
+    for part in (model, model.model):
+        with pytest.raises(MeshError, match="torch-mesh convert.*unpatch"):
+            part.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
+    torch_mesh.unpatch(model, lossy=True)
+    model.save_pretrained(tmp_path / "saved")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "qwen3_moe"
+
+
+def test_stats_count_what_happened(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.25, policy="lru")
+    empty = torch_mesh.stats(model)
+    assert (empty.hits, empty.cold_misses, empty.hit_rate, len(empty.per_layer)) == (0, 0, None, 3)
+    _logits(model, ids)
+    _logits(model, ids)
+    stats = torch_mesh.stats(model)
+    assert stats.cold_misses > 0
+    assert stats.promoted >= stats.cold_misses
+    assert stats.promoted - stats.evicted <= 6
+    assert stats.bytes_read > 0
+    assert stats.stall_seconds >= 0
+    assert stats.hit_rate == stats.hits / (stats.hits + stats.cold_misses + stats.inflight_misses)
+    assert sum(layer.cold_misses for layer in stats.per_layer) == stats.cold_misses
+    assert stats.to_dict()["per_layer"][0]["hits"] == stats.per_layer[0].hits
+    assert len(str(stats).splitlines()) == 5
+    assert f"{stats.hit_rate:.1%}" in str(stats)
+    torch_mesh.reset_stats(model)
+    assert torch_mesh.stats(model) == empty
+
+
+def test_stats_of_a_fully_resident_model_are_all_hits(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=1.0)
+    _logits(model, ids)
+    stats = torch_mesh.stats(model)
+    assert (stats.hit_rate, stats.bytes_read, stats.evicted) == (1.0, 0, 0)
