@@ -1,4 +1,4 @@
-"""``promote``, ``prefetch``, ``evict``, ``observe`` and ``residency``.
+"""``promote``, ``prefetch``, ``lookahead``, ``evict``, ``observe`` and ``residency``.
 
 They act on the pool, and their schemas say so by mutating the handle: that is what keeps them, in order, in a compiled graph.
 """
@@ -15,6 +15,12 @@ def _(handle: Tensor, ids: Tensor) -> None: ...
 
 @torch.library.register_fake("torch_mesh::prefetch")
 def _(handle: Tensor, ids: Tensor) -> None: ...
+
+
+@torch.library.register_fake("torch_mesh::lookahead")
+def _(x: Tensor, router_weight: Tensor, handle: Tensor, top_k: int) -> None:
+    torch._check(x.dim() == 2, lambda: f"x must be [tokens, hidden]; got {tuple(x.shape)}")
+    torch._check(router_weight.dim() == 2, lambda: "router_weight must be [experts, hidden]")
 
 
 @torch.library.register_fake("torch_mesh::evict")
