@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
@@ -23,7 +22,7 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
-from .modules import install
+from .modules import install, put_back, take_parameters
 from .pool import ExpertPool, pool_slots
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
@@ -57,7 +56,9 @@ class MeshQuantizer(PatchedModelQuantizer):
         layers = find_experts(model)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
-        self._parameters = [_take_parameters(layer) for layer in layers]
+        self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
+        for layer in layers:
+            vars(layer.module)["_is_hf_initialized"] = True
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in layers)}
@@ -65,7 +66,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         layers, records, config = self._layers, self._records, self.quantization_config
         for layer, parameters in zip(layers, self._parameters, strict=True):
-            layer.module._parameters.update(parameters)
+            put_back(layer.module, parameters)
         del self._layers, self._parameters, self._records
         pool = _open_pool(layers, records, config)
         for layer, place in zip(layers, records.places, strict=True):
@@ -82,12 +83,6 @@ def _forget_quantization(model: Any) -> None:
             vars(module.config).pop("_is_quantized", None)
     vars(model).pop("quantization_method", None)
     model.is_quantized = False
-
-
-def _take_parameters(layer: ExpertsLayer) -> dict[str, nn.Parameter]:
-    module: Any = layer.module
-    module._is_hf_initialized = True
-    return {name: module._parameters.pop(name) for name in layer.parameter_names}
 
 
 def _find_records(

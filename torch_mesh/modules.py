@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -78,15 +78,11 @@ class MeshExperts(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """Moves and casts everything but the expert parameters, which have no data to move."""
-        parameters = dict(self._parameters)
-        for name in self._mesh_parameters:
-            del self._parameters[name]
+        taken = take_parameters(self, self._mesh_parameters)
         try:
             super()._apply(fn, recurse)
         finally:
-            others = dict(self._parameters)
-            self._parameters.clear()
-            self._parameters.update({name: others.get(name, parameter) for name, parameter in parameters.items()})
+            put_back(self, taken)
         return self
 
     def extra_repr(self) -> str:
@@ -115,6 +111,21 @@ _mesh_classes: dict[type[nn.Module], type[MeshExperts]] = {}
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
     return (module for module in model.modules() if isinstance(module, MeshExperts))
+
+
+def take_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Removes the parameters ``names``; returns all that the module had, for ``put_back``."""
+    parameters = dict(module._parameters)
+    for name in names:
+        del module._parameters[name]
+    return parameters
+
+
+def put_back(module: Any, taken: dict[str, nn.Parameter]) -> None:
+    """Undoes ``take_parameters`` in the original order; parameters that had stayed keep what became of them."""
+    stayed = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
 
 
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:

@@ -1,0 +1,116 @@
+"""torch_mesh.Experts: one layer without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+
+import torch_mesh
+from torch_mesh.store.convert import convert
+
+EXPERTS, HIDDEN, INTERMEDIATE = 6, 72, 40
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
+    down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+    return gate_up.bfloat16(), down.bfloat16()
+
+
+@pytest.fixture
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(7)])
+    return torch.randn(7, HIDDEN), ids, torch.rand(7, 2)
+
+
+def _expected(gate_up, down, x, ids, routing, activation, gate_up_bias=None, down_bias=None) -> torch.Tensor:
+    """In float64, expert by expert."""
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
+    }
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (experts, shares) in enumerate(zip(ids.tolist(), routing.double(), strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            product = gate_up[expert].double() @ x[token].double()
+            product += 0 if gate_up_bias is None else gate_up_bias[expert].double()
+            gate, up = product.chunk(2)
+            row = down[expert].double() @ (functions[activation](gate) * up)
+            row += 0 if down_bias is None else down_bias[expert].double()
+            out[token] += share * row
+    return out
+
+
+def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.2)])
+@pytest.mark.parametrize("resident", [1.0, 0.5])
+def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:
+    layer = torch_mesh.Experts(*weights, activation=activation, top_k=2, weights=format, resident=resident)
+    out = layer(*routed)
+    assert (out.shape, out.dtype) == (routed[0].shape, routed[0].dtype)
+    assert _error(out, _expected(*weights, *routed, activation)) < bound
+    assert f"weights={format}" in repr(layer)
+
+
+def test_biases(weights, routed) -> None:
+    biases = {"gate_up_bias": torch.randn(EXPERTS, 2 * INTERMEDIATE), "down_bias": torch.randn(EXPERTS, HIDDEN)}
+    biases = {name: bias.bfloat16() for name, bias in biases.items()}
+    layer = torch_mesh.Experts(*weights, **biases)
+    assert _error(layer(*routed), _expected(*weights, *routed, "silu", **biases)) < 0.01
+
+
+def test_expert_map_gives_the_expert_of_each_id(weights, routed) -> None:
+    x, ids, routing = routed
+    expert_map = torch.tensor([3, 3, 0, 5, 1, 2, 4])  # seven ids, of which two are the same expert
+    ids = torch.randint(0, 7, ids.shape)
+    mapped = torch_mesh.Experts(*weights, expert_map=expert_map)
+    assert torch.equal(mapped(x, ids, routing), torch_mesh.Experts(*weights)(x, expert_map[ids], routing))
+
+
+def test_layer_from_a_store(tmp_path: Path) -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    model.save_pretrained(tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    torch_mesh.patch(model, weights="int8")
+    x, ids, routing = torch.randn(5, 72).bfloat16(), torch.randint(0, 8, (5, 3)), torch.rand(5, 3)
+    for number, decoder in enumerate(model.model.layers):
+        layer = torch_mesh.Experts.from_store(tmp_path / "store", number, resident=0.5)
+        assert torch.equal(layer(x, ids, routing), decoder.mlp.experts(x, ids, routing))
+        assert torch_mesh.stats(layer).per_layer[number].cold_misses > 0
+    with pytest.raises(ValueError, match="layer=3 is not in .* 0 to 2"):
+        torch_mesh.Experts.from_store(tmp_path / "store", 3)
+    with pytest.raises(torch_mesh.StoreError, match="not a store"):
+        torch_mesh.Experts.from_store(tmp_path / "raw")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "relu"}, "activation='relu'.*'silu', 'gelu', 'gelu_tanh'"),
+        ({"top_k": 7}, r"top_k=7 must be in \[1, 6\]"),
+        ({"down": torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN)}, r"down must be \[6, 72, 40\].*\[6, 40, 72\]"),
+        ({"gate_up": torch.zeros(EXPERTS, HIDDEN)}, r"gate_up must be \[experts, 2 \* intermediate, hidden\]"),
+        ({"down_bias": torch.zeros(EXPERTS, HIDDEN)}, r"gate_up_bias must be \[6, 80\].*missing"),
+        ({"expert_map": torch.tensor([0, 6])}, r"experts in \[0, 6\)"),
+        ({"expert_map": torch.tensor([0.5])}, "vector of integers"),
+        ({"weight": "int8"}, "Did you mean 'weights'"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(weights, change: dict, message: str) -> None:
+    arguments = {"gate_up": weights[0], "down": weights[1]} | change
+    with pytest.raises(ValueError, match=message):
+        torch_mesh.Experts(**arguments)

@@ -1,0 +1,59 @@
+"""The perplexity of the small trained model through the engine, beside the unpatched model's in the same dtype."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import torch_mesh
+
+TEXTS = Path(__file__).parents[1] / "data" / "text"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return request.config.rootpath / "examples" / "mesh-tiny"
+
+
+@pytest.fixture(scope="module")
+def original(checkpoint: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=["prose", "code"])
+def documents(request: pytest.FixtureRequest, checkpoint: Path) -> list[torch.Tensor]:
+    """The first ten documents, 512 tokens of each at most."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    lines = (TEXTS / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()[:10]
+    return [tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[:, :512] for line in lines]
+
+
+def _perplexity(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
+    loss, count = 0.0, 0
+    for ids in documents:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        loss += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.size(1) - 1
+    return math.exp(loss / count)
+
+
+@pytest.fixture(scope="module")
+def expected(original: PreTrainedModel, documents: list[torch.Tensor]) -> float:
+    perplexity = _perplexity(original, documents)
+    assert 10 < perplexity < 25  # a model that has learned something
+    return perplexity
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("bf16", 0.0005), ("int8", 0.002), ("int4", 0.01)])
+def test_perplexity_stays(
+    original: PreTrainedModel, documents: list[torch.Tensor], expected: float, weights: str, tolerance: float
+) -> None:
+    model = torch_mesh.patch(copy.deepcopy(original), weights=weights, resident=0.25)
+    assert _perplexity(model, documents) == pytest.approx(expected, rel=tolerance)
