@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -44,6 +45,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.sentinels = sentinels
 
 
+@once_differentiable
 def _backward(ctx, grad: Tensor):
     x, topk_ids, topk_weights, handle = ctx.saved_tensors
     x_grad, weights_grad = torch.ops.torch_mesh.experts_backward(grad, x, topk_ids, topk_weights, handle, ctx.sentinels)

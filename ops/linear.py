@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @torch.library.register_fake("torch_mesh::grouped_linear")
@@ -26,6 +27,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.in_features = x_sorted.shape[1]
 
 
+@once_differentiable
 def _backward(ctx, grad: Tensor):
     offsets, handle = ctx.saved_tensors
     x_grad = torch.ops.torch_mesh.grouped_linear_backward(grad, offsets, handle, ctx.projection, ctx.in_features)

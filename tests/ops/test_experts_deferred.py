@@ -1,0 +1,146 @@
+"""experts_deferred: cold experts of least weight land one layer later, each exactly once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tiny_pools import OpenPool, Spec, TinyPool, ops, relative_error, routing
+from torch import Tensor
+
+SPEC = Spec(layers=3)
+TOKENS, TOP_K = 6, 4
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    return (torch.randn(TOKENS, SPEC.hidden), *routing(SPEC, TOKENS, TOP_K))
+
+
+def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: Tensor, layer: int = 0) -> Tensor:
+    """The layer without the choices that a mask names."""
+    return ops.experts(x, ids.masked_fill(left_out, SPEC.experts), weights, pool.handle(layer), True)
+
+
+def _least(weights: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """A mask of the ``count`` choices of least weight per token, among the candidates."""
+    ranked = weights.masked_fill(~candidates, 2.0).argsort(dim=1)[:, :count]
+    return torch.zeros_like(candidates).scatter(1, ranked, True) & candidates
+
+
+def _make_cold(pool: TinyPool, layer: int = 0) -> None:
+    pool.engine.drain()
+    ops.evict(pool.handle(layer), torch.arange(SPEC.experts))
+
+
+@pytest.fixture
+def pool(open_pool: OpenPool) -> TinyPool:
+    return open_pool(SPEC)
+
+
+def test_nothing_deferred_is_exact(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    for layer in range(SPEC.layers):
+        out = ops.experts_deferred(x, ids, weights, pool.handle(layer), 0, layer == SPEC.layers - 1)
+        assert torch.equal(out, ops.experts(x, ids, weights, pool.handle(layer)))
+
+
+def test_resident_experts_are_never_deferred(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    ops.promote(pool.handle(), torch.arange(SPEC.experts))
+    out = ops.experts_deferred(x, ids, weights, pool.handle(), TOP_K, False)
+    assert torch.equal(out, ops.experts(x, ids, weights, pool.handle()))
+
+
+@pytest.mark.parametrize("deferred", [1, 2, TOP_K])
+def test_the_least_weighty_cold_experts_land_in_the_next_layer(pool: TinyPool, deferred: int) -> None:
+    x, ids, weights = _inputs()
+    resident = torch.tensor([0, 3, 5])
+    ops.promote(pool.handle(), resident)
+    first = ops.experts_deferred(x, ids, weights, pool.handle(0), deferred, False)
+    pool.engine.drain()  # what was deferred is being read meanwhile
+    assert set(ids.flatten().tolist()) <= pool.ready()
+
+    left_out = _least(weights, ~torch.isin(ids, resident), deferred)
+    assert torch.equal(first, _without(pool, x, ids, weights, left_out))
+
+    next_x, next_ids, next_weights = _inputs()
+    ops.promote(pool.handle(1), torch.arange(SPEC.experts))
+    second = ops.experts_deferred(next_x, next_ids, next_weights, pool.handle(1), deferred, False)
+    late = _without(pool, x, ids, weights, ~left_out)
+    assert torch.equal(second, ops.experts(next_x, next_ids, next_weights, pool.handle(1)) + late)
+
+    third = ops.experts_deferred(next_x, next_ids, next_weights, pool.handle(2), 0, True)
+    assert torch.equal(third, ops.experts(next_x, next_ids, next_weights, pool.handle(2)))
+
+
+def test_all_layers_together_give_the_whole_sum(pool: TinyPool) -> None:
+    inputs = [_inputs() for _ in range(SPEC.layers)]
+    total = torch.zeros(TOKENS, SPEC.hidden)
+    for layer, (x, ids, weights) in enumerate(inputs):
+        total += ops.experts_deferred(x, ids, weights, pool.handle(layer), 2, layer == SPEC.layers - 1)
+    exact = [ops.experts(x, ids, weights, pool.handle(layer)) for layer, (x, ids, weights) in enumerate(inputs)]
+    assert relative_error(total, torch.stack(exact).sum(0)) < 1e-6
+
+
+def test_the_last_layer_defers_nothing(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    out = ops.experts_deferred(x, ids, weights, pool.handle(2), TOP_K, True)
+    assert torch.equal(out, ops.experts(x, ids, weights, pool.handle(2)))
+    ops.promote(pool.handle(0), torch.arange(SPEC.experts))
+    again = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)
+    assert torch.equal(again, ops.experts(x, ids, weights, pool.handle(0)))
+
+
+def test_what_an_aborted_forward_left_is_dropped(pool: TinyPool, open_pool: OpenPool) -> None:
+    x, ids, weights = _inputs()
+    other = open_pool(SPEC, in_memory=True)
+    followers = {
+        "the same layer again": (pool, 0, x, ids, weights),
+        "a layer that is not the next": (pool, 2, x, ids, weights),
+        "the next layer with other tokens": (pool, 1, x[:4], ids[:4], weights[:4]),
+        "the next layer of another pool": (other, 1, x, ids, weights),
+    }
+    for how, (after, layer, *arguments) in followers.items():
+        _make_cold(pool)
+        ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)
+        out = ops.experts_deferred(*arguments, after.handle(layer), 0, False)
+        assert torch.equal(out, ops.experts(*arguments, after.handle(layer))), how
+        late = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
+        assert torch.equal(late, ops.experts(x, ids, weights, pool.handle(1))), how
+
+
+def test_threads_do_not_get_each_others_remainder(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    first = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)
+    elsewhere: list[Tensor] = []
+    thread = threading.Thread(
+        target=lambda: elsewhere.append(ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False))
+    )
+    thread.start()
+    thread.join()
+    second = ops.experts(x, ids, weights, pool.handle(1))
+    assert torch.equal(elsewhere[0], second)
+    here = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
+    assert not first.any()
+    assert torch.equal(here, second + ops.experts(x, ids, weights, pool.handle(0)))
+
+
+def test_wrong_arguments(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    for deferred in (-1, TOP_K + 1):
+        with pytest.raises(ValueError, match=f"deferred is {deferred}; allowed: 0 to k = {TOP_K}"):
+            ops.experts_deferred(x, ids, weights, pool.handle(), deferred, False)
+    ids[3, 2] = SPEC.experts
+    with pytest.raises(ValueError, match=r"expert id 8 of token 3, choice 2 is outside \[0, 8\)"):
+        ops.experts_deferred(x, ids, weights, pool.handle(), 1, False)
+    assert pool.count("accesses") == 0
+
+
+def test_there_is_no_gradient(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    with pytest.raises(RuntimeError, match="experts_deferred has no gradient"):
+        ops.experts_deferred(x.requires_grad_(), ids, weights, pool.handle(), 1, False)
+    with torch.no_grad():
+        out = ops.experts_deferred(x, ids, weights, pool.handle(), 0, False)
+    assert not out.requires_grad

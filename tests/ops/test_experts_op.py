@@ -1,0 +1,275 @@
+"""torch.ops.torch_mesh.experts against the same layer in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyExperts, engine_options, ops, relative_error, routing, spec_with
+
+from torch_mesh import _C
+
+# The weights' own rounding is in the reference; what is left is that of activations, twice.
+TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ODD = [
+    Spec(weights="bf16", hidden=72, intermediate=40),
+    Spec(weights="bf16", hidden=65, intermediate=1),
+    Spec(weights="bf16", hidden=1, intermediate=63, experts=1),
+    Spec(weights="int8", hidden=129, intermediate=31, group_size=64),
+    Spec(weights="int8", hidden=200, intermediate=136, group_size=128, experts=3),
+    Spec(weights="int4", hidden=71, intermediate=130, group_size=32),
+    Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2),
+    Spec(weights="bf16", bias=True),
+    Spec(weights="int8", bias=True, gated=False),
+    Spec(weights="int4", gated=False),
+]
+
+
+def _name(spec: Spec) -> str:
+    parts = [spec.weights, f"{spec.hidden}x{spec.intermediate}", f"e{spec.experts}"]
+    return "-".join(parts + ["bias"] * spec.bias + ["ungated"] * (not spec.gated))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", ODD, ids=_name)
+def test_agrees_with_float64(open_pool: OpenPool, spec: Spec, dtype: torch.dtype) -> None:
+    pool = open_pool(spec, in_memory=True)
+    for tokens in (1, 2, 7, 40):
+        x = torch.randn(tokens, spec.hidden).to(dtype)
+        ids, weights = routing(spec, tokens, min(3, spec.experts))
+        out = ops.experts(x, ids, weights, pool.handle())
+        assert out.dtype == dtype and out.shape == x.shape and out.is_contiguous()
+        assert relative_error(out, pool.weights.reference(x, ids, weights)) < TOLERANCE[spec.weights]
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_each_activation(open_pool: OpenPool, activation: str) -> None:
+    spec = Spec(weights="bf16", activation=activation)
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(9, spec.hidden) * 3
+    ids, weights = routing(spec, 9, 2)
+    out = ops.experts(x, ids, weights, pool.handle())
+    assert relative_error(out, pool.weights.reference(x, ids, weights)) < TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+def test_every_top_k(open_pool: OpenPool, weights: str) -> None:
+    spec = Spec(weights=weights)
+    pool = open_pool(spec, slots=spec.experts)
+    x = torch.randn(5, spec.hidden)
+    for top_k in range(1, spec.experts + 1):
+        ids, gates = routing(spec, 5, top_k)
+        out = ops.experts(x, ids, gates, pool.handle())
+        assert relative_error(out, pool.weights.reference(x, ids, gates)) < TOLERANCE[weights]
+
+
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+def test_all_tokens_on_one_expert(open_pool: OpenPool, weights: str) -> None:
+    spec = Spec(weights=weights)
+    pool = open_pool(spec, slots=1)
+    x = torch.randn(70, spec.hidden)
+    ids = torch.full((70, 1), 5)
+    gates = torch.rand(70, 1)
+    out = ops.experts(x, ids, gates, pool.handle())
+    assert relative_error(out, pool.weights.reference(x, ids, gates)) < TOLERANCE[weights]
+    assert pool.ready() == {5}
+
+
+def test_an_expert_repeated_within_a_token_counts_each_time(open_pool: OpenPool) -> None:
+    spec = Spec(weights="bf16")
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(4, spec.hidden)
+    ids = torch.tensor([[3, 3, 3], [0, 1, 0], [7, 7, 2], [4, 5, 6]])
+    gates = torch.rand(4, 3)
+    out = ops.experts(x, ids, gates, pool.handle())
+    assert relative_error(out, pool.weights.reference(x, ids, gates)) < TOLERANCE["bf16"]
+
+
+def test_no_tokens(open_pool: OpenPool) -> None:
+    spec = Spec()
+    pool = open_pool(spec, slots=2)
+    for dtype in DTYPES:
+        x = torch.empty(0, spec.hidden, dtype=dtype)
+        out = ops.experts(x, torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2), pool.handle())
+        assert out.shape == x.shape and out.dtype == dtype
+    assert pool.count("accesses") == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_tokens_without_choices_give_zeros(open_pool: OpenPool, tokens: int) -> None:
+    spec = Spec()
+    pool = open_pool(spec, slots=2)
+    x = torch.randn(tokens, spec.hidden)
+    out = ops.experts(x, torch.empty(tokens, 0, dtype=torch.long), torch.empty(tokens, 0), pool.handle())
+    assert torch.equal(out, torch.zeros_like(x))
+
+
+def test_dtypes_and_strides_of_arguments_do_not_matter(open_pool: OpenPool) -> None:
+    spec = Spec()
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(6, spec.hidden)
+    ids, gates = routing(spec, 6, 3)
+    gates = gates.bfloat16().float()
+    handle = pool.handle()
+    expected = ops.experts(x, ids, gates, handle)
+
+    spaced = torch.randn(6, 2 * spec.hidden)
+    spaced[:, : spec.hidden] = x
+    every_other = torch.randn(12, spec.hidden)
+    every_other[::2] = x
+    same_x = {
+        "transposed": x.t().contiguous().t(),
+        "part of wider rows": spaced[:, : spec.hidden],
+        "every other row": every_other[::2],
+        "every other column": torch.stack([x, x], dim=2).flatten(1)[:, ::2],
+    }
+    for how, same in same_x.items():
+        assert torch.equal(same, x)
+        out = ops.experts(same, ids, gates, handle)
+        assert torch.equal(out, expected) and out.is_contiguous(), how
+
+    assert torch.equal(ops.experts(x, ids.int(), gates, handle), expected)
+    assert torch.equal(ops.experts(x, ids.t().contiguous().t(), gates.t().contiguous().t(), handle), expected)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(ops.experts(x, ids, gates.to(dtype), handle), expected)
+
+    one = x[:1].expand(6, -1)
+    repeated = ops.experts(one, ids[:1].expand(6, -1), gates[:1].expand(6, -1), handle)
+    assert torch.equal(repeated, repeated[:1].expand(6, -1))
+
+
+def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
+    """Only the number of rows that an expert gets may choose another kernel, within rounding."""
+    for weights in TOLERANCE:
+        spec = Spec(weights=weights)
+        pool = open_pool(spec, in_memory=True)
+        x = torch.randn(33, spec.hidden)
+        ids, gates = routing(spec, 33, 2)
+        together = ops.experts(x, ids, gates, pool.handle())
+        alone = torch.cat(
+            [ops.experts(x[i : i + 1], ids[i : i + 1], gates[i : i + 1], pool.handle()) for i in range(33)]
+        )
+        if weights == "bf16":
+            torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(together, alone), weights
+
+
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_bad_rows_stay_in_their_row(open_pool: OpenPool, weights: str, bad: float) -> None:
+    spec = Spec(weights=weights)
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(40, spec.hidden)
+    ids, gates = routing(spec, 40, 3)
+    expected = ops.experts(x, ids, gates, pool.handle())
+    x[11, 3] = bad
+    out = ops.experts(x, ids, gates, pool.handle())
+    assert not out[11].isfinite().any()
+    out[11] = expected[11]
+    assert torch.equal(out, expected)
+
+
+def test_bad_routing_weights_stay_in_their_row(open_pool: OpenPool) -> None:
+    spec = Spec()
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(5, spec.hidden)
+    ids, gates = routing(spec, 5, 2)
+    expected = ops.experts(x, ids, gates, pool.handle())
+    gates[2, 1] = float("nan")
+    out = ops.experts(x, ids, gates, pool.handle())
+    assert out[2].isnan().all()
+    out[2] = expected[2]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_sentinels_are_skipped(open_pool: OpenPool, top_k: int) -> None:
+    spec = Spec()
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(12, spec.hidden)
+    ids, gates = routing(spec, 12, top_k, sentinels=True)
+    ids[0] = spec.experts
+    ids[7] = torch.iinfo(torch.int32).max
+    gates[7] = float("nan")  # expert parallelism leaves anything behind a sentinel
+    out = ops.experts(x, ids, gates, pool.handle(), True)
+    assert torch.equal(out[[0, 7]], torch.zeros(2, spec.hidden))
+    expected = pool.weights.reference(x, ids, gates)
+    kept = expected.abs().sum(1) > 0
+    assert relative_error(out[kept], expected[kept]) < TOLERANCE["int8"]
+    assert not out[~kept].any()
+
+
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str) -> None:
+    """Chunks of one token: only the rows per expert change."""
+    spec = Spec(weights=weights)
+    x = torch.randn(50, spec.hidden)
+    ids, gates = routing(spec, 50, 4)
+    whole = open_pool(spec, slots=spec.experts)
+    expected = ops.experts(x, ids, gates, whole.handle())
+    for workspace in (1, 10_000, 60_000):
+        pool = open_pool(spec, slots=4, workspace=workspace)
+        out = ops.experts(x, ids, gates, pool.handle())
+        if weights == "bf16":
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(out, expected), workspace
+        assert pool.count("accesses") > whole.count("accesses")
+
+
+def test_workspace_stays_within_what_was_given(open_pool: OpenPool) -> None:
+    spec = spec_with(Spec(), hidden=256, intermediate=128)
+    pool = open_pool(spec, in_memory=True, workspace=200_000)
+    ids, gates = routing(spec, 500, 4)
+    ops.experts(torch.randn(500, spec.hidden), ids, gates, pool.handle())
+    # Rounding of each buffer to cache lines, and of an expert's rows likewise.
+    assert pool.engine.describe()["workspace_bytes"] <= 200_000 + 64 * (3 + spec.experts)
+
+
+# Loads the extension alone: importing the package takes longer than all the rest.
+_RUN_EXPERTS = """
+import importlib.util, sys, torch
+extension, calls, out = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("_C", extension)
+_C = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_C)
+outputs = []
+for call in torch.load(calls):
+    engine = _C.Engine(**call["engine"], source=None)
+    for expert, record in enumerate(call["records"]):
+        engine.fill(0, expert, record.numpy())
+    handle = torch.tensor([engine.id, 0, engine.generation])
+    outputs += [torch.ops.torch_mesh.experts(*arguments, handle) for arguments in call["arguments"]]
+torch.save({"isa": _C.features()["isa"], "outputs": outputs}, out)
+"""
+
+
+def test_integer_formats_give_the_same_bits_on_every_instruction_set(
+    experts_of: Callable[[Spec], TinyExperts], tmp_path: Path
+) -> None:
+    calls = [
+        {
+            "engine": engine_options(spec),
+            "records": experts_of(spec).records[0],
+            "arguments": [(torch.randn(tokens, spec.hidden), *routing(spec, tokens, 3)) for tokens in (1, 5, 40)],
+        }
+        for spec in (Spec(weights="int8"), Spec(weights="int4"))
+    ]
+    torch.save(calls, tmp_path / "calls")
+    isas = _C.features()["isas"].split()
+    for isa in isas:
+        command = [sys.executable, "-c", _RUN_EXPERTS, _C.__file__, str(tmp_path / "calls"), str(tmp_path / isa)]
+        subprocess.run(command, env=os.environ | {"TORCH_MESH_ISA": isa}, check=True, timeout=120)
+
+    results = {isa: torch.load(tmp_path / isa) for isa in isas}
+    for isa in isas:
+        assert results[isa]["isa"] == isa
+        for output, expected in zip(results[isa]["outputs"], results["scalar"]["outputs"], strict=True):
+            assert torch.equal(output, expected), isa

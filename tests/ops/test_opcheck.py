@@ -1,0 +1,123 @@
+"""What torch itself checks of a custom op, for every op and kind of argument; and what the schemas promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_pools import OpenPool, Spec, TinyPool, ops, routing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SPEC = Spec(layers=2)
+TOKENS, TOP_K = 5, 3
+MUTATING = {"experts_deferred", "promote", "prefetch", "evict", "observe", "residency"}
+FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward"}
+WITHOUT_POOL = {"pack", "unpack"}
+
+
+def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
+    handle = pool.handle()
+    x = torch.randn(TOKENS, SPEC.hidden)
+    ids, weights = routing(SPEC, TOKENS, TOP_K)
+    offsets = torch.tensor([0, 1, 1, 1, 4, 4, 4, 5, 5])
+    gate_up = torch.randn(TOKENS, SPEC.gate_up_features)
+    hidden = torch.randn(TOKENS, SPEC.intermediate)
+    gate, up, down = torch.randn(40, 72), torch.randn(40, 72), torch.randn(72, 40)
+    needs_grad = (x.clone().requires_grad_(), ids, weights.clone().requires_grad_(), handle)
+    return [
+        ("experts", (x, ids, weights, handle)),
+        ("experts", needs_grad),
+        ("experts", (x.bfloat16(), ids.int(), weights.bfloat16(), handle, True)),
+        ("experts", (x.t().contiguous().t(), ids, weights, handle)),
+        ("experts", (x[:0], ids[:0], weights[:0], handle)),
+        ("experts", (x[:1], ids[:1], weights[:1], handle)),
+        ("experts_backward", (x, x, ids, weights, handle)),
+        ("experts_backward", (x.half(), x.half(), ids, weights.half(), handle, True)),
+        ("experts_deferred", (x, ids, weights, handle, 0, False)),
+        ("experts_deferred", (x, ids, weights, handle, 2, True)),
+        ("grouped_linear", (x, offsets, handle, 0, SPEC.gate_up_features)),
+        ("grouped_linear", (hidden.requires_grad_(), offsets, handle, 1, SPEC.hidden)),
+        ("grouped_linear", (x[:0], torch.zeros(9, dtype=torch.long), handle, 0, SPEC.gate_up_features)),
+        ("grouped_linear_backward", (gate_up, offsets, handle, 0, SPEC.hidden)),
+        ("grouped_linear_backward", (x.bfloat16(), offsets, handle, 1, SPEC.intermediate)),
+        ("promote", (handle, ids)),
+        ("prefetch", (handle, ids)),
+        ("evict", (handle, ids)),
+        ("observe", (handle, torch.randn(TOKENS, SPEC.experts))),
+        ("residency", (handle,)),
+        ("pack", (gate, up, down, None, None, None, "int8", 32)),
+        ("pack", (None, up.bfloat16(), down.bfloat16(), None, torch.randn(40), torch.randn(72), "bf16", 32)),
+        ("unpack", (pool.weights.records[0][0], *SPEC.record_layout)),
+    ]
+
+
+def _ops() -> set[str]:
+    names = (schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("torch_mesh::"))
+    return {name.split("::")[1] for name in names}
+
+
+def test_samples_cover_every_op(open_pool: OpenPool) -> None:
+    assert _ops() == MUTATING | FUNCTIONAL | WITHOUT_POOL
+    assert {name for name, _ in _samples(open_pool(SPEC))} == _ops()
+
+
+@pytest.mark.parametrize("index", range(23))
+def test_opcheck(open_pool: OpenPool, index: int) -> None:
+    # All resident and staying so: opcheck compares runs of the same call.
+    pool = open_pool(SPEC)
+    for layer in range(SPEC.layers):
+        ops.promote(pool.handle(layer), torch.arange(SPEC.experts))
+    samples = _samples(pool)
+    assert len(samples) == 23
+    name, arguments = samples[index]
+    torch.library.opcheck(getattr(ops, name).default, arguments)
+
+
+def test_ops_that_act_on_the_pool_mutate_the_handle() -> None:
+    for name in MUTATING:
+        schema = getattr(ops, name).default._schema
+        assert [argument.name for argument in schema.arguments if argument.is_write] == ["handle"], name
+    for name in FUNCTIONAL | WITHOUT_POOL:
+        assert not getattr(ops, name).default._schema.is_mutable, name
+
+
+def test_ops_on_a_pool_are_kept_out_of_cuda_graphs() -> None:
+    for name in _ops():
+        assert (torch.Tag.cudagraph_unsafe in getattr(ops, name).default.tags) == (name not in WITHOUT_POOL), name
+
+
+def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) -> None:
+    """A model on a GPU, its handles on the CPU."""
+    pool = open_pool(SPEC, slots=4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(TOKENS, SPEC.hidden, device="cuda", dtype=torch.bfloat16)
+        ids = torch.empty(TOKENS, TOP_K, device="cuda", dtype=torch.long)
+        weights = torch.empty(TOKENS, TOP_K, device="cuda")
+        offsets = torch.empty(SPEC.experts + 1, device="cuda", dtype=torch.long)
+        handle = pool.handle()
+        outputs = [
+            ops.experts(x, ids, weights, handle),
+            *ops.experts_backward(x, x, ids, weights, handle),
+            ops.experts_deferred(x, ids, weights, handle, 1, False),
+            ops.grouped_linear(x, offsets, handle, 0, SPEC.gate_up_features),
+            ops.grouped_linear_backward(x, offsets, handle, 1, SPEC.intermediate),
+        ]
+        ops.prefetch(handle, ids)
+        ops.observe(handle, torch.empty(TOKENS, SPEC.experts, device="cuda"))
+    assert [output.device.type for output in outputs] == ["cuda"] * 6
+    assert pool.count("accesses") == pool.count("prefetches") == 0
+
+
+def test_fake_kernels_check_shapes(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, ids, weights = torch.empty(5, 72), torch.empty(5, 3, dtype=torch.long), torch.empty(5, 3)
+        handle = pool.handle()
+        for arguments in ((x[0], ids, weights), (x[:4], ids, weights), (x, ids[0], weights), (x, ids, weights[:, :2])):
+            with pytest.raises(RuntimeError, match="must|differ"):
+                ops.experts(*arguments, handle)
+        with pytest.raises(RuntimeError, match="grad must have the shape of x"):
+            ops.experts_backward(x[:2], x, ids, weights, handle)
+        with pytest.raises(RuntimeError, match="router_logits must be"):
+            ops.observe(handle, x[0])

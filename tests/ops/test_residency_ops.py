@@ -1,0 +1,186 @@
+"""promote, prefetch, evict, observe and residency, and what the counters say about them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyPool, ops
+
+SPEC = Spec(layers=2)
+
+
+def _use(pool: TinyPool, *experts: int, layer: int = 0) -> torch.Tensor:
+    x = torch.ones(1, SPEC.hidden)
+    return ops.experts(x, torch.tensor([experts]), torch.ones(1, len(experts)), pool.handle(layer))
+
+
+def _ids(*experts: int) -> torch.Tensor:
+    return torch.tensor(experts, dtype=torch.long)
+
+
+def test_residency_is_int8_per_expert(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4)
+    states = ops.residency(pool.handle())
+    assert states.dtype == torch.int8 and states.tolist() == [EMPTY] * 8
+    ops.promote(pool.handle(1), _ids(2))
+    assert pool.residency(0) == [EMPTY] * 8
+    assert pool.residency(1) == [EMPTY, EMPTY, READY] + [EMPTY] * 5
+
+
+def test_promote_returns_when_experts_are_ready(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4, faults={"seed": 1, "delay": 1.0, "max_delay": 0.05})
+    ops.promote(pool.handle(), _ids(1, 6, 1, 3))
+    assert pool.ready() == {1, 3, 6}
+    assert pool.count("cold_misses") == pool.count("promoted") == 3  # a repeated id is one expert
+    ops.promote(pool.handle(), _ids(6, 3))
+    assert pool.count("hits") == 2 and pool.count("promoted") == 3
+    assert pool.count("bytes_read") == 3 * pool.engine.describe()["record_bytes"]
+
+
+def test_promote_takes_more_experts_than_there_are_slots(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=3)
+    ops.promote(pool.handle(), torch.arange(8))
+    assert len(pool.ready()) == 3 and pool.count("promoted") == 8 and pool.count("evicted") == 5
+
+
+def test_ids_of_any_shape_and_integer_dtype(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=8)
+    ops.promote(pool.handle(), torch.tensor([[0], [2]], dtype=torch.int32))
+    ops.promote(pool.handle(), torch.tensor(4, dtype=torch.uint8))
+    ops.promote(pool.handle(), torch.arange(8)[5::2])
+    ops.promote(pool.handle(), torch.empty(0, dtype=torch.int16))
+    assert pool.ready() == {0, 2, 4, 5, 7}
+
+
+def test_prefetch_does_not_wait_and_does_not_count_as_a_use(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=8, faults={"seed": 1, "delay": 1.0, "max_delay": 0.3})
+    ops.prefetch(pool.handle(), _ids(1, 2, 3))
+    assert pool.count("prefetches") == 3 and pool.count("accesses") == 0 and len(pool.ready()) < 3
+    pool.engine.drain()
+    assert pool.ready() == {1, 2, 3} and pool.count("promoted") == 3
+    _use(pool, 1, 2, 4)
+    assert pool.count("hits") == 2 and pool.count("cold_misses") == 1
+
+
+def test_a_forward_joins_a_prefetch_under_way(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=8, faults={"seed": 1, "delay": 1.0, "max_delay": 0.3})
+    ops.prefetch(pool.handle(), _ids(1))
+    _use(pool, 1, 2)
+    counts = {name: pool.count(name) for name in ("inflight_misses", "cold_misses", "hits", "accesses", "promoted")}
+    assert counts == {"inflight_misses": 1, "cold_misses": 1, "hits": 0, "accesses": 2, "promoted": 2}
+    assert pool.count("stall_nanoseconds") > 0
+
+
+def test_prefetch_takes_half_of_the_slots_at_most(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=6, faults={"seed": 1, "delay": 1.0, "max_delay": 0.2})
+    ops.prefetch(pool.handle(), torch.arange(8))
+    assert pool.count("prefetches") == 3
+    pool.engine.drain()
+    assert pool.ready() == {0, 1, 2}
+
+
+def test_prefetch_does_not_evict_what_it_was_asked_for(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=2)
+    ops.promote(pool.handle(), _ids(0, 1))
+    ops.prefetch(pool.handle(), _ids(1, 5, 0, 6))
+    pool.engine.drain()
+    assert pool.ready() == {0, 1} and pool.count("prefetches") == 0
+
+
+def test_evict_gives_up_only_what_is_named_and_resident(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=6)
+    for layer in (0, 1):
+        ops.promote(pool.handle(layer), _ids(0, 1, 2))
+    ops.evict(pool.handle(0), _ids(1, 2, 2, 7))
+    assert pool.ready(0) == {0} and pool.ready(1) == {0, 1, 2}
+    assert pool.count("evicted", 0) == 2 and pool.count("evicted", 1) == 0
+    _use(pool, 1)
+    assert pool.count("cold_misses", 0) == 4
+
+
+def test_observe_makes_the_policy_keep_what_scores_high(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=3, policy="lfu")
+    ops.promote(pool.handle(), _ids(0, 1, 2))
+    logits = torch.zeros(4, 8)
+    logits[:, 1] = 20.0
+    ops.observe(pool.handle(), logits.bfloat16())
+    for expert in (3, 4, 5, 6, 7):
+        _use(pool, expert)
+    assert 1 in pool.ready()
+
+
+def test_observed_logits_that_are_no_numbers_are_ignored(open_pool: OpenPool) -> None:
+    """One NaN would otherwise stay in the heat of every expert."""
+    pool = open_pool(SPEC, slots=3, policy="lfu")
+    ops.promote(pool.handle(), _ids(0, 1, 2))
+    logits = torch.zeros(3, 8)
+    logits[0] = float("nan")
+    logits[1, 4] = float("inf")
+    logits[2, 1] = 20.0
+    ops.observe(pool.handle(), logits)
+    for expert in (3, 4, 5, 6, 7):
+        _use(pool, expert)
+    assert 1 in pool.ready()
+
+
+def test_observe_without_tokens(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=3)
+    ops.observe(pool.handle(), torch.empty(0, 8))
+    with pytest.raises(ValueError, match=r"router_logits must be \[tokens, experts=8\]; got \[2, 7\]"):
+        ops.observe(pool.handle(), torch.zeros(2, 7))
+
+
+def test_wrong_ids_change_nothing(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4)
+    for op in (ops.promote, ops.prefetch, ops.evict):
+        with pytest.raises(ValueError, match=r"expert id 8 at position 1 is outside \[0, 8\)"):
+            op(pool.handle(), _ids(1, 8))
+        with pytest.raises(ValueError, match="expert id -1 at position 0"):
+            op(pool.handle(), _ids(-1))
+        with pytest.raises(ValueError, match="expert ids have dtype Float; allowed: an integer dtype"):
+            op(pool.handle(), torch.tensor([1.0]))
+    assert pool.ready() == set() and pool.count("accesses") == 0
+
+
+def test_every_access_is_a_hit_or_a_miss(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=5)
+    used = {0: 0, 1: 0}
+    for step in range(30):
+        layer = step % 2
+        chosen = torch.randperm(8)[: 1 + step % 4].tolist()
+        _use(pool, *chosen, layer=layer)
+        used[layer] += len(chosen)
+    for layer, uses in used.items():
+        misses = pool.count("cold_misses", layer) + pool.count("inflight_misses", layer)
+        assert pool.count("accesses", layer) == pool.count("hits", layer) + misses == uses
+        assert pool.count("promoted", layer) == pool.count("cold_misses", layer)
+        assert pool.count("failed", layer) == 0
+    promoted = sum(pool.count("promoted", layer) for layer in used)
+    evicted = sum(pool.count("evicted", layer) for layer in used)
+    assert promoted - evicted == len(pool.ready(0)) + len(pool.ready(1)) == 5
+    pool.engine.reset_stats()
+    assert all(not counts.any() for counts in pool.engine.stats().values())
+    assert len(pool.ready(0)) + len(pool.ready(1)) == 5
+
+
+def test_a_pool_in_memory_has_everything_and_keeps_it(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, in_memory=True)
+    assert pool.residency() == [READY] * 8
+    ops.promote(pool.handle(), torch.arange(8))
+    ops.prefetch(pool.handle(), torch.arange(8))
+    assert pool.count("hits") == 8 and pool.count("bytes_read") == 0 and pool.count("prefetches") == 0
+    with pytest.raises(ValueError, match="cannot evict: its records exist nowhere else"):
+        ops.evict(pool.handle(), _ids(0))
+    assert pool.residency() == [READY] * 8
+    assert pool.engine.describe()["io"] == "memory"
+
+
+def test_records_read_back_are_those_that_were_stored(open_pool: OpenPool) -> None:
+    for pool in (open_pool(SPEC, slots=1), open_pool(SPEC, in_memory=True)):
+        for layer in range(SPEC.layers):
+            for expert in range(SPEC.experts):
+                record = torch.from_numpy(pool.engine.read_record(layer, expert))
+                assert torch.equal(record, pool.weights.records[layer][expert])
+        for layer, expert in ((2, 0), (-1, 0), (0, 8), (0, -1)):
+            with pytest.raises(ValueError, match=rf"layer {layer}, expert {expert} is outside \[0, 2\) x \[0, 8\)"):
+                pool.engine.read_record(layer, expert)

@@ -1,0 +1,212 @@
+"""Small experts with known weights, the pools that serve them, and the float64 layer to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_mesh import _C
+from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.writer import StorePlan, write_store
+
+ops = torch.ops.torch_mesh
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+# Values of torch.ops.torch_mesh.residency.
+EMPTY, LOADING, READY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What experts are like. The sizes are no multiples of 64, so that padding is part of every comparison."""
+
+    weights: str = "int8"
+    group_size: int = 32
+    layers: int = 1
+    experts: int = 8
+    hidden: int = 72
+    intermediate: int = 40
+    gated: bool = True
+    bias: bool = False
+    activation: str | None = "silu"
+
+    @property
+    def gate_up_features(self) -> int:
+        return (2 if self.gated else 1) * self.intermediate
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        names = ("group_size", "hidden", "intermediate", "gated", "bias")
+        return {"format": self.weights, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def record_layout(self) -> tuple[Any, ...]:
+        """The arguments of ``unpack`` that follow the record."""
+        return tuple(self.geometry.values())
+
+
+class TinyExperts:
+    """Random packed experts of every layer, and the weights that the records stand for, in float64.
+
+    Scaled so that products keep the size of what goes in: errors are relative to outputs of about 1.
+    """
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+        self.records = [[_random_record(spec, generator) for _ in range(spec.experts)] for _ in range(spec.layers)]
+        self._store: Store | None = None
+
+    @functools.cached_property
+    def unpacked(self) -> list[list[tuple[Tensor, ...]]]:
+        """gate_up, down and their biases by layer and expert."""
+        layout = self.spec.record_layout
+        return [[tuple(t.double() for t in ops.unpack(record, *layout)) for record in layer] for layer in self.records]
+
+    def store(self, folder: Path) -> Store:
+        """The records on disk, in ``folder`` unless they were written before."""
+        if self._store is None:
+            spec = self.spec
+            plan = StorePlan(
+                shape=Shape(
+                    spec.layers,
+                    spec.experts,
+                    1,
+                    spec.hidden,
+                    spec.intermediate,
+                    spec.gated,
+                    spec.bias,
+                    spec.activation,
+                ),
+                modules=tuple(f"layers.{layer}.experts" for layer in range(spec.layers)),
+                weights=spec.weights,
+                group_size=0 if spec.weights == "bf16" else spec.group_size,
+                source_name="tiny",
+                source_fingerprint="tiny",
+            )
+            records = (
+                (layer, expert, functools.partial(self.records[layer].__getitem__, expert))
+                for layer in range(spec.layers)
+                for expert in range(spec.experts)
+            )
+            self._store = write_store(folder, plan, records, workers=1).store
+        return self._store
+
+    def reference(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int = 0) -> Tensor:
+        """The layer in float64, differentiable in ``x`` and ``weights``; ids that name no expert add nothing."""
+        x, weights = x.double(), weights.double()
+        out = torch.zeros_like(x)
+        for expert in range(self.spec.experts):
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            products = self.expert(x[token], expert, layer) * weights[token, choice].unsqueeze(1)
+            out = out.index_add(0, token, products)
+        return out
+
+    def expert(self, rows: Tensor, expert: int, layer: int = 0) -> Tensor:
+        gate, *up = self.linear(rows, expert, 0, layer).split(self.spec.intermediate, dim=1)
+        assert self.spec.activation is not None
+        hidden = ACTIVATIONS[self.spec.activation](gate)
+        return self.linear(hidden * up[0] if up else hidden, expert, 1, layer)
+
+    def linear(self, rows: Tensor, expert: int, projection: int, layer: int = 0) -> Tensor:
+        gate_up, down, gate_up_bias, down_bias = self.unpacked[layer][expert]
+        matrix, bias = ((gate_up, gate_up_bias), (down, down_bias))[projection]
+        return F.linear(rows, matrix, bias if self.spec.bias else None)
+
+
+class TinyPool:
+    """An engine over TinyExperts."""
+
+    def __init__(self, experts: TinyExperts, engine: _C.Engine) -> None:
+        self.weights = experts
+        self.spec = experts.spec
+        self.engine = engine
+
+    def handle(self, layer: int = 0) -> Tensor:
+        return torch.tensor([self.engine.id, layer, self.engine.generation])
+
+    def residency(self, layer: int = 0) -> list[int]:
+        return ops.residency(self.handle(layer)).tolist()
+
+    def ready(self, layer: int = 0) -> set[int]:
+        return {expert for expert, state in enumerate(self.residency(layer)) if state == READY}
+
+    def count(self, field: str, layer: int = 0) -> int:
+        return int(self.engine.stats()[field][layer])
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+# The fixture: open_pool(spec, in_memory=False, **options of _C.Engine).
+OpenPool = Callable[..., TinyPool]
+
+
+def engine_options(spec: Spec, **options: Any) -> dict[str, Any]:
+    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise."""
+    defaults: dict[str, Any] = {
+        "layers": spec.layers,
+        "experts": spec.experts,
+        "activation": spec.activation,
+        "slots": spec.layers * spec.experts,
+        "policy": "lru",
+        "verify": "first",
+        "io": "threads",
+        "threads": 2,
+        "workspace": 64 << 20,
+        "timeout": 30.0,
+    }
+    return spec.geometry | defaults | options
+
+
+def open_engine(experts: TinyExperts, source: _C.Source | None, **options: Any) -> _C.Engine:
+    engine = _C.Engine(**engine_options(experts.spec, **options), source=source)
+    if source is None:
+        for layer, records in enumerate(experts.records):
+            for expert, record in enumerate(records):
+                engine.fill(layer, expert, record.numpy())
+    return engine
+
+
+def spec_with(spec: Spec, **fields: Any) -> Spec:
+    return dataclasses.replace(spec, **fields)
+
+
+def routing(spec: Spec, tokens: int, top_k: int, sentinels: bool = False) -> tuple[Tensor, Tensor]:
+    """Distinct experts per token, or sentinels among them, and weights that sum to one."""
+    scores = torch.rand(tokens, spec.experts + (2 if sentinels else 0))
+    ids = scores.topk(top_k, dim=1).indices
+    return ids, torch.rand(tokens, top_k).softmax(dim=1)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """In the Frobenius norm."""
+    return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5 * 1.5
+
+    def bias(size: int) -> Tensor | None:
+        return torch.randn(size, generator=generator) if spec.bias else None
+
+    gate = matrix(spec.intermediate, spec.hidden) if spec.gated else None
+    up = matrix(spec.intermediate, spec.hidden)
+    down = matrix(spec.hidden, spec.intermediate)
+    gate_bias = bias(spec.intermediate) if spec.gated else None
+    biases = (gate_bias, bias(spec.intermediate), bias(spec.hidden))
+    return ops.pack(gate, up, down, *biases, spec.weights, spec.group_size)
