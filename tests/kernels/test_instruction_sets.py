@@ -1,0 +1,78 @@
+"""One build serves every x86-64: no object but its own translation unit has instructions of AVX2 or AVX512."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+OBJECTS = sorted(REPOSITORY.glob("build/extension-*/csrc/**/*.o"))
+
+# In 64-bit mode these bytes begin nothing else; segment and address-size prefixes may stand before them.
+PREFIXES = frozenset({"26", "2e", "36", "3e", "64", "65", "67"})
+ENCODINGS = {"62": "EVEX", "c4": "VEX", "c5": "VEX"}
+INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2} )+)\s*\t(.+)$")
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 instruction sets"),
+    pytest.mark.skipif(not OBJECTS, reason="the extension's objects are not under build/; build it here to check them"),
+    pytest.mark.skipif(
+        not (shutil.which("objdump") and shutil.which("nm")), reason="needs objdump and nm (package binutils)"
+    ),
+]
+
+
+def allowed_encodings(path: Path) -> set[str]:
+    if path.parent.name != "kernels":
+        return set()
+    if path.stem.startswith("avx512"):
+        return {"VEX", "EVEX"}
+    return {"VEX"} if path.stem == "avx2" else set()
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Encoding ("" for one that every x86-64 has) and text of each instruction."""
+    listing = subprocess.run(
+        ["objdump", "--disassemble", "--wide", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    found = []
+    for match in map(INSTRUCTION.match, listing.splitlines()):
+        if match is None:
+            continue
+        opcode = next((byte for byte in match[1].split() if byte not in PREFIXES), "")
+        found.append((ENCODINGS.get(opcode, ""), match[2]))
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY / "build").as_posix()
+
+
+def test_every_kernel_table_has_an_object() -> None:
+    kernels = {path.stem for path in OBJECTS if path.parent.name == "kernels"}
+    assert {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16"} <= kernels
+
+
+@pytest.mark.parametrize("path", OBJECTS, ids=name_of)
+def test_an_object_keeps_to_its_instruction_set(path: Path) -> None:
+    code = instructions(path)
+    assert code, "objdump's listing was not understood"
+    allowed = allowed_encodings(path)
+    foreign = [text for encoding, text in code if encoding and encoding not in allowed]
+    assert not foreign, f"{len(foreign)} instructions, the first: {foreign[:5]}"
+    # Else the encodings are not recognised, and the line above holds for any object.
+    assert allowed <= {encoding for encoding, _ in code}
+
+
+@pytest.mark.parametrize("path", [path for path in OBJECTS if allowed_encodings(path)], ids=name_of)
+def test_an_object_of_an_instruction_set_gives_away_nothing_but_its_table(path: Path) -> None:
+    """An inline function that leaves it would be a candidate for every other object's copy."""
+    command = ["nm", "--demangle", "--defined-only", "--extern-only", "--format=posix", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    symbols = [re.sub(r" \w [0-9a-f]+ ?[0-9a-f]*$", "", line) for line in listing.splitlines()]
+    assert len(symbols) == 1 and re.fullmatch(r"torch_mesh::kAvx\w+Table", symbols[0]), symbols
