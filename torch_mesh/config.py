@@ -19,6 +19,7 @@ GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads")
 POLICIES = ("auto", "lru", "lfu", "slru")
 VERIFY = ("first", "always", "never")
+PREFETCH = ("auto", "off")
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -118,6 +119,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "store": _check_store,
     "io": _one_of(IO),
     "policy": _one_of(POLICIES),
+    "prefetch": _one_of(PREFETCH),
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
@@ -131,6 +133,7 @@ _DEFAULTS: dict[str, Any] = {
     "store": None,
     "io": "auto",
     "policy": "auto",
+    "prefetch": "auto",
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
@@ -155,6 +158,7 @@ class MeshConfig(QuantizationConfigMixin):
             formats are converted once into the cache folder.
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
         policy: ``"auto"``, ``"lru"``, ``"lfu"`` or ``"slru"``.
+        prefetch: ``"auto"``: while one layer ends, the next layer's router foretells which experts to read; or ``"off"``.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
@@ -169,6 +173,7 @@ class MeshConfig(QuantizationConfigMixin):
     store: str | None
     io: str
     policy: str
+    prefetch: str
     verify: str
     threads: str | int
     workspace: str | int
@@ -183,6 +188,7 @@ class MeshConfig(QuantizationConfigMixin):
         store: str | os.PathLike[str] | None = _NOT_GIVEN,
         io: str = _NOT_GIVEN,
         policy: str = _NOT_GIVEN,
+        prefetch: str = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,

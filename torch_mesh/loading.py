@@ -22,6 +22,7 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
+from .lookahead import connect
 from .modules import install, put_back, take_parameters
 from .pool import ExpertPool, pool_slots
 from .saving import PatchedModelQuantizer
@@ -71,6 +72,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         pool = _open_pool(layers, records, config)
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
+        connect(model, layers, config)
         _forget_quantization(model)
         return model
 

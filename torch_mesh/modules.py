@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .families import ExpertsLayer
+from .lookahead import NextLayer
 from .pool import ExpertPool, refuse_to_pickle
 
 
@@ -34,6 +35,7 @@ class MeshExperts(nn.Module):
     _mesh_layer: int  # of the pool
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
+    _mesh_next: NextLayer | None  # whose experts to prefetch
     _mesh_parameters: dict[str, bool]  # names of the expert parameters, and whether they wanted gradients
 
     def forward(
@@ -41,10 +43,15 @@ class MeshExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
         if self._mesh_fused:
-            return torch.ops.torch_mesh.experts(
+            output = torch.ops.torch_mesh.experts(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
             )
-        return self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
+        else:
+            output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
+        # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
+        if self._mesh_next is not None and hidden_states.device.type == "cpu":
+            self._mesh_next.prefetch(hidden_states)
+        return output
 
     def _forward_by_projection(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -138,6 +145,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_layer = index
     module._mesh_handle = pool.handle(index)
     module._mesh_fused = pool.geometry.activation is not None
+    module._mesh_next = None
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     _change_class(module, mesh_class(type(module)))
 

@@ -17,6 +17,7 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .errors import MeshError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
+from .lookahead import connect
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
@@ -124,6 +125,7 @@ def _patch_on_disk(
         pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()))
     for index, layer in enumerate(layers):
         install(layer, pool, index)
+    connect(model, layers, config)
 
 
 def _open_pool(
