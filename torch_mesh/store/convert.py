@@ -160,7 +160,7 @@ def _pack_from_checkpoint(
 
 
 def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size: int) -> torch.Tensor:
-    return pack_expert(layer.expert(expert), weights, group_size)
+    return pack_expert(layer.expert(expert).on_cpu(), weights, group_size)
 
 
 def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
