@@ -1,5 +1,18 @@
 // experts, experts_backward and experts_deferred.
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -35,7 +48,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                        const at::Tensor& topk_weights, bool sentinels) {
   check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
   at::Tensor out = at::empty_like(x, x.options(), at::MemoryFormat::Contiguous);
-  if (x.size(0) == 0) return out;
+  if (topk_ids.numel() == 0) return out.zero_();
   const at::Tensor rows = with_contiguous_rows(x);
   const at::Tensor ids = topk_ids.to(at::kLong).contiguous();
   const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
@@ -215,12 +228,14 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                             bool last_layer) {
   const LayerHandle layer = resolve(handle);
   check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
+  TORCH_CHECK(!at::GradMode::is_enabled() || !(x.requires_grad() || topk_weights.requires_grad()),
+              "experts_deferred has no gradient; call experts, or experts_deferred under no_grad");
   TORCH_CHECK_VALUE(deferred >= 0 && deferred <= topk_ids.size(1), "deferred is ", deferred,
                     "; allowed: 0 to k = ", topk_ids.size(1));
   const int32_t experts = layer.engine().pool().experts();
   at::Tensor ids = topk_ids.to(at::kLong).contiguous().clone();
-  TORCH_CHECK_VALUE(!ids.lt(0).logical_or(ids.ge(experts)).any().item<bool>(),
-                    "topk_ids has ids outside [0, ", experts, ")");
+  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
+                   static_cast<int32_t>(ids.size(1)), experts);
   const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
   const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
   if (deferred > 0 && !last_layer) {

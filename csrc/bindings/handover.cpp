@@ -1,6 +1,6 @@
 // A model on a GPU with its experts on the CPU: the plain hand-over. Arguments move to the CPU, the
 // CPU op runs, results move back to the device of the first argument that was not on the CPU.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 

@@ -1,23 +1,29 @@
 // grouped_linear and grouped_linear_backward.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <vector>
 
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
+#include "engine/grouping.h"
 #include "kernels/pack.h"
 
 namespace torch_mesh {
 namespace {
 
 at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
+  TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
+                    "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
   TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) == experts + 1,
                     "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
   const at::Tensor on_cpu = offsets.to(at::kLong).contiguous();
   const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
   TORCH_CHECK_VALUE(last == rows, "the last offset must be the number of rows, ", rows, "; got ",
                     last);
+  check_offsets(on_cpu.const_data_ptr<int64_t>(), experts);
   return on_cpu;
 }
 
@@ -63,8 +69,6 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
 
   std::vector<int32_t> used;
   for (int32_t expert = 0; expert < engine.pool().experts(); ++expert) {
-    TORCH_CHECK_VALUE(first[expert] >= 0 && first[expert] <= first[expert + 1],
-                      "offsets must grow from 0; see expert ", expert);
     if (first[expert + 1] > first[expert]) used.push_back(expert);
   }
   at::Tensor x_grad = at::empty({grad.size(0), in}, grad.options());

@@ -1,9 +1,12 @@
 // pack and unpack.
 #include "kernels/pack.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <tuple>
 
@@ -15,19 +18,23 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-MatrixView matrix_view(const OptionalTensor& tensor, int64_t rows, int64_t columns,
-                       const char* what) {
+MatrixView view(const OptionalTensor& tensor, at::IntArrayRef shape, const char* what) {
   if (!tensor.has_value()) return {};
   TORCH_CHECK_VALUE(tensor->device().is_cpu(), what, " is on ", tensor->device(),
                     "; pack needs CPU tensors");
-  const bool vector = columns == 1;
-  TORCH_CHECK_VALUE(
-      vector ? tensor->dim() == 1 && tensor->size(0) == rows
-             : tensor->dim() == 2 && tensor->size(0) == rows && tensor->size(1) == columns,
-      what, " must be [", rows, vector ? "" : ", ", vector ? "" : std::to_string(columns),
-      "]; got ", tensor->sizes());
+  TORCH_CHECK_VALUE(tensor->sizes() == shape, what, " must be ", shape, "; got ", tensor->sizes());
   return MatrixView{tensor->const_data_ptr(), scalar_type(*tensor, what), tensor->stride(0),
-                    vector ? 0 : tensor->stride(1)};
+                    shape.size() == 1 ? 0 : tensor->stride(1)};
+}
+
+RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidden,
+                       int64_t intermediate, bool gated, bool bias) {
+  // Beyond what a layout takes, so that narrowing cannot make a wrong size a right one.
+  const auto narrow = [](int64_t size) {
+    return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
+  };
+  return RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
+                            narrow(group_size), narrow(hidden), narrow(intermediate), gated, bias);
 }
 
 at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
@@ -41,15 +48,13 @@ at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tens
       "either all projections have a bias or none has");
   const int64_t intermediate = up.size(0), hidden = up.size(1);
   const RecordLayout layout =
-      RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
-                         static_cast<int32_t>(group_size), static_cast<int32_t>(hidden),
-                         static_cast<int32_t>(intermediate), gate.has_value(), bias);
-  const ExpertViews views{.gate = matrix_view(gate, intermediate, hidden, "gate"),
-                          .up = matrix_view(up, intermediate, hidden, "up"),
-                          .down = matrix_view(down, hidden, intermediate, "down"),
-                          .gate_bias = matrix_view(gate_bias, intermediate, 1, "gate_bias"),
-                          .up_bias = matrix_view(up_bias, intermediate, 1, "up_bias"),
-                          .down_bias = matrix_view(down_bias, hidden, 1, "down_bias")};
+      layout_of(format, group_size, hidden, intermediate, gate.has_value(), bias);
+  const ExpertViews views{.gate = view(gate, {intermediate, hidden}, "gate"),
+                          .up = view(up, {intermediate, hidden}, "up"),
+                          .down = view(down, {hidden, intermediate}, "down"),
+                          .gate_bias = view(gate_bias, {intermediate}, "gate_bias"),
+                          .up_bias = view(up_bias, {intermediate}, "up_bias"),
+                          .down_bias = view(down_bias, {hidden}, "down_bias")};
   at::Tensor record = at::empty({layout.bytes}, at::TensorOptions().dtype(at::kByte));
   pack_record(layout, views, reinterpret_cast<std::byte*>(record.mutable_data_ptr()));
   return record;
@@ -58,10 +63,7 @@ at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tens
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> unpack(
     const at::Tensor& record, c10::string_view format, int64_t group_size, int64_t hidden,
     int64_t intermediate, bool gated, bool bias) {
-  const RecordLayout layout =
-      RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
-                         static_cast<int32_t>(group_size), static_cast<int32_t>(hidden),
-                         static_cast<int32_t>(intermediate), gated, bias);
+  const RecordLayout layout = layout_of(format, group_size, hidden, intermediate, gated, bias);
   TORCH_CHECK_VALUE(record.device().is_cpu() && record.scalar_type() == at::kByte &&
                         record.dim() == 1 && record.size(0) == layout.bytes,
                     "record must be a uint8 CPU tensor of ", layout.bytes, " bytes; got ",

@@ -1,5 +1,7 @@
 // promote, prefetch, evict, observe and residency.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/softmax.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -34,7 +36,9 @@ void observe(at::Tensor& handle, const at::Tensor& router_logits) {
   TORCH_CHECK_VALUE(router_logits.dim() == 2 && router_logits.size(1) == pool.experts(),
                     "router_logits must be [tokens, experts=", pool.experts(), "]; got ",
                     router_logits.sizes());
-  const at::Tensor scores = at::softmax(router_logits.to(at::kFloat), -1).contiguous();
+  // A token whose logits are not numbers says nothing; its NaN would stay in the heat for ever.
+  const at::Tensor scores =
+      at::softmax(router_logits.to(at::kFloat), -1).nan_to_num(0.0).contiguous();
   const float* data = scores.const_data_ptr<float>();
   for (int64_t token = 0; token < scores.size(0); ++token) {
     pool.observe(layer.layer, {data + token * pool.experts(), static_cast<size_t>(pool.experts())});

@@ -1,6 +1,7 @@
 #include "bindings/tensors.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <vector>
 

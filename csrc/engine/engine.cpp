@@ -176,27 +176,12 @@ void Engine::reduce(const ExpertsCall& call, const Workspace& workspace) const {
   });
 }
 
-void Engine::check_offsets(const LinearCall& call) const {
+void Engine::grouped_linear(const LinearCall& call) {
   if (call.projection != 0 && call.projection != 1) {
     throw Error(ErrorKind::kInvalid, "projection is " + std::to_string(call.projection) +
                                          "; allowed: 0 (gate_up), 1 (down)");
   }
-  for (int32_t expert = 0; expert < pool_->experts(); ++expert) {
-    if (call.offsets[expert] < 0 || call.offsets[expert] > call.offsets[expert + 1]) {
-      throw Error(ErrorKind::kInvalid,
-                  "offsets must grow from 0; offsets[" + std::to_string(expert) + "] is " +
-                      std::to_string(call.offsets[expert]) + " and the next is " +
-                      std::to_string(call.offsets[expert + 1]));
-    }
-  }
-  if (call.offsets[0] != 0) {
-    throw Error(ErrorKind::kInvalid,
-                "offsets[0] is " + std::to_string(call.offsets[0]) + "; it must be 0");
-  }
-}
-
-void Engine::grouped_linear(const LinearCall& call) {
-  check_offsets(call);
+  check_offsets(call.offsets, pool_->experts());
   WorkspacePool::Lease lease(workspaces_);
   const int64_t rows = call.offsets[pool_->experts()];
   const int64_t chunk = rows_per_chunk(call.projection);

@@ -96,7 +96,6 @@ class Engine {
   void compute_ready(std::span<const ReadyExpert> ready, int32_t tokens, Workspace& workspace);
   void reduce(const ExpertsCall& call, const Workspace& workspace) const;
   void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Workspace& workspace);
-  void check_offsets(const LinearCall& call) const;
 
   EngineOptions options_;
   Runtime runtime_;

@@ -51,4 +51,23 @@ void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, i
   }
 }
 
+void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t experts) {
+  for (int64_t i = 0; i < int64_t{tokens} * top_k; ++i) {
+    if (ids[i] < 0 || ids[i] >= experts) throw_bad_id(ids[i], i, top_k, experts);
+  }
+}
+
+void check_offsets(const int64_t* offsets, int32_t experts) {
+  if (offsets[0] != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "offsets[0] is " + std::to_string(offsets[0]) + "; it must be 0");
+  }
+  for (int32_t expert = 0; expert < experts; ++expert) {
+    if (offsets[expert] <= offsets[expert + 1]) continue;
+    throw Error(ErrorKind::kInvalid, "offsets must not fall; offsets[" + std::to_string(expert) +
+                                         "] is " + std::to_string(offsets[expert]) +
+                                         " and the next is " + std::to_string(offsets[expert + 1]));
+  }
+}
+
 }  // namespace torch_mesh
