@@ -40,3 +40,5 @@ void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor&
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) { m.impl("lookahead", torch_mesh::lookahead); }
+// On the device that has the router: only the ids it names come over.
+TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) { m.impl("lookahead", torch_mesh::lookahead); }

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_pools import OpenPool, Spec, TinyPool, ops, routing
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 LAYERS = 12
-SPEC = Spec(layers=LAYERS, experts=4)
+SPEC = Spec(layers=LAYERS, experts=4, weights="bf16")
 BACKENDS = ["aot_eager", "inductor"]
 
 
@@ -36,7 +37,7 @@ class Layer(nn.Module):
         weights, ids = logits.softmax(dim=-1).topk(2)
         ops.observe(self.handle, logits)
         ops.prefetch(self.next_handle, ids)
-        return x + ops.experts(x, ids, weights, self.handle)
+        return F.layer_norm(x + ops.experts(x, ids, weights, self.handle), (SPEC.hidden,))
 
 
 def _layers(pool: TinyPool) -> list[Layer]:
@@ -51,37 +52,35 @@ def _snapshot(pool: TinyPool) -> dict[str, list[int]]:
     return {name: stats[name].tolist() for name in names}
 
 
-def _effects(x: Tensor, ids: Tensor, weights: Tensor, handle: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+def _effects(x: Tensor, handle: Tensor, others: Tensor) -> tuple[Tensor, ...]:
     """Each step is seen by the next: in any other order the residencies come out differently."""
     ops.evict(handle, torch.arange(SPEC.experts))
     empty = ops.residency(handle) * 1
     ops.promote(handle, others)
     promoted = ops.residency(handle) * 1
-    out = ops.experts(x, ids, weights, handle)
     ops.promote(handle, torch.arange(SPEC.experts))
     ops.evict(handle, others)
     evicted = ops.residency(handle) * 1
     ops.evict(handle, others)
-    ops.observe(handle, out[:, : SPEC.experts])
-    return empty, promoted, out * 2, evicted
+    ops.observe(handle, x * 2)
+    return empty, promoted, evicted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_effects_happen_and_in_order(open_pool: OpenPool, backend: str) -> None:
-    x, others = torch.randn(3, SPEC.hidden), torch.tensor([1, 3])
-    ids, weights = torch.tensor([[1], [3], [1]]), torch.rand(3, 1)
+    x, others = torch.randn(3, SPEC.experts), torch.tensor([1, 3])
     results: list[tuple[tuple[Tensor, ...], Any]] = []
     for run in (_effects, torch.compile(_effects, backend=backend, fullgraph=True)):
         pool = open_pool(SPEC)
-        outputs = [run(x, ids, weights, pool.handle(5), others) for _ in range(2)][-1]
+        outputs = [run(x, pool.handle(5), others) for _ in range(2)][-1]
         results.append((outputs, _snapshot(pool)))
     (expected, counts), (compiled, compiled_counts) = results
-    empty, promoted, _, evicted = (output.tolist() for output in compiled)
-    assert (empty, promoted, evicted) == ([0] * 4, [0, 2, 0, 2], [2, 0, 2, 0])
+    assert [output.tolist() for output in compiled] == [[0] * 4, [0, 2, 0, 2], [2, 0, 2, 0]]
     for output, same in zip(compiled, expected, strict=True):
         assert torch.equal(output, same)
     assert compiled_counts == counts
-    assert counts["evicted"][5] == 2 * 4 and counts["promoted"][5] == 2 * 4
+    # Two runs; the second finds what the first has left.
+    assert counts["promoted"][5] == 2 * 4 and counts["evicted"][5] == 2 * 2 + 2 and counts["hits"][5] == 2 * 2
 
 
 def _wait(pool: TinyPool, layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
@@ -104,10 +103,11 @@ def test_one_compilation_serves_all_layers(open_pool: OpenPool, backend: str) ->
         for _ in range(2):
             x = torch.randn(6, SPEC.hidden)
             expected, out = _wait(plain, layers, x), _wait(pool, compiled, x)
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+            # inductor may fuse what surrounds the op, and bf16 turns a last bit into 2^-9.
+            torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
     assert counter.frame_count == 1
     assert _snapshot(pool) == _snapshot(plain)
-    assert min(pool.count("prefetches", layer) for layer in range(LAYERS)) > 0
+    assert min(pool.count("prefetches", layer) for layer in range(1, LAYERS)) > 0
 
 
 def test_shapes_may_be_dynamic(open_pool: OpenPool) -> None:

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-MUTATING = {"experts_deferred", "promote", "prefetch", "evict", "observe", "residency"}
+SAMPLES = 24
+MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency"}
 FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward"}
 WITHOUT_POOL = {"pack", "unpack"}
 
@@ -43,6 +44,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("grouped_linear_backward", (x.bfloat16(), offsets, handle, 1, SPEC.intermediate)),
         ("promote", (handle, ids)),
         ("prefetch", (handle, ids)),
+        ("lookahead", (x[:2], torch.randn(SPEC.experts, SPEC.hidden), handle, TOP_K)),
         ("evict", (handle, ids)),
         ("observe", (handle, torch.randn(TOKENS, SPEC.experts))),
         ("residency", (handle,)),
@@ -62,14 +64,14 @@ def test_samples_cover_every_op(open_pool: OpenPool) -> None:
     assert {name for name, _ in _samples(open_pool(SPEC))} == _ops()
 
 
-@pytest.mark.parametrize("index", range(23))
+@pytest.mark.parametrize("index", range(SAMPLES))
 def test_opcheck(open_pool: OpenPool, index: int) -> None:
     # All resident and staying so: opcheck compares runs of the same call.
     pool = open_pool(SPEC)
     for layer in range(SPEC.layers):
         ops.promote(pool.handle(layer), torch.arange(SPEC.experts))
     samples = _samples(pool)
-    assert len(samples) == 23
+    assert len(samples) == SAMPLES
     name, arguments = samples[index]
     torch.library.opcheck(getattr(ops, name).default, arguments)
 
@@ -105,6 +107,7 @@ def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) 
         ]
         ops.prefetch(handle, ids)
         ops.observe(handle, torch.empty(TOKENS, SPEC.experts, device="cuda"))
+        ops.lookahead(x, torch.empty(SPEC.experts, SPEC.hidden, device="cuda"), handle, TOP_K)
     assert [output.device.type for output in outputs] == ["cuda"] * 6
     assert pool.count("accesses") == pool.count("prefetches") == 0
 

@@ -87,6 +87,35 @@ def test_prefetch_does_not_evict_what_it_was_asked_for(open_pool: OpenPool) -> N
     assert pool.ready() == {0, 1} and pool.count("prefetches") == 0
 
 
+def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=12)
+    router = torch.randn(8, SPEC.hidden)
+    x = torch.randn(2, SPEC.hidden)
+    chosen = (x @ router.t()).topk(2, dim=1).indices
+    ops.lookahead(x, router, pool.handle(1), 2)
+    assert pool.count("prefetches", 1) == len(chosen.unique()) and pool.count("accesses", 1) == 0
+    pool.engine.drain()
+    assert pool.ready(1) == set(chosen.flatten().tolist()) and pool.ready(0) == set()
+    ops.lookahead(x.bfloat16(), router.half(), pool.handle(0), 1)
+    pool.engine.drain()
+    assert 1 <= len(pool.ready(0)) <= 2
+
+
+def test_lookahead_is_for_decoding_and_for_pools_that_have_something_to_read(open_pool: OpenPool) -> None:
+    router = torch.randn(8, SPEC.hidden)
+    small, whole = open_pool(SPEC, slots=12), open_pool(SPEC)
+    ops.lookahead(torch.randn(5, SPEC.hidden), router, small.handle(), 2)
+    ops.lookahead(torch.randn(0, SPEC.hidden), router, small.handle(), 2)
+    ops.lookahead(torch.randn(1, SPEC.hidden), router, whole.handle(), 2)
+    assert small.count("prefetches") == whole.count("prefetches") == 0
+    for top_k in (0, 9):
+        with pytest.raises(ValueError, match=f"top_k is {top_k}; allowed: 1 to 8"):
+            ops.lookahead(torch.randn(1, SPEC.hidden), router, small.handle(), top_k)
+    for x, weight in ((torch.randn(1, 71), router), (torch.randn(72), router), (torch.randn(1, 72), router[:7])):
+        with pytest.raises(ValueError, match=r"x must be \[tokens, hidden\] and router_weight \[experts=8, hidden\]"):
+            ops.lookahead(x, weight, small.handle(), 2)
+
+
 def test_evict_gives_up_only_what_is_named_and_resident(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=6)
     for layer in (0, 1):
