@@ -274,7 +274,13 @@ class PyEngine {
     generation_ = live_->generation;
   }
 
-  ~PyEngine() { close(); }
+  ~PyEngine() {
+    try {
+      close();
+    } catch (const Error&) {
+      // A forked child can only forget its parent's engine.
+    }
+  }
 
   int64_t id() const { return id_; }
   int64_t generation() const { return generation_; }
@@ -337,11 +343,16 @@ class PyEngine {
   }
 
   void close() {
-    if (live_ == nullptr) return;
+    // Under the GIL, so that one of several callers gets it.
+    std::shared_ptr<LiveEngine> live = std::move(live_);
+    if (live == nullptr) return;
     py::gil_scoped_release released;
     unregister_engine(id_);
-    live_->engine->pool().close();
-    live_.reset();  // the last forward that runs, or this, waits for reads and frees the pool
+    live->engine->pool().close();
+    const std::future<void> ended = live->ended.get_future();
+    live.reset();  // the last forward that runs, or this, waits for reads and frees the pool
+    // A signal handler runs inside the forward that it interrupts, which cannot end before it.
+    if (!in_signal_handler()) ended.wait();
   }
 
   py::dict describe() {
@@ -424,10 +435,12 @@ PYBIND11_MODULE(_C, m) {
 
   m.attr("torch_version") = TORCH_VERSION;
   m.def("features", torch_mesh::features);
-  m.def("record_bytes", torch_mesh::record_bytes);
-  m.def("record_checksum", torch_mesh::checksum);
+  m.def("record_bytes", torch_mesh::record_bytes, py::arg("format"), py::arg("group_size"),
+        py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"));
+  m.def("record_checksum", torch_mesh::checksum, py::arg("store_id"), py::arg("layer"),
+        py::arg("expert"), py::arg("record"));
   m.def("policy_names", torch_mesh::policies);
-  m.def("direct_io_alignment", torch_mesh::direct_io_alignment);
+  m.def("direct_io_alignment", torch_mesh::direct_io_alignment, py::arg("path"));
 
   py::class_<PySource>(m, "Source")
       .def(py::init(&torch_mesh::make_source), py::arg("files"), py::arg("extents"),
@@ -446,8 +459,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("timeout"), py::arg("source"), py::arg("faults") = py::none())
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
-      .def("fill", &PyEngine::fill)
-      .def("read_record", &PyEngine::read_record)
+      .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
+      .def("read_record", &PyEngine::read_record, py::arg("layer"), py::arg("expert"))
       .def("stats", &PyEngine::stats)
       .def("reset_stats", &PyEngine::reset_stats)
       .def("pinned", &PyEngine::pinned)

@@ -64,6 +64,9 @@ LayerHandle resolve(const at::Tensor& handle) {
                     std::to_string(ids[2]) +
                     ") is closed: the model was unpatched or deleted; patch it again");
   }
+  // Before any work: in a child there are no OpenMP threads to share it with, and waiting for them
+  // would hang.
+  live->engine->pool().check_process();
   const int32_t layers = live->engine->pool().layers();
   TORCH_CHECK_VALUE(ids[1] >= 0 && ids[1] < layers, "the handle names layer ", ids[1],
                     "; its pool has layers [0, ", layers, ")");

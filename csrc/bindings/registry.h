@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <future>
 #include <memory>
 
 #include "engine/engine.h"
@@ -13,7 +14,13 @@ namespace torch_mesh {
 
 // What the pool of a handle is: the engine, and what its forwards share beyond it.
 struct LiveEngine {
+  ~LiveEngine() {
+    engine.reset();
+    ended.set_value();
+  }
+
   std::unique_ptr<Engine> engine;
+  std::promise<void> ended;  // the last forward is done and the pool is freed
   int64_t id;
   int64_t generation;
 };
@@ -29,7 +36,8 @@ std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine);
 // Later look-ups fail; forwards that run keep the engine until they end.
 void unregister_engine(int64_t id);
 
-// Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle.
+// Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle, and
+// Error(kForked) in a child of the process that opened the pool.
 LayerHandle resolve(const at::Tensor& handle);
 
 }  // namespace torch_mesh

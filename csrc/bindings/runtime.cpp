@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <utility>
 #include <vector>
 
 namespace torch_mesh {
@@ -73,11 +74,14 @@ struct PendingInterrupt {
   PyObject* traceback = nullptr;
 };
 thread_local PendingInterrupt pending_interrupt;
+thread_local bool handling_signals = false;
 
 bool interrupted() {
   if (!Py_IsInitialized()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();
+  const bool nested = std::exchange(handling_signals, true);
   const bool raised = PyErr_CheckSignals() != 0;
+  handling_signals = nested;
   if (raised) {
     PyErr_Fetch(&pending_interrupt.type, &pending_interrupt.value, &pending_interrupt.traceback);
   }
@@ -113,6 +117,8 @@ const Runtime& torch_runtime() {
   }();
   return runtime;
 }
+
+bool in_signal_handler() { return handling_signals; }
 
 bool restore_interrupt() {
   if (pending_interrupt.type == nullptr) return false;

@@ -324,6 +324,8 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
   impl_->slots.policy().observe(layer, scores);
 }
 
+void Pool::check_process() const { impl_->check_process(); }
+
 SlotState Pool::state(int32_t layer, int32_t expert) const {
   impl_->check_process();
   impl_->check_experts(layer, {&expert, 1});

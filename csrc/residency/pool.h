@@ -95,6 +95,8 @@ class Pool {
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
 
+  // Throws Error(kForked) in a child of the process that opened the pool.
+  void check_process() const;
   SlotState state(int32_t layer, int32_t expert) const;
   std::vector<LayerStats> stats() const;
   void reset_stats();
