@@ -159,7 +159,7 @@ class BuildExtension(build_ext):
 
         # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
         folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
-        build = NinjaFile(folder, [*COMMON, "-O3", "-g1", "-fPIC", *uring_compile], link)
+        build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *uring_compile], link)
         build.compile(sources(*ENGINE_ROOMS))
         build.compile(sources("bindings"), torch_flags)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()

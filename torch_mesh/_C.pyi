@@ -88,4 +88,4 @@ class Engine:
         """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
 
     def describe(self) -> dict[str, object]:
-        """'slots', 'record_bytes', 'pool_bytes', 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes', 'huge_page_bytes'."""
+        """'slots', 'record_bytes', 'pool_bytes', 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""

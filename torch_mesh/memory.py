@@ -26,12 +26,14 @@ def resident_slots(
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
     ``resident`` is that of MeshConfig; "auto" takes what is free now less ``reserved`` bytes and a margin.
-    Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``.
+    Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
+    a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
     every = layers * experts
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
-        return max(top_k, math.floor(Fraction(str(resident)) * every))
+        slots = max(top_k, math.floor(Fraction(str(resident)) * every))
+        return _affordable(slots, resident, record_bytes)
     if resident == "auto":
         free = available_bytes() - reserved
         budget = free - max(_MARGIN_BYTES, free // _MARGIN_SHARE)
@@ -42,7 +44,18 @@ def resident_slots(
             f"resident={resident!r} holds {slots} experts of {record_bytes:,} bytes, but every token needs {top_k}: "
             f"give at least {top_k * record_bytes:,} bytes."
         )
-    return min(every, slots)
+    return _affordable(min(every, slots), resident, record_bytes)
+
+
+def _affordable(slots: int, resident: str | float, record_bytes: int) -> int:
+    """The slots, if there is memory for them at this moment: a pool is taken as a whole, before anything is freed."""
+    free = available_bytes()
+    if slots * record_bytes > free:
+        raise MemoryError(
+            f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts, but the machine and its "
+            f"memory cgroups have {free:,} left: give less, or 'auto'."
+        )
+    return slots
 
 
 def _machine_available(proc: Path) -> int:

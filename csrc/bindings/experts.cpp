@@ -241,7 +241,7 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   if (deferred > 0 && !last_layer) {
     const at::Tensor later = split_cold(layer, ids, weights, deferred);
     prefetch_ids(layer, later);
-    remainder = Remainder{handle.clone(), x.clone(), later, weights};
+    remainder = Remainder{handle.clone(), x.clone(), later, weights.clone()};
   }
   at::Tensor out = run_experts(layer, x, ids, weights, /*sentinels=*/true);
   if (carried && follows(*carried, handle, x)) {

@@ -370,7 +370,6 @@ class PyEngine {
     result["threads"] = engine.options().threads;
     result["notes"] =
         pool.reader() == nullptr ? std::vector<std::string>{} : pool.reader()->notes();
-    result["huge_page_bytes"] = pool.huge_page_bytes();
     return result;
   }
 

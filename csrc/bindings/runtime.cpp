@@ -3,10 +3,12 @@
 #include <ATen/native/CPUBlas.h>
 #include <Python.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <exception>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -21,14 +23,22 @@ void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void
     body(context, 0, count);
     return;
   }
+  // An exception that leaves the region ends the process; brgemm may throw.
+  std::exception_ptr failure;
 #pragma omp parallel num_threads(team)
   {
     const int64_t parts = omp_get_num_threads();
     const int64_t part = omp_get_thread_num();
     const int64_t begin = count * part / parts;
     const int64_t end = count * (part + 1) / parts;
-    if (begin < end) body(context, begin, end);
+    try {
+      if (begin < end) body(context, begin, end);
+    } catch (...) {
+#pragma omp critical(torch_mesh_failure)
+      if (failure == nullptr) failure = std::current_exception();
+    }
   }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void gemm_bf16(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
@@ -46,24 +56,29 @@ void gemm_u8s8(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_
 
 void gemm_release() { at::native::cpublas::brgemm_release(/*is_vnni=*/true); }
 
-// A product of ones over one panel: every element must be the depth.
+// Products of one value each over one panel, at every depth that the kernels ask for.
 template <typename A, typename B, typename C>
 std::string probe(void (*gemm)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const A*,
                                const B*, C*),
-                  A one_a, B one_b) {
-  constexpr int64_t kRows = 4, kColumns = 64, kDepth = 64;
-  const std::vector<A> a(kRows * kDepth, one_a);
-  const std::vector<B> b(kDepth * kColumns, one_b);
-  std::vector<C> c(kRows * kColumns, C{0});
-  try {
-    gemm(kRows, kColumns, kDepth, kDepth, kColumns, kColumns, a.data(), b.data(), c.data());
-    gemm_release();
-  } catch (const std::exception& error) {
-    const std::string what = error.what();
-    return what.substr(0, what.find('\n'));
+                  A value_a, B value_b, C product, std::initializer_list<int64_t> depths) {
+  constexpr int64_t kRows = 32, kColumns = 64;
+  for (const int64_t depth : depths) {
+    const std::vector<A> a(kRows * depth, value_a);
+    const std::vector<B> b(depth * kColumns, value_b);
+    std::vector<C> c(kRows * kColumns, C{0});
+    try {
+      gemm(kRows, kColumns, depth, depth, kColumns, kColumns, a.data(), b.data(), c.data());
+      gemm_release();
+    } catch (const std::exception& error) {
+      const std::string what = error.what();
+      return what.substr(0, what.find('\n'));
+    }
+    const C wanted = product * static_cast<C>(depth);
+    if (std::any_of(c.begin(), c.end(), [&](C value) { return value != wanted; })) {
+      return "torch's brgemm gave a wrong product";
+    }
   }
-  const bool right = std::all_of(c.begin(), c.end(), [](C value) { return value == C{kDepth}; });
-  return right ? "" : "torch's brgemm gave a wrong product";
+  return "";
 }
 
 // One set of interrupt slots a thread: an exception raised by a signal handler must reach the
@@ -76,8 +91,10 @@ struct PendingInterrupt {
 thread_local PendingInterrupt pending_interrupt;
 thread_local bool handling_signals = false;
 
+// Python delivers signals to its main thread alone. Any other thread has no reason to take the GIL
+// here, which would end it in a process that is finalising.
 bool interrupted() {
-  if (!Py_IsInitialized()) return false;
+  if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
   const PyGILState_STATE gil = PyGILState_Ensure();
   const bool nested = std::exchange(handling_signals, true);
   const bool raised = PyErr_CheckSignals() != 0;
@@ -93,13 +110,14 @@ bool interrupted() {
 
 const std::string& brgemm_bf16_unavailable() {
   static const std::string reason =
-      probe<uint16_t, uint16_t, float>(gemm_bf16, uint16_t{0x3f80}, uint16_t{0x3f80});
+      probe<uint16_t, uint16_t, float>(gemm_bf16, 0x3f80, 0x3f80, 1.0f, {64, 2048});
   return reason;
 }
 
 const std::string& brgemm_int8_unavailable() {
   static const std::string reason =
-      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, uint8_t{1}, int8_t{1});
+      // The largest operands: arithmetic that saturates would show.
+      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, 255, 127, 255 * 127, {32, 64, 128});
   return reason;
 }
 

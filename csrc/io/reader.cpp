@@ -50,9 +50,9 @@ class SignalsBlocked {
 
 // All that the I/O thread touches. Separate from the Reader so that a forked child, in which that
 // thread does not exist, can leave it behind as a whole.
-class Engine {
+class IoLoop {
  public:
-  Engine(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
+  IoLoop(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
          std::unique_ptr<Backend> backend, Reader::Done done)
       : files_(std::move(files)),
         backend_(std::move(backend)),
@@ -74,7 +74,7 @@ class Engine {
     }
   }
 
-  ~Engine() {
+  ~IoLoop() {
     close();
     thread_.join();
   }
@@ -223,16 +223,16 @@ class EngineReader final : public Reader {
   EngineReader(const ReaderOptions& options, std::shared_ptr<const FileTable> files,
                std::unique_ptr<Backend> backend, Done done, std::vector<std::string> notes)
       : files_(std::move(files)), notes_(std::move(notes)), name_(backend->name()) {
-    engine_ = std::make_unique<Engine>(options, files_, std::move(backend), std::move(done));
-    engine_->wait_until_started();
-    const std::vector<std::string> more = engine_->backend().notes();
+    loop_ = std::make_unique<IoLoop>(options, files_, std::move(backend), std::move(done));
+    loop_->wait_until_started();
+    const std::vector<std::string> more = loop_->backend().notes();
     notes_.insert(notes_.end(), more.begin(), more.end());
   }
 
   ~EngineReader() override {
     // The I/O thread did not come along into the child, and at the moment of the fork it may have
     // held the lock: nothing in there can be waited for or freed. Leaked on purpose.
-    if (forked()) static_cast<void>(engine_.release());
+    if (forked()) static_cast<void>(loop_.release());
   }
 
   void submit(const ReadRequest& request) override {
@@ -242,25 +242,25 @@ class EngineReader final : public Reader {
                       " and cannot be used in its child; open the model after the fork");
     }
     check(request);
-    engine_->submit(request);
+    loop_->submit(request);
   }
 
   void hasten(uint64_t tag) override {
-    if (!forked()) engine_->hasten(tag);
+    if (!forked()) loop_->hasten(tag);
   }
 
   void close() override {
     if (forked()) return;
-    if (engine_->on_io_thread()) {
+    if (loop_->on_io_thread()) {
       throw Error(
           ErrorKind::kInvalid,
           "close() was called from the completion callback, which it would wait for; call it "
           "from another thread");
     }
-    engine_->close();
+    loop_->close();
   }
 
-  ReaderStats stats() const override { return forked() ? ReaderStats{} : engine_->stats(); }
+  ReaderStats stats() const override { return forked() ? ReaderStats{} : loop_->stats(); }
   const char* backend() const override { return name_; }
   int64_t alignment() const override { return files_->alignment(); }
   std::vector<std::string> notes() const override { return notes_; }
@@ -311,7 +311,7 @@ class EngineReader final : public Reader {
   const std::shared_ptr<const FileTable> files_;
   std::vector<std::string> notes_;
   const char* name_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<IoLoop> loop_;
 };
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
@@ -380,6 +380,12 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
                                     std::span<const MemoryRegion> buffers, Reader::Done done) {
   check(options, files, buffers, done);
   const auto table = std::make_shared<const FileTable>(files, options.direct);
+  if (options.chunk_bytes % table->alignment() != 0) {
+    throw Error(ErrorKind::kInvalid, "the reader's chunk_bytes is " +
+                                         std::to_string(options.chunk_bytes) +
+                                         "; direct I/O on these files wants a multiple of " +
+                                         std::to_string(table->alignment()));
+  }
   std::vector<std::string> notes = table->notes();
   if (options.backend != "threads") {
     try {

@@ -57,7 +57,12 @@ class TaskProducts {
     use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
   }
   ~TaskProducts() {
-    if (use_gemm_ && runtime_.gemm_release != nullptr) runtime_.gemm_release();
+    if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
+    try {
+      runtime_.gemm_release();
+    } catch (...) {
+      // It frees tile state of this thread, which the next product sets anew.
+    }
   }
   TaskProducts(const TaskProducts&) = delete;
   TaskProducts& operator=(const TaskProducts&) = delete;

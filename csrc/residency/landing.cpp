@@ -203,6 +203,7 @@ bool Pool::Impl::read_again(int32_t slot, int64_t bytes) {
   loads[slot].reread = true;
   stats_of(slots[slot].expert).bytes_read += bytes;
   submit(slot);
+  submit_queued();  // a submission that failed has given its staging buffer back
   return true;
 }
 

@@ -68,17 +68,19 @@ class Lfu final : public Policy {
     for (int32_t expert = 0; expert < experts_; ++expert) {
       heat_[first + expert] += weight_[layer] * kScoreHeat * static_cast<double>(scores[expert]);
     }
-    for (int32_t at = heap_size_[layer] / 2; at-- > 0;) sink(layer, at);
+    restore_order(layer);
   }
 
   void tick(int32_t layer) override {
     weight_[layer] /= kDecay;
     if (weight_[layer] < kLargestWeight) return;
-    // A power of two: relative heat and the heap's order stay as they were.
+    // A power of two: relative heat stays as it was, until it is too small for a number and ties go
+    // by last use.
     weight_[layer] /= kLargestWeight;
     for (int32_t expert = 0; expert < experts_; ++expert) {
       heat_[layer * experts_ + expert] /= kLargestWeight;
     }
+    restore_order(layer);
   }
 
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
@@ -111,6 +113,10 @@ class Lfu final : public Policy {
       put(heap, at, heap[(at - 1) / 2]);
     }
     put(heap, at, id);
+  }
+
+  void restore_order(int32_t layer) {
+    for (int32_t at = heap_size_[layer] / 2; at-- > 0;) sink(layer, at);
   }
 
   void sink(int32_t layer, int32_t at) {

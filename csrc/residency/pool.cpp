@@ -386,11 +386,6 @@ int64_t Pool::memory_bytes() const {
   return impl_->arena.bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
 }
 
-int64_t Pool::huge_page_bytes() const {
-  return impl_->arena.huge_page_bytes() +
-         (impl_->staging_arena ? impl_->staging_arena->huge_page_bytes() : 0);
-}
-
 const char* Pool::policy() const { return impl_->slots.policy().name(); }
 const Reader* Pool::reader() const { return impl_->reader.get(); }
 

@@ -114,9 +114,8 @@ class Pool {
   int32_t layers() const;
   int32_t experts() const;
   int32_t slots() const;
-  int32_t pinned() const;           // slots with at least one pin
-  int64_t memory_bytes() const;     // slots and staging buffers
-  int64_t huge_page_bytes() const;  // how much of it stands in huge pages now
+  int32_t pinned() const;        // slots with at least one pin
+  int64_t memory_bytes() const;  // slots and staging buffers
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
 

@@ -43,7 +43,8 @@ class SlotTable {
 
   void pin(int32_t slot);    // a forward uses the expert, or waits for it
   void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
-  // A pin that is not a use: keeps a slot for a moment without changing the policy's order.
+  // A pin that is no touch: keeps a slot for a moment. Policies that count recency from the last
+  // unpin see it as one.
   void hold(int32_t slot);
 
   bool reusable(int32_t slot) const {

@@ -25,7 +25,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fields", "message"),
     [
         ({"residnet": 0.5}, "no field 'residnet'. Did you mean 'resident'.*workspace"),
-        ({"prefetch": "off"}, "no field 'prefetch'"),
+        ({"early_layers": 2}, "no field 'early_layers'"),
         ({"resident": 0.0}, r"resident=0.0 .*\(0, 1\]"),
         ({"resident": 1.5}, r"resident=1.5 .*\(0, 1\]"),
         ({"resident": -4}, "resident=-4 is not a size"),
@@ -119,6 +119,13 @@ def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
         ValueError, match="holds 3 experts of 4,096 bytes, but every token needs 4: give at least 16,384"
     ):
         slots(3 * 4096)
+
+
+@pytest.mark.parametrize("resident", ["2GiB", 0.5])
+def test_more_than_there_is_left_is_refused(monkeypatch: pytest.MonkeyPatch, resident: str | float) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)
+    with pytest.raises(MemoryError, match=r"1,073,741,824 left.*'auto'"):
+        resident_slots(resident, layers=10, experts=100, top_k=8, record_bytes=4 << 20)
 
 
 def test_auto_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
