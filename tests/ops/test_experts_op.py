@@ -40,12 +40,20 @@ def _name(spec: Spec) -> str:
 @pytest.mark.parametrize("spec", ODD, ids=_name)
 def test_agrees_with_float64(open_pool: OpenPool, spec: Spec, dtype: torch.dtype) -> None:
     pool = open_pool(spec, in_memory=True)
-    for tokens in (1, 2, 7, 40):
+    outputs, exact = [], []
+    for tokens in (1, 2, 7, 40, 100):
         x = torch.randn(tokens, spec.hidden).to(dtype)
         ids, weights = routing(spec, tokens, min(3, spec.experts))
-        out = ops.experts(x, ids, weights, pool.handle())
-        assert out.dtype == dtype and out.shape == x.shape and out.is_contiguous()
-        assert relative_error(out, pool.weights.reference(x, ids, weights)) < TOLERANCE[spec.weights]
+        outputs.append(ops.experts(x, ids, weights, pool.handle()))
+        assert outputs[-1].dtype == dtype and outputs[-1].shape == x.shape and outputs[-1].is_contiguous()
+        # fp32 and fp16 are rounded to bf16 first.
+        exact.append(pool.weights.reference(x.bfloat16(), ids, weights))
+    assert relative_error(torch.cat(outputs), torch.cat(exact)) < TOLERANCE[spec.weights]
+    # Few values may cancel: their error is that of the terms, about as large as values of the whole.
+    usual = torch.cat(exact).square().mean().sqrt()
+    for out, expected in zip(outputs, exact, strict=True):
+        size = torch.maximum(usual, expected.square().mean().sqrt())
+        assert (out - expected).square().mean().sqrt() < 3 * TOLERANCE[spec.weights] * size
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
