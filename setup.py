@@ -181,7 +181,11 @@ class EngineTests(Command):
     def run(self) -> None:
         require_xxhash()
         uring_compile, uring_link = liburing_flags()
-        sanitizers = {"": [], "thread": ["-fsanitize=thread"], "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]}
+        sanitizers = {
+            "": [],
+            "thread": ["-fsanitize=thread"],
+            "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+        }
         flags = sanitizers[self.sanitize]
         folder = ROOT / "build" / f"engine-tests{'-' + self.sanitize if self.sanitize else ''}"
         optimise = ["-O1", "-fno-omit-frame-pointer"] if self.sanitize else ["-O2"]
