@@ -38,8 +38,9 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
     for layer, following in itertools.pairwise(layers):
         router = find_router(model, following)
         module: Any = layer.module
+        next_module: Any = following.module
         if router is not None:
-            module._mesh_next = NextLayer(router, following.module._mesh_handle, following.top_k)
+            module._mesh_next = NextLayer(router, next_module._mesh_handle, following.top_k)
 
 
 def find_router(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
