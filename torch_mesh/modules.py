@@ -42,6 +42,7 @@ class MeshExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        following = self._mesh_next  # now: unpatch on another thread may take it away while the experts run
         if self._mesh_fused:
             output = torch.ops.torch_mesh.experts(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
@@ -49,8 +50,8 @@ class MeshExperts(nn.Module):
         else:
             output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
-        if self._mesh_next is not None and hidden_states.device.type == "cpu":
-            self._mesh_next.prefetch(hidden_states)
+        if following is not None and hidden_states.device.type == "cpu":
+            following.prefetch(hidden_states)
         return output
 
     def _forward_by_projection(
