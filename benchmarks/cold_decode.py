@@ -174,6 +174,7 @@ def measure(options: Any) -> Report:
         "read per token: /proc/self/io read_bytes, that is, what the storage device was asked for, read-ahead included",
         f"medians of {options.rounds} interleaved rounds, ratios round by round",
         "every system is given the same seeded stream of tokens and routes them itself",
+        "torch_mesh's decode step is compiled by torch.compile (fullgraph, static cache), which happens in the warm-up",
         "llama.cpp runs without repacking, which would copy every weight into anonymous memory",
     ]
     report.details["runs"] = sessions.without_logits(results)

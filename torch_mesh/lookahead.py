@@ -26,9 +26,12 @@ class NextLayer:
     handle: torch.Tensor
     top_k: int
 
-    def prefetch(self, hidden_states: torch.Tensor) -> None:
-        """Starts reading what the next layer's router would choose for hidden_states [tokens, hidden]: a hint, no more."""
-        torch.ops.torch_mesh.lookahead(hidden_states, self.router.weight, self.handle, self.top_k)
+    def prefetch(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+        """Starts reading what the next layer's router would choose for hidden_states [tokens, hidden]: a hint, no more.
+
+        ``output`` is that of the layer that looks ahead: guesses are to be read after what it needs itself.
+        """
+        torch.ops.torch_mesh.lookahead(hidden_states, self.router.weight, self.handle, self.top_k, output)
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:

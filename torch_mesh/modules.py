@@ -51,7 +51,7 @@ class MeshExperts(nn.Module):
             output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
         if following is not None and hidden_states.device.type == "cpu":
-            following.prefetch(hidden_states)
+            following.prefetch(hidden_states, output)
         return output
 
     def _forward_by_projection(

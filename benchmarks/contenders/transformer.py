@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 
 class CachedTransformer:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Cache = DynamicCache(config=model.config)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:

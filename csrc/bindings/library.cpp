@@ -49,7 +49,10 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def("prefetch(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
   // Prefetches the experts that the next layer's router, [experts, hidden], ranks first for x:
   // `handle` names that layer.
-  m.def("lookahead(Tensor x, Tensor router_weight, Tensor(a!) handle, int top_k) -> ()", unsafe);
+  m.def(
+      "lookahead(Tensor x, Tensor router_weight, Tensor(a!) handle, int top_k, "
+      "Tensor? after=None) -> ()",
+      unsafe);
   m.def("evict(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
   m.def("observe(Tensor(a!) handle, Tensor router_logits) -> ()", unsafe);
   m.def("residency(Tensor(a!) handle) -> Tensor", unsafe);

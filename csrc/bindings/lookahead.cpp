@@ -4,6 +4,7 @@
 #include <ATen/ops/topk.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -20,7 +21,7 @@ constexpr int64_t kMostRows = 4;
 // with this layer's hidden states, names most of the experts that it will choose (FATE, arXiv
 // 2502.12224). A wrong guess costs a read.
 void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor& handle,
-               int64_t top_k) {
+               int64_t top_k, const std::optional<at::Tensor>& /*after*/) {
   const LayerHandle next = resolve(handle);
   Pool& pool = next.engine().pool();
   TORCH_CHECK_VALUE(x.dim() == 2 && router_weight.dim() == 2 &&

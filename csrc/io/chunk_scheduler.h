@@ -2,6 +2,7 @@
 // threads, no clocks, no system calls, so that every order of events can be tried in a test.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -87,6 +88,10 @@ class ChunkScheduler {
     return urgency == Urgency::kDemand ? queued_demand_ : queued_prefetch_;
   }
 
+  // What is under way cannot be overtaken, so guesses get a quarter of the depth: a demand read
+  // then waits for few of them, and a disk that does nothing else is still kept busy.
+  int32_t most_prefetches() const { return std::max(1, static_cast<int32_t>(chunks_.size()) / 4); }
+  int32_t prefetches_under_way() const;
   int32_t ready_chunk(Urgency urgency) const;
   int32_t cut(Urgency urgency);
   bool skip_to_needed(Request& request) const;
