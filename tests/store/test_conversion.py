@@ -237,19 +237,23 @@ def test_two_conversions_at_once_write_one_store(tmp_path: Path, mesh_tiny: Path
     assert leftovers(tmp_path / "store") == []
 
 
-# Forks one conversion after the other, so that each can be killed without loading torch anew.
+# Forks one conversion after the other, so that each can be killed without loading torch anew. A line is one write, which a
+# kill cannot split.
 CONVERTER = """
 import os, sys
 from torch_mesh.store.convert import convert
+
+def say(what):
+    os.write(1, f"{what}\\n".encode())
+
 for _ in sys.stdin:
     child = os.fork()
     if child == 0:
-        print(os.getpid(), flush=True)
-        progress = lambda done, total: print(done, total, flush=True)
-        convert(sys.argv[1], sys.argv[2], "int8", workers=1, max_file_bytes=100_000, progress=progress)
+        say(os.getpid())
+        convert(sys.argv[1], sys.argv[2], "int8", workers=1, max_file_bytes=100_000, progress=lambda *done: say(done))
         os._exit(0)
     os.waitpid(child, 0)
-    print("ended", flush=True)
+    say("ended")
 """
 
 
