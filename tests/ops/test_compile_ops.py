@@ -103,8 +103,8 @@ def test_one_compilation_serves_all_layers(open_pool: OpenPool, backend: str) ->
         for _ in range(2):
             x = torch.randn(6, SPEC.hidden)
             expected, out = _wait(plain, layers, x), _wait(pool, compiled, x)
-            # inductor may fuse what surrounds the op, and bf16 turns a last bit into 2^-9.
-            torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
+            # inductor may fuse what surrounds the op; a last bit then becomes a step of int8 activations here and there.
+            assert (out - expected).norm() <= 0.03 * expected.norm()
     assert counter.frame_count == 1
     assert _snapshot(pool) == _snapshot(plain)
     assert min(pool.count("prefetches", layer) for layer in range(1, LAYERS)) > 0

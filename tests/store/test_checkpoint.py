@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny, tiny_model
-from transformers import core_model_loading
+from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
@@ -226,7 +225,7 @@ def test_mapping_that_computes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         ),
     ]
     monkeypatch.setattr(
-        transformers.conversion_mapping,
+        conversion_mapping,
         "get_checkpoint_conversion_mapping",
         lambda name: {"qwen3_moe": mapping, "legacy": []}.get(name),
     )
