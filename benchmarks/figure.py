@@ -37,7 +37,7 @@ def draw(report: dict[str, Any], target: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.08)
     axes.set_xlabel("tokens per second, batch 1")
-    axes.set_title(report["title"], loc="left", fontsize=11)
+    figure.suptitle(report["title"], x=0.01, ha="left", fontsize=11)
     facts = report["machine"]
     figure.supxlabel(f"{facts['cpu']}, {facts['cpus']} CPUs, {report['date'][:10]}", fontsize=8, color="#64748b")
     figure.savefig(target, metadata={"Date": None})
