@@ -35,6 +35,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     ``fields`` are those of MeshConfig and beat ``config``'s. The weights that are packed are those in memory. If all experts are to
     stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's parameters being freed when it is
     done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process.
+    No forward of the model may run meanwhile: its weights move away under it.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
