@@ -3,6 +3,6 @@
 Importing this package registers the fake kernels and the autograd formulas.
 """
 
-from . import experts, linear, pack, residency
+from . import dense, experts, linear, pack, residency
 
-__all__ = ["experts", "linear", "pack", "residency"]
+__all__ = ["dense", "experts", "linear", "pack", "residency"]

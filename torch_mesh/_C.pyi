@@ -11,6 +11,9 @@ def features() -> dict[str, str]:
     """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'numa_nodes'."""
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
+def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
+    """Bytes of what ``torch.ops.torch_mesh.pack_linear`` gives."""
+
 def record_checksum(
     store_id: bytes, layer: int, expert: int, record: memoryview | bytes | npt.NDArray[np.uint8]
 ) -> int: ...

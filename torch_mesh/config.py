@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 _ENVIRONMENT_PREFIX = "TORCH_MESH_"
 
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+DENSE = ("none", "bf16", "int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads")
 POLICIES = ("auto", "lru", "lfu", "slru")
@@ -115,6 +116,7 @@ def _check_timeout(field: str, value: Any) -> float:
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "resident": _check_resident,
     "weights": _one_of(WEIGHTS),
+    "dense": _one_of(DENSE),
     "group_size": _check_group_size,
     "store": _check_store,
     "io": _one_of(IO),
@@ -129,6 +131,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
     "weights": "auto",
+    "dense": "none",
     "group_size": 64,
     "store": None,
     "io": "auto",
@@ -153,6 +156,9 @@ class MeshConfig(QuantizationConfigMixin):
         resident: how much of the experts stays in memory: ``"auto"`` (free memory less a margin; cgroup limits count),
             a size such as ``"8GiB"``, bytes, or a fraction of all experts in (0, 1].
         weights: ``"bf16"``, ``"int8"``, ``"int4"``, or ``"auto"``: as the checkpoint or store has them.
+        dense: format in which the linear layers outside the experts (attention, shared experts, the head) are packed when
+            the model is patched or loaded, to be computed by the experts' kernels: ``"bf16"``, ``"int8"``, ``"int4"``, or
+            ``"none"``: they stay torch's. CPU only.
         group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
         store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
             formats are converted once into the cache folder.
@@ -169,6 +175,7 @@ class MeshConfig(QuantizationConfigMixin):
 
     resident: str | float
     weights: str
+    dense: str
     group_size: int
     store: str | None
     io: str
@@ -184,6 +191,7 @@ class MeshConfig(QuantizationConfigMixin):
         *,
         resident: str | float = _NOT_GIVEN,
         weights: str = _NOT_GIVEN,
+        dense: str = _NOT_GIVEN,
         group_size: int = _NOT_GIVEN,
         store: str | os.PathLike[str] | None = _NOT_GIVEN,
         io: str = _NOT_GIVEN,

@@ -24,6 +24,9 @@ from .errors import UnsupportedModelError
 # Config attributes that hold the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
+# What experts may be loaded in.
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 # What use_experts_implementation leaves on every instance.
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 

@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from . import _C
 from .cache import cache_folder
 from .config import MeshConfig
+from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
 from .lookahead import connect
@@ -69,6 +70,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         for layer, parameters in zip(layers, self._parameters, strict=True):
             put_back(layer.module, parameters)
         del self._layers, self._parameters, self._records
+        pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         pool = _open_pool(layers, records, config)
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)

@@ -148,7 +148,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_fused = pool.geometry.activation is not None
     module._mesh_next = None
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    _change_class(module, mesh_class(type(module)))
+    change_class(module, mesh_class(type(module)))
 
 
 def restore(layer: ExpertsLayer, device: torch.device) -> None:
@@ -156,7 +156,7 @@ def restore(layer: ExpertsLayer, device: torch.device) -> None:
     module: Any = layer.module
     for name, tensor in unpacked_parameters(layer, device).items():
         module._parameters[name] = nn.Parameter(tensor, requires_grad=module._mesh_parameters[name])
-    _change_class(module, type(module).__bases__[1])
+    change_class(module, type(module).__bases__[1])
     for name in [name for name in vars(module) if name.startswith("_mesh_")]:
         delattr(module, name)
 
@@ -173,7 +173,7 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
     return values
 
 
-def _change_class(module: Any, cls: type[nn.Module]) -> None:
+def change_class(module: Any, cls: type[nn.Module]) -> None:
     """accelerate keeps the bound forward of the class that a module had when it was hooked: hook it anew."""
     hook = vars(module).get("_hf_hook")
     if hook is not None:

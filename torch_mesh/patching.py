@@ -15,16 +15,15 @@ from torch import nn
 from . import _C
 from .cache import cache_folder
 from .config import MeshConfig
+from .dense import find_dense, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
-from .families import ExpertsLayer, common_geometry, find_experts
+from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .lookahead import connect
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
 from .store.progress import progress_bar
-
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,6 +42,8 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     config = (config or MeshConfig()).replace(**fields)
     layers = find_experts(model)
     _check_patchable(model, layers)
+    if config.dense != "none":
+        find_dense(model, layers)  # what cannot be packed is to be known before anything changes
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
@@ -59,6 +60,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         _patch_in_memory(layers, config, weights, group_size)
     else:
         _patch_on_disk(model, layers, config, weights, group_size, slots)
+    pack_dense(model, layers, config)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
     return model
 
@@ -72,17 +74,25 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     patched = list(patched_modules(model))
     if not patched:
         raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
-    if not lossy and not all(module._mesh_pool.exact for module in patched):
-        raise MeshError(
-            f"The experts were rounded to {patched[0]._mesh_pool.weights}, and their original values are not in memory. "
-            "Load the model anew to have those, or pass lossy=True to go on with the rounded ones."
-        )
+    if not lossy:
+        _check_exact(model)
     device = _device(model)
     detach_quantizer(model)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
+    restore_dense(model, device)
     return model
+
+
+def _check_exact(model: nn.Module) -> None:
+    rounded = {module._mesh_pool.weights for module in patched_modules(model) if not module._mesh_pool.exact}
+    rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
+    if rounded:
+        raise MeshError(
+            f"Weights were rounded to {' and '.join(sorted(rounded))}, and their original values are not in memory. "
+            "Load the model anew to have those, or pass lossy=True to go on with the rounded ones."
+        )
 
 
 def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
@@ -103,9 +113,9 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
                     f"{layer.path}.{name} holds no weights: it was never initialised or loaded, or is offloaded. Load the "
                     "model to the CPU or a GPU first, or pass quantization_config=torch_mesh.MeshConfig(...) to from_pretrained."
                 )
-            if parameter.dtype not in _WEIGHT_DTYPES:
+            if parameter.dtype not in WEIGHT_DTYPES:
                 raise UnsupportedModelError(
-                    f"{layer.path}.{name} is {parameter.dtype}; supported are {', '.join(map(str, _WEIGHT_DTYPES))}."
+                    f"{layer.path}.{name} is {parameter.dtype}; supported are {', '.join(map(str, WEIGHT_DTYPES))}."
                 )
 
 

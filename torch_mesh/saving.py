@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from .dense import packed_linears
 from .errors import MeshError
 from .families import find_experts
 from .modules import patched_modules, unpacked_parameters
@@ -35,9 +36,11 @@ class PatchedModelQuantizer(HfQuantizer):
         """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are saved
-        if not all(module._mesh_pool.exact for module in patched_modules(model)):
+        linears = dict(packed_linears(model))
+        experts_exact = all(module._mesh_pool.exact for module in patched_modules(model))
+        if not experts_exact or not all(linear.exact for linear in linears.values()):
             raise MeshError(
-                "save_pretrained cannot write this model: its experts are rounded and the originals are not in memory. "
+                "save_pretrained cannot write this model: its weights are rounded and the originals are not in memory. "
                 "For a folder that opens with these experts as they are, run `torch-mesh convert SRC DST` on the original "
                 "checkpoint; to save rounded weights as an ordinary checkpoint, torch_mesh.unpatch(model, lossy=True) first."
             )
@@ -45,6 +48,7 @@ class PatchedModelQuantizer(HfQuantizer):
         for layer in find_experts(model):
             for name, tensor in unpacked_parameters(layer, torch.device("cpu")).items():
                 state[f"{layer.path}.{name}"] = tensor
+        state.update({f"{path}.weight": linear.unpacked_weight() for path, linear in linears.items()})
         return state, {}
 
 

@@ -1,5 +1,5 @@
 // The data plane's table of contents. Implementations stand beside their op in experts.cpp,
-// linear.cpp, residency.cpp and pack.cpp; fake kernels and autograd formulas in ops/.
+// linear.cpp, dense.cpp, residency.cpp and pack.cpp; fake kernels and autograd formulas in ops/.
 //
 // `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
 // gradient are functional, because autograd refuses schemas that mutate; ops that exist for their
@@ -67,4 +67,22 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def(
       "unpack(Tensor record, str format, int group_size, int hidden, int intermediate, bool gated, "
       "bool bias) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // A linear layer outside the experts: x [..., in_features] -> [..., out_features] in x's dtype.
+  // `packed` is what pack_linear gives for these sizes, format and group size; bias float
+  // [out_features].
+  m.def(
+      "linear(Tensor x, Tensor packed, Tensor? bias, int in_features, int out_features, str "
+      "format, "
+      "int group_size) -> Tensor",
+      unsafe);
+  m.def(
+      "linear_backward(Tensor grad, Tensor packed, int in_features, int out_features, str format, "
+      "int group_size) -> Tensor",
+      unsafe);
+  // weight [out_features, in_features], any strides -> uint8, and back to float.
+  m.def("pack_linear(Tensor weight, str format, int group_size) -> Tensor");
+  m.def(
+      "unpack_linear(Tensor packed, int in_features, int out_features, str format, int group_size) "
+      "-> Tensor");
 }

@@ -408,6 +408,12 @@ int64_t record_bytes(const std::string& format, int32_t group_size, int32_t hidd
       .bytes;
 }
 
+int64_t linear_bytes(const std::string& format, int32_t group_size, int32_t in_features,
+                     int32_t out_features) {
+  return PackedMatrix::make(format_from_name(format), group_size, out_features, in_features)
+      .bytes();
+}
+
 uint64_t checksum(const py::bytes& store_id, int32_t layer, int32_t expert,
                   const py::buffer& record) {
   const std::array<uint8_t, 16> id = store_id_from(store_id);
@@ -436,6 +442,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("features", torch_mesh::features);
   m.def("record_bytes", torch_mesh::record_bytes, py::arg("format"), py::arg("group_size"),
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"));
+  m.def("linear_bytes", torch_mesh::linear_bytes, py::arg("format"), py::arg("group_size"),
+        py::arg("in_features"), py::arg("out_features"));
   m.def("record_checksum", torch_mesh::checksum, py::arg("store_id"), py::arg("layer"),
         py::arg("expert"), py::arg("record"));
   m.def("policy_names", torch_mesh::policies);

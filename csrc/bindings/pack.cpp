@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -29,12 +28,9 @@ MatrixView view(const OptionalTensor& tensor, at::IntArrayRef shape, const char*
 
 RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidden,
                        int64_t intermediate, bool gated, bool bias) {
-  // Beyond what a layout takes, so that narrowing cannot make a wrong size a right one.
-  const auto narrow = [](int64_t size) {
-    return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
-  };
   return RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
-                            narrow(group_size), narrow(hidden), narrow(intermediate), gated, bias);
+                            narrowed(group_size), narrowed(hidden), narrowed(intermediate), gated,
+                            bias);
 }
 
 at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 namespace torch_mesh {
@@ -32,6 +34,10 @@ ConstRows const_rows(const at::Tensor& tensor, const char* what) {
 
 MutableRows mutable_rows(const at::Tensor& tensor, const char* what) {
   return MutableRows{tensor.mutable_data_ptr(), scalar_type(tensor, what), tensor.stride(0)};
+}
+
+int32_t narrowed(int64_t size) {
+  return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
 }
 
 std::vector<int32_t> distinct_ids(const at::Tensor& ids, int32_t experts) {

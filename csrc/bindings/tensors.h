@@ -16,6 +16,10 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 ConstRows const_rows(const at::Tensor& tensor, const char* what);
 MutableRows mutable_rows(const at::Tensor& tensor, const char* what);
 
+// A size as layouts take it; beyond what any of them takes, so that narrowing cannot make a wrong
+// size a right one.
+int32_t narrowed(int64_t size);
+
 // 1-d int64 ids, each inside [0, experts), without repeats, in order of first appearance.
 std::vector<int32_t> distinct_ids(const at::Tensor& ids, int32_t experts);
 

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
-#include "engine/convert.h"
 #include "engine/grouping.h"
+#include "engine/tasks.h"
+#include "kernels/convert.h"
 
 namespace torch_mesh {
 namespace {
@@ -16,16 +16,6 @@ namespace {
 // Experts computed between two looks at what else has landed. Enough that a decode step of any
 // model runs in one go, few enough that a prefill gives slots back while it computes.
 constexpr int32_t kReadyBatch = 16;
-
-// Tasks are taken one by one: experts have unequal numbers of rows, and a core may be busy
-// elsewhere.
-template <typename Body>
-void run_tasks(const Runtime& runtime, int64_t tasks, int32_t threads, const Body& body) {
-  std::atomic<int64_t> next{0};
-  parallel_for(runtime, std::min<int64_t>(tasks, threads), threads, [&](int64_t, int64_t) {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
-  });
-}
 
 }  // namespace
 

@@ -12,6 +12,7 @@
 #include "base/runtime.h"
 #include "engine/workspace.h"
 #include "kernels/expert_ffn.h"
+#include "kernels/matrix_view.h"
 #include "residency/pool.h"
 #include "store/record.h"
 
@@ -22,19 +23,6 @@ struct EngineOptions {
   std::optional<Activation> activation;  // none: grouped_linear is the only path
   int32_t threads = 1;                   // at most this many compute
   int64_t workspace = int64_t{256} << 20;
-};
-
-// Rows of activations, `row_stride` elements apart.
-struct ConstRows {
-  const void* data;
-  ScalarType type;
-  int64_t row_stride;
-};
-
-struct MutableRows {
-  void* data;
-  ScalarType type;
-  int64_t row_stride;
 };
 
 struct ExpertsCall {

@@ -4,79 +4,18 @@
 #include <cstring>
 
 #include "kernels/kernel_table.h"
+#include "kernels/linear.h"
+#include "kernels/task_products.h"
 
 namespace torch_mesh {
 namespace {
 
 constexpr int32_t kMaxTaskColumns = kMaxGroup;
 
-OperandShape operand_shape(const PackedMatrix& matrix) {
-  const bool bf16 = matrix.format == Format::kBf16;
-  const int64_t bytes =
-      bf16 ? int64_t{2} * matrix.depth_padded : matrix.depth_padded + int64_t{8} * matrix.groups();
-  return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64)};
-}
-
 // A task covers whole groups of the hidden activations, so that it can quantise them itself.
 int32_t task_columns(const RecordLayout& layout) {
   return std::max(kBlockColumns, layout.group_size);
 }
-
-void prepare_row(const KernelTable& table, const PackedMatrix& matrix, const OperandShape& shape,
-                 const std::byte* x, ScalarType type, std::byte* row) {
-  const int32_t step = std::max(kBlockColumns, matrix.group_size);
-  alignas(64) float values[kMaxTaskColumns];
-  for (int32_t k = 0; k < matrix.depth_padded; k += step) {
-    const int32_t count = std::clamp(matrix.depth - k, 0, step);
-    table.to_floats(x + k * scalar_bytes(type), type, count, values);
-    std::fill(values + count, values + step, 0.0f);
-    table.store_operands(values, k, step, shape, row);
-  }
-}
-
-void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const void* x,
-                  ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
-                  std::byte* prepared) {
-  const OperandShape shape = operand_shape(matrix);
-  for (int32_t row = begin; row < end; ++row) {
-    const std::byte* from =
-        static_cast<const std::byte*>(x) + row * row_stride * scalar_bytes(type);
-    prepare_row(table, matrix, shape, from, type, prepared + row * shape.row_bytes);
-  }
-}
-
-// The rows of one task against blocks of one matrix. Whether gemm runs depends on the number of
-// rows alone, so a product's bits do too.
-class TaskProducts {
- public:
-  TaskProducts(const KernelTable& table, const Runtime& runtime, const PackedMatrix& matrix,
-               int32_t rows)
-      : product_(table.products[static_cast<int>(matrix.format)]), runtime_(runtime) {
-    const bool has_gemm = matrix.format == Format::kBf16 ? runtime.gemm_bf16 != nullptr
-                                                         : runtime.gemm_u8s8 != nullptr;
-    use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
-  }
-  ~TaskProducts() {
-    if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
-    try {
-      runtime_.gemm_release();
-    } catch (...) {
-      // It frees tile state of this thread, which the next product sets anew.
-    }
-  }
-  TaskProducts(const TaskProducts&) = delete;
-  TaskProducts& operator=(const TaskProducts&) = delete;
-
-  void operator()(const std::byte* block, const OperandShape& shape, const OperandRows& rows,
-                  float* sums) const {
-    product_({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
-  }
-
- private:
-  void (*product_)(const BlockProducts&);
-  const Runtime& runtime_;
-  bool use_gemm_;
-};
 
 // One block's part of a bias, padded; nullptr where there is none.
 class BlockBias {
@@ -94,8 +33,6 @@ class BlockBias {
   alignas(64) float values_[kBlockColumns] = {};
   const float* data_ = nullptr;
 };
-
-using Tile = float[kTileRows * kBlockColumns];
 
 struct BlockOfHalf {
   int32_t index;    // of the block in the matrix
@@ -224,26 +161,15 @@ void ExpertFfn::linear(int32_t projection, int32_t task, const std::byte* prepar
                        int32_t rows, float* out, int64_t out_stride) const {
   const bool is_down = projection == 1;
   const PackedMatrix& matrix = is_down ? layout_.down : layout_.gate_up;
-  const OperandShape shape = operand_shape(matrix);
   const BlockOfHalf block = block_of_half(matrix, is_down ? 1 : layout_.halves(), task);
   const int64_t out_column = int64_t{block.half} * layout_.intermediate + block.first;
   const int64_t bytes_offset = is_down ? layout_.down_offset : layout_.gate_up_offset;
   const int64_t bias_offset = is_down ? layout_.down_bias_offset : layout_.gate_up_bias_offset;
   const BlockBias bias(record, bias_offset, out_column, block.columns);
-  const TaskProducts products(table_, runtime_, matrix, rows);
-  alignas(64) Tile sums;
-
-  for (int32_t row = 0; row < rows; row += kTileRows) {
-    const OperandRows tile{prepared + (first + row) * shape.row_bytes, nullptr,
-                           std::min(rows - row, kTileRows)};
-    products(record + bytes_offset + task * matrix.block_bytes, shape, tile, sums);
-    for (int32_t r = 0; r < tile.count; ++r) {
-      float* from = sums + r * kBlockColumns;
-      table_.finish(from, bias.data(), 1.0f);
-      std::memcpy(out + (row + r) * out_stride + out_column, from,
-                  sizeof(float) * static_cast<size_t>(block.columns));
-    }
-  }
+  const LinearBlock part{record + bytes_offset + task * matrix.block_bytes, block.columns,
+                         bias.data()};
+  linear_block(table_, runtime_, matrix, part, prepared + first * operand_shape(matrix).row_bytes,
+               rows, out + out_column, ScalarType::kFloat32, out_stride);
 }
 
 }  // namespace torch_mesh

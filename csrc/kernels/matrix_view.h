@@ -1,4 +1,4 @@
-// Weights as they stand in a checkpoint or a tensor, before packing.
+// Weights as they stand in a checkpoint or a tensor, before packing; and rows of activations.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,19 @@ struct MatrixView {
 struct ExpertViews {
   MatrixView gate, up, down;
   MatrixView gate_bias, up_bias, down_bias;
+};
+
+// Rows of activations, `row_stride` elements apart.
+struct ConstRows {
+  const void* data;
+  ScalarType type;
+  int64_t row_stride;
+};
+
+struct MutableRows {
+  void* data;
+  ScalarType type;
+  int64_t row_stride;
 };
 
 }  // namespace torch_mesh

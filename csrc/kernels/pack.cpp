@@ -122,6 +122,13 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
   std::memset(record + end, 0, static_cast<size_t>(layout.bytes - end));
 }
 
+void pack_blocks(const PackedMatrix& matrix, const MatrixView& view, int32_t begin, int32_t end,
+                 std::byte* blocks) {
+  for (int32_t b = begin; b < end; ++b) {
+    pack_block(kernel_table(), matrix, view, b * kBlockColumns, blocks + b * matrix.block_bytes);
+  }
+}
+
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record) {
   pack_record(layout, views, record, kernel_table());
 }

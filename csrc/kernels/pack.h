@@ -19,9 +19,16 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
                  const KernelTable& table);
 
+// Packs blocks [begin, end) of a matrix on its own; `blocks` is where block 0 stands. Blocks are
+// independent: ranges may be packed by different threads.
+void pack_blocks(const PackedMatrix& matrix, const MatrixView& view, int32_t begin, int32_t end,
+                 std::byte* blocks);
+
 // Weights as the kernels see them. gate_up is [halves * intermediate][hidden] with gate first, down
 // is [hidden][intermediate]; the biases likewise. A null pointer skips that part.
 void unpack_record(const RecordLayout& layout, const std::byte* record, float* gate_up, float* down,
                    float* gate_up_bias, float* down_bias);
+// [columns][depth] of a matrix on its own.
+void unpack_blocks(const PackedMatrix& matrix, const std::byte* blocks, float* weights);
 
 }  // namespace torch_mesh

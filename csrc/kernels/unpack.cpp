@@ -48,6 +48,10 @@ void unpack_matrix(const PackedMatrix& matrix, int32_t halves, const std::byte* 
 
 }  // namespace
 
+void unpack_blocks(const PackedMatrix& matrix, const std::byte* blocks, float* weights) {
+  unpack_matrix(matrix, 1, blocks, weights);
+}
+
 void unpack_record(const RecordLayout& layout, const std::byte* record, float* gate_up, float* down,
                    float* gate_up_bias, float* down_bias) {
   if (gate_up != nullptr) {

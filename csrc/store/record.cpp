@@ -25,8 +25,17 @@ constexpr int64_t weight_bits(Format format) {
   return format == Format::kBf16 ? 16 : format == Format::kInt8 ? 8 : 4;
 }
 
-PackedMatrix make_matrix(Format format, int32_t group_size, int32_t columns, int32_t depth,
-                         int32_t halves) {
+}  // namespace
+
+PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t columns, int32_t depth,
+                                int32_t halves) {
+  check_size("out_features", columns);
+  check_size("in_features", depth);
+  if (format == Format::kBf16) {
+    group_size = 0;
+  } else {
+    check_group(group_size);
+  }
   PackedMatrix matrix{};
   matrix.format = format;
   matrix.group_size = group_size;
@@ -42,27 +51,19 @@ PackedMatrix make_matrix(Format format, int32_t group_size, int32_t columns, int
   return matrix;
 }
 
-}  // namespace
-
 RecordLayout RecordLayout::make(Format format, int32_t group_size, int32_t hidden,
                                 int32_t intermediate, bool gated, bool bias) {
   check_size("hidden", hidden);
   check_size("intermediate", intermediate);
-  if (format == Format::kBf16) {
-    group_size = 0;
-  } else {
-    check_group(group_size);
-  }
-
   RecordLayout layout{};
   layout.format = format;
-  layout.group_size = group_size;
   layout.hidden = hidden;
   layout.intermediate = intermediate;
   layout.gated = gated;
   layout.bias = bias;
-  layout.gate_up = make_matrix(format, group_size, intermediate, hidden, layout.halves());
-  layout.down = make_matrix(format, group_size, hidden, intermediate, 1);
+  layout.gate_up = PackedMatrix::make(format, group_size, intermediate, hidden, layout.halves());
+  layout.down = PackedMatrix::make(format, group_size, hidden, intermediate);
+  layout.group_size = layout.down.group_size;
   layout.gate_up_offset = 0;
   layout.down_offset = layout.gate_up.bytes();
   int64_t end = layout.down_offset + layout.down.bytes();

@@ -46,6 +46,12 @@ struct PackedMatrix {
   int64_t scales_bytes() const { return format == Format::kBf16 ? 0 : kBlockColumns * 2; }
   int64_t sums_bytes() const { return format == Format::kInt8 ? kBlockColumns * 2 : 0; }
   int64_t bytes() const { return blocks * block_bytes; }
+
+  // `halves` matrices of `columns` x `depth` side by side, block by block. Throws Error(kInvalid)
+  // for a size or group that the format does not know: group_size is one of 32, 64, 128 for
+  // integers and ignored for bf16; sizes are in [1, 2^20].
+  static PackedMatrix make(Format format, int32_t group_size, int32_t columns, int32_t depth,
+                           int32_t halves = 1);
 };
 
 struct RecordLayout {
@@ -65,8 +71,7 @@ struct RecordLayout {
 
   int32_t halves() const { return gated ? 2 : 1; }
 
-  // Throws Error(kInvalid) for a size or group that the format does not know: group_size is one of
-  // 32, 64, 128 for integers and ignored for bf16; sizes are in [1, 2^20].
+  // Throws what PackedMatrix::make throws.
   static RecordLayout make(Format format, int32_t group_size, int32_t hidden, int32_t intermediate,
                            bool gated, bool bias);
 };

@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engine/convert.h"
 #include "engine/grouping.h"
+#include "kernels/convert.h"
 #include "kernels_fixture.h"
 #include "store_fixture.h"
 

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 24
+SAMPLES = 31
 MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency"}
-FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward"}
-WITHOUT_POOL = {"pack", "unpack"}
+FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward", "linear", "linear_backward"}
+WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
 
 
 def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
@@ -51,6 +51,22 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("pack", (gate, up, down, None, None, None, "int8", 32)),
         ("pack", (None, up.bfloat16(), down.bfloat16(), None, torch.randn(40), torch.randn(72), "bf16", 32)),
         ("unpack", (pool.weights.records[0][0], *SPEC.record_layout)),
+        *_linear_samples(x),
+    ]
+
+
+def _linear_samples(x: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
+    weight, bias = torch.randn(40, SPEC.hidden), torch.randn(40)
+    packed = ops.pack_linear(weight, "int8", 32)
+    about = (SPEC.hidden, 40, "int8", 32)
+    return [
+        ("linear", (x, packed, bias, *about)),
+        ("linear", (x.bfloat16().unsqueeze(0), packed, None, *about)),
+        ("linear", (x[:0], packed, None, *about)),
+        ("linear", (x.clone().requires_grad_(), packed, bias.clone().requires_grad_(), *about)),
+        ("linear_backward", (torch.randn(2, 3, 40), packed, *about)),
+        ("pack_linear", (weight.bfloat16(), "int4", 64)),
+        ("unpack_linear", (packed, *about)),
     ]
 
 

@@ -1,4 +1,4 @@
-#include "engine/convert.h"
+#include "kernels/convert.h"
 
 #include <bit>
 #include <cstring>

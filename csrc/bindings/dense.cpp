@@ -1,0 +1,187 @@
+// linear, linear_backward, pack_linear and unpack_linear: layers outside the experts.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "bindings/runtime.h"
+#include "bindings/tensors.h"
+#include "engine/dense_linear.h"
+#include "kernels/pack.h"
+
+namespace torch_mesh {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// Never destroyed: a forward may still run on another thread while the process ends.
+WorkspacePool& workspaces() {
+  static auto* pool = new WorkspacePool;
+  return *pool;
+}
+
+PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
+                       int64_t out_features) {
+  return PackedMatrix::make(format_from_name(std::string_view(format.data(), format.size())),
+                            narrowed(group_size), narrowed(out_features), narrowed(in_features));
+}
+
+void check_packed(const PackedMatrix& matrix, const at::Tensor& packed) {
+  TORCH_CHECK_VALUE(
+      packed.device().is_cpu() && packed.scalar_type() == at::kByte && packed.dim() == 1 &&
+          packed.size(0) == matrix.bytes() && packed.is_contiguous(),
+      "packed must be a contiguous uint8 CPU tensor of ", matrix.bytes(), " bytes for ",
+      matrix.columns, " x ", matrix.depth, " weights in ", format_name(matrix.format), "; got ",
+      packed.scalar_type(), " of shape ", packed.sizes(), " on ", packed.device());
+}
+
+const std::byte* bytes_of(const at::Tensor& packed) {
+  return reinterpret_cast<const std::byte*>(packed.const_data_ptr());
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                  int64_t in_features, int64_t out_features, c10::string_view format,
+                  int64_t group_size) {
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == matrix.depth,
+                    "x must be [..., in_features=", matrix.depth, "]; got ", x.sizes());
+  TORCH_CHECK_VALUE(!bias || bias->sizes() == at::IntArrayRef{out_features}, "bias must be [",
+                    out_features, "]; got ", bias ? bias->sizes() : at::IntArrayRef{});
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = out_features;
+  at::Tensor out = at::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
+  const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
+  const at::Tensor bias32 = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  dense_linear(matrix,
+               DenseLinearCall{
+                   .x = const_rows(rows, "x"),
+                   .rows = rows.size(0),
+                   .packed = bytes_of(packed),
+                   .bias = bias ? bias32.const_data_ptr<float>() : nullptr,
+                   .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
+               torch_runtime(), at::get_num_threads(), workspaces());
+  return out;
+}
+
+at::Tensor unpack_linear(const at::Tensor& packed, int64_t in_features, int64_t out_features,
+                         c10::string_view format, int64_t group_size) {
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
+  at::Tensor weight = at::empty({out_features, in_features}, at::TensorOptions().dtype(at::kFloat));
+  unpack_blocks(matrix, bytes_of(packed), weight.mutable_data_ptr<float>());
+  return weight;
+}
+
+at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int64_t in_features,
+                           int64_t out_features, c10::string_view format, int64_t group_size) {
+  TORCH_CHECK_VALUE(grad.dim() >= 1 && grad.size(-1) == out_features,
+                    "grad must be [..., out_features=", out_features, "]; got ", grad.sizes());
+  const at::Tensor weight = unpack_linear(packed, in_features, out_features, format, group_size);
+  std::vector<int64_t> sizes = grad.sizes().vec();
+  sizes.back() = in_features;
+  return at::mm(grad.reshape({-1, out_features}).to(at::kFloat), weight)
+      .to(grad.scalar_type())
+      .reshape(sizes);
+}
+
+at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_t group_size) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.device().is_cpu(),
+                    "weight must be a CPU matrix [out_features, in_features]; got ", weight.sizes(),
+                    " on ", weight.device());
+  const PackedMatrix matrix = matrix_of(format, group_size, weight.size(1), weight.size(0));
+  const MatrixView view{weight.const_data_ptr(), scalar_type(weight, "weight"), weight.stride(0),
+                        weight.stride(1)};
+  at::Tensor packed = at::empty({matrix.bytes()}, at::TensorOptions().dtype(at::kByte));
+  auto* blocks = reinterpret_cast<std::byte*>(packed.mutable_data_ptr());
+  parallel_for(
+      torch_runtime(), matrix.blocks, at::get_num_threads(), [&](int64_t begin, int64_t end) {
+        pack_blocks(matrix, view, static_cast<int32_t>(begin), static_cast<int32_t>(end), blocks);
+      });
+  return packed;
+}
+
+// -- gradients ------------------------------------------------------------------------------------
+
+// In C++ because a formula registered from Python costs every call 20 us, gradients or not: half of
+// what a small layer takes.
+class LinearFunction : public torch::autograd::Function<LinearFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& packed, const OptionalTensor& bias,
+                            int64_t in_features, int64_t out_features, std::string format,
+                            int64_t group_size) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->save_for_backward({packed});
+    context->saved_data["in_features"] = in_features;
+    context->saved_data["out_features"] = out_features;
+    context->saved_data["format"] = format;
+    context->saved_data["group_size"] = group_size;
+    context->saved_data["bias"] = bias && bias->requires_grad();
+    return call(x, packed, bias, in_features, out_features, format, group_size);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    const at::Tensor& grad = grads[0];
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torch_mesh::linear_backward", "")
+                               .typed<decltype(linear_backward)>();
+    auto& saved = context->saved_data;
+    const std::string format = saved["format"].toStringRef();
+    at::Tensor x_grad =
+        op.call(grad, context->get_saved_variables()[0], saved["in_features"].toInt(),
+                saved["out_features"].toInt(), format, saved["group_size"].toInt());
+    at::Tensor bias_grad;
+    if (saved["bias"].toBool()) {
+      std::vector<int64_t> leading(grad.dim() - 1);
+      for (size_t i = 0; i < leading.size(); ++i) leading[i] = static_cast<int64_t>(i);
+      bias_grad = leading.empty() ? grad : grad.sum(leading);
+    }
+    return {x_grad, {}, bias_grad, {}, {}, {}, {}};
+  }
+
+  static at::Tensor call(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                         int64_t in_features, int64_t out_features, c10::string_view format,
+                         int64_t group_size) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torch_mesh::linear", "")
+                               .typed<decltype(linear)>();
+    return op.call(x, packed, bias, in_features, out_features, format, group_size);
+  }
+};
+
+at::Tensor linear_autograd(const at::Tensor& x, const at::Tensor& packed,
+                           const OptionalTensor& bias, int64_t in_features, int64_t out_features,
+                           c10::string_view format, int64_t group_size) {
+  const bool wanted =
+      at::GradMode::is_enabled() && (x.requires_grad() || (bias && bias->requires_grad()));
+  if (!wanted) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return LinearFunction::call(x, packed, bias, in_features, out_features, format, group_size);
+  }
+  return LinearFunction::apply(x, packed, bias, in_features, out_features, std::string(format),
+                               group_size);
+}
+
+}  // namespace
+}  // namespace torch_mesh
+
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("linear", torch_mesh::linear);
+  m.impl("linear_backward", torch_mesh::linear_backward);
+  m.impl("pack_linear", torch_mesh::pack_linear);
+  m.impl("unpack_linear", torch_mesh::unpack_linear);
+}
+
+TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) { m.impl("linear", torch_mesh::linear_autograd); }

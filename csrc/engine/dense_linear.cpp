@@ -1,0 +1,56 @@
+#include "engine/dense_linear.h"
+
+#include <algorithm>
+
+#include "engine/tasks.h"
+#include "kernels/convert.h"
+#include "kernels/linear.h"
+#include "kernels/task_products.h"
+
+namespace torch_mesh {
+namespace {
+
+// Bounds the workspace: a longer prompt reads the weights once per chunk.
+constexpr int64_t kChunkRows = 4096;
+// Handing work to a second thread takes about as long as multiplying this many bytes by one row.
+constexpr int64_t kBytesWorthAThread = 64 << 10;
+
+void linear_chunk(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
+                  int32_t threads, Workspace& workspace) {
+  const KernelTable& table = kernel_table();
+  const auto rows = static_cast<int32_t>(call.rows);
+  std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
+  parallel_for(runtime, rows, threads, [&](int64_t begin, int64_t end) {
+    prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride,
+                 static_cast<int32_t>(begin), static_cast<int32_t>(end), prepared);
+  });
+  run_tasks(runtime, matrix.blocks, threads, [&](int64_t task) {
+    const int64_t first = task * kBlockColumns;
+    const auto columns =
+        static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
+    alignas(64) float bias[kBlockColumns] = {};
+    if (call.bias != nullptr) std::copy_n(call.bias + first, columns, bias);
+    const LinearBlock block{call.packed + task * matrix.block_bytes, columns,
+                            call.bias == nullptr ? nullptr : bias};
+    void* out = row_pointer(call.out.data, call.out.type, 1, first);
+    linear_block(table, runtime, matrix, block, prepared, rows, out, call.out.type,
+                 call.out.row_stride);
+  });
+}
+
+}  // namespace
+
+void dense_linear(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
+                  int32_t threads, WorkspacePool& workspaces) {
+  WorkspacePool::Lease lease(workspaces);
+  for (int64_t begin = 0; begin < call.rows; begin += kChunkRows) {
+    DenseLinearCall part = call;
+    part.rows = std::min(kChunkRows, call.rows - begin);
+    part.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
+    part.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
+    const bool small = part.rows * matrix.bytes() < kBytesWorthAThread;
+    linear_chunk(matrix, part, runtime, small ? 1 : threads, *lease);
+  }
+}
+
+}  // namespace torch_mesh

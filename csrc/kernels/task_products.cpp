@@ -1,0 +1,57 @@
+#include "kernels/task_products.h"
+
+#include <algorithm>
+
+namespace torch_mesh {
+namespace {
+
+void prepare_row(const KernelTable& table, const PackedMatrix& matrix, const OperandShape& shape,
+                 const std::byte* x, ScalarType type, std::byte* row) {
+  const int32_t step = std::max(kBlockColumns, matrix.group_size);
+  alignas(64) float values[kMaxGroup];
+  for (int32_t k = 0; k < matrix.depth_padded; k += step) {
+    const int32_t count = std::clamp(matrix.depth - k, 0, step);
+    table.to_floats(x + k * scalar_bytes(type), type, count, values);
+    std::fill(values + count, values + step, 0.0f);
+    table.store_operands(values, k, step, shape, row);
+  }
+}
+
+}  // namespace
+
+OperandShape operand_shape(const PackedMatrix& matrix) {
+  const bool bf16 = matrix.format == Format::kBf16;
+  const int64_t bytes =
+      bf16 ? int64_t{2} * matrix.depth_padded : matrix.depth_padded + int64_t{8} * matrix.groups();
+  return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64)};
+}
+
+void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const void* x,
+                  ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
+                  std::byte* prepared) {
+  const OperandShape shape = operand_shape(matrix);
+  for (int32_t row = begin; row < end; ++row) {
+    const std::byte* from =
+        static_cast<const std::byte*>(x) + row * row_stride * scalar_bytes(type);
+    prepare_row(table, matrix, shape, from, type, prepared + row * shape.row_bytes);
+  }
+}
+
+TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
+                           const PackedMatrix& matrix, int32_t rows)
+    : product_(table.products[static_cast<int>(matrix.format)]), runtime_(runtime) {
+  const bool has_gemm =
+      matrix.format == Format::kBf16 ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
+  use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
+}
+
+TaskProducts::~TaskProducts() {
+  if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
+  try {
+    runtime_.gemm_release();
+  } catch (...) {
+    // It frees tile state of this thread, which the next product sets anew.
+  }
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,168 @@
+"""``dense=``: the linear layers outside the experts, packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError
+from torch_mesh.dense import MeshLinear
+
+QWEN = "Qwen3MoeExperts"
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_print_names_every_packed_layer_and_leaves_the_router_alone() -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="int8", group_size=32)
+    packed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MeshLinear)}
+    assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    assert "(lm_head): MeshLinear(in_features=72, out_features=120, bias=False, weights=int8 (group 32))" in repr(model)
+    assert all(isinstance(module, nn.Linear) for module in model.modules() if isinstance(module, MeshLinear))
+
+
+@pytest.mark.parametrize("dense,limit", [("bf16", 0.02), ("int8", 0.03), ("int4", 0.35)])
+def test_outputs_stay_close(ids: torch.Tensor, dense: str, limit: float) -> None:
+    model = TINY_MODELS[QWEN].build()
+    expected = _logits(model, ids)
+    by_token = (_logits(torch_mesh.patch(model, dense=dense), ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.median() < limit  # rounding may tip the choice between two experts for single tokens
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_every_family_runs_with_packed_layers(name: str) -> None:
+    """Families that read a linear layer's weight themselves would fail here."""
+    model = TINY_MODELS[name].build()
+    if hasattr(model, "codec_embedding"):
+        inputs = {"inputs_embeds": torch.randn(2, 7, model.config.hidden_size).bfloat16()}
+    else:
+        inputs = {"input_ids": torch.randint(3, 100, (2, 7))}
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False)[0].float()
+        torch_mesh.patch(model, dense="bf16")
+        value = model(**inputs, use_cache=False)[0].float()
+    assert any(isinstance(module, MeshLinear) for module in model.modules())
+    by_token = (value - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.median() < 0.05
+
+
+def test_unpatch_gives_back_bf16_and_refuses_what_was_rounded(ids: torch.Tensor) -> None:
+    model = TINY_MODELS[QWEN].build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = _logits(model, ids)
+    torch_mesh.unpatch(torch_mesh.patch(model, dense="bf16"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(_logits(model, ids), expected)
+    assert all(type(module) is not MeshLinear for module in model.modules())
+
+    torch_mesh.patch(model, dense="int8")
+    with pytest.raises(MeshError, match="rounded to int8.*lossy=True"):
+        torch_mesh.unpatch(model)
+    rounded = _logits(torch_mesh.unpatch(model, lossy=True), ids)
+    assert 0 < _error(rounded, expected) < 0.1
+    assert model.lm_head.weight.requires_grad
+
+
+def test_a_head_tied_to_the_embedding_is_tied_again(ids: torch.Tensor) -> None:
+    model = TINY_MODELS[QWEN].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    expected = _logits(model, ids)
+    torch_mesh.patch(model, dense="int8")
+    assert isinstance(model.lm_head, MeshLinear)
+    assert not model.model.embed_tokens.weight.is_meta
+    assert _error(_logits(model, ids), expected) < 0.1
+    torch_mesh.unpatch(model, lossy=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_from_pretrained_packs_and_only_an_exact_model_is_saved(tmp_path: Path, ids: torch.Tensor) -> None:
+    source = TINY_MODELS[QWEN].build()
+    expected = _logits(source, ids)
+    source.save_pretrained(tmp_path / "model")
+
+    exact = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=MeshConfig(dense="bf16", resident=0.5), dtype=torch.bfloat16
+    )
+    assert isinstance(exact.lm_head, MeshLinear)
+    exact.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
+
+    rounded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=MeshConfig(dense="int4", resident=0.5), dtype=torch.bfloat16
+    )
+    assert _error(_logits(rounded, ids), expected) < 0.5
+    with pytest.raises(MeshError, match="its weights are rounded"):
+        rounded.save_pretrained(tmp_path / "rounded")
+
+
+def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="int8", weights="int8")
+    packed = model.lm_head._mesh_packed
+    model.float()
+    assert model.lm_head._mesh_packed is packed and packed.dtype == torch.uint8
+    assert _logits(model, ids).isfinite().all()
+    assert model.lm_head.weight.is_meta
+
+
+def test_gradients_pass_through_packed_layers(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="bf16")
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, use_cache=False).logits.float().square().sum().backward()
+    assert embedded.grad is not None and embedded.grad.isfinite().all() and embedded.grad.abs().sum() > 0
+
+
+def test_generate_compiled_with_a_static_cache_gives_the_eager_tokens(ids: torch.Tensor) -> None:
+    from transformers import CompileConfig
+
+    torch._dynamo.reset()
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="int8", weights="int8", resident=0.5)
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    eager = model.generate(ids, disable_compile=True, **options)
+    compile_config = CompileConfig(fullgraph=True, backend="aot_eager")
+    compile_config._compile_all_devices = True
+    assert torch.equal(model.generate(ids, compile_config=compile_config, **options), eager)
+
+
+def test_nothing_to_pack_and_adapters_are_told_apart() -> None:
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="no linear layers beside its experts"):
+        torch_mesh.Experts(torch.randn(4, 80, 72), torch.randn(4, 72, 40), dense="int8")
+    model = TINY_MODELS[QWEN].build()
+    model.model.layers[0].self_attn.q_proj.lora_A = nn.Linear(72, 40)
+    torch_mesh.patch(model, dense="int8")
+    assert type(model.model.layers[0].self_attn.q_proj.lora_A) is nn.Linear
+
+
+def test_a_layer_that_is_not_in_memory_is_refused_before_anything_changes() -> None:
+    model = TINY_MODELS[QWEN].build()
+    model.lm_head.to("meta")
+    with pytest.raises(torch_mesh.UnsupportedModelError, match=r"lm_head\.weight is torch\.bfloat16 on meta"):
+        torch_mesh.patch(model, dense="int8")
+    assert "Mesh" not in repr(model)
+    with pytest.raises(ValueError, match="dense='int3' is unknown; it is one of 'none', 'bf16', 'int8', 'int4'"):
+        MeshConfig(dense="int3")

@@ -1,0 +1,140 @@
+"""torch.ops.torch_mesh.linear, pack_linear and unpack_linear: layers outside the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_pools import ops, relative_error
+from torch import Tensor
+from torch.nn import functional as F
+
+FORMATS = [("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 128)]
+TOLERANCE = {"bf16": 1e-5, "int8": 0.02, "int4": 0.02}  # against the weights as packed: the activations' rounding
+PACKING_ERROR = {"bf16": 0.002, "int8": 0.008, "int4": 0.11}
+SIZES = [(64, 64), (72, 130), (200, 1), (1, 33), (513, 70)]
+ROWS = [(1,), (2,), (5,), (33,), (2, 3), (2, 1, 4)]
+
+
+def _packed(weight: Tensor, kind: str, group: int) -> tuple[Tensor, tuple[int, int, str, int]]:
+    """The packed weight, and the arguments that describe it."""
+    return ops.pack_linear(weight, kind, group), (weight.size(1), weight.size(0), kind, group)
+
+
+@pytest.mark.parametrize("kind,group", FORMATS)
+@pytest.mark.parametrize("features,out_features", SIZES)
+def test_agrees_with_float64(features: int, out_features: int, kind: str, group: int) -> None:
+    packed, about = _packed(torch.randn(out_features, features), kind, group)
+    weight = ops.unpack_linear(packed, *about).double()
+    bias = torch.randn(out_features)
+    for shape in ROWS:
+        x = torch.randn(*shape, features).bfloat16().float()
+        out = ops.linear(x, packed, bias, *about)
+        assert out.shape == (*shape, out_features)
+        error = out - F.linear(x.double(), weight, bias.double())
+        # The norm that the products of independent rows have: a single one may happen to be next to nothing.
+        typical = x.norm() * weight.norm() / features**0.5
+        assert error.norm() < 3 * TOLERANCE[kind] * typical
+
+
+@pytest.mark.parametrize("kind,group", FORMATS)
+def test_packing_rounds_little_whatever_the_strides(kind: str, group: int) -> None:
+    weight = torch.randn(130, 200)
+    packed, about = _packed(weight, kind, group)
+    assert relative_error(ops.unpack_linear(packed, *about), weight) < PACKING_ERROR[kind]
+    assert torch.equal(ops.pack_linear(weight.t().contiguous().t(), kind, group), packed)
+
+
+@pytest.mark.parametrize("kind,group", FORMATS)
+def test_rows_of_a_long_prompt_do_not_depend_on_where_they_stand(kind: str, group: int) -> None:
+    packed, about = _packed(torch.randn(70, 72), kind, group)
+    x = torch.randn(4096 + 37, 72)
+    out = ops.linear(x, packed, None, *about)
+    assert torch.equal(out[4096:], ops.linear(x[4096:], packed, None, *about))
+    assert torch.equal(out[:4096], ops.linear(x[:4096], packed, None, *about))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_result_has_the_dtype_of_x_and_any_threads_give_the_same_bits(dtype: torch.dtype) -> None:
+    packed, about = _packed(torch.randn(320, 512), "int8", 64)
+    x, bias = torch.randn(3, 512).to(dtype), torch.randn(320).to(dtype)
+    threads = torch.get_num_threads()
+    outputs = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outputs.append(ops.linear(x, packed, bias, *about))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(out.dtype == dtype and torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_inputs_that_are_not_contiguous_and_empty_ones() -> None:
+    packed, about = _packed(torch.randn(96, 72), "int8", 64)
+    x = torch.randn(72, 6)
+    assert torch.equal(ops.linear(x.t(), packed, None, *about), ops.linear(x.t().contiguous(), packed, None, *about))
+    wide = torch.randn(4, 144)[:, :72]
+    assert torch.equal(ops.linear(wide, packed, None, *about), ops.linear(wide.contiguous(), packed, None, *about))
+    assert ops.linear(torch.randn(0, 3, 72), packed, None, *about).shape == (0, 3, 96)
+    assert ops.linear(torch.randn(72), packed, None, *about).shape == (96,)
+
+
+@pytest.mark.parametrize("kind,group", FORMATS)
+def test_nan_stays_in_its_row_and_shows_in_its_column(kind: str, group: int) -> None:
+    packed, about = _packed(torch.randn(70, 72), kind, group)
+    x = torch.randn(3, 72)
+    x[1, 7] = float("nan")
+    out = ops.linear(x, packed, None, *about)
+    assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+    weight = torch.randn(70, 72)
+    weight[5, 3] = float("inf")
+    out = ops.linear(torch.randn(2, 72), ops.pack_linear(weight, kind, group), None, *about)
+    assert not out[:, 5].isfinite().any() and out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("kind,group", FORMATS)
+def test_gradients_are_those_of_the_packed_weight(kind: str, group: int) -> None:
+    packed, about = _packed(torch.randn(70, 72), kind, group)
+    weight = ops.unpack_linear(packed, *about)
+    x, bias = torch.randn(2, 5, 72, requires_grad=True), torch.randn(70, requires_grad=True)
+    grad = torch.randn(2, 5, 70)
+    ops.linear(x, packed, bias, *about).backward(grad)
+    assert relative_error(x.grad, grad @ weight) < 1e-5
+    assert relative_error(bias.grad, grad.sum(dim=(0, 1))) < 1e-5
+    assert not ops.linear(x.detach(), packed, None, *about).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_with_gradients_it_is_the_same(backend: str) -> None:
+    torch._dynamo.reset()
+    packed, about = _packed(torch.randn(70, 72), "int8", 64)
+
+    def loss(x: Tensor, bias: Tensor) -> Tensor:
+        return ops.linear(x, packed, bias, *about).square().sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        torch.manual_seed(3)
+        x, bias = torch.randn(4, 72, requires_grad=True), torch.randn(70, requires_grad=True)
+        function(x, bias).backward()
+        gradients.append((x.grad, bias.grad))
+    for eager, compiled in zip(*gradients, strict=True):
+        assert relative_error(compiled, eager) < 1e-5
+
+
+def test_wrong_arguments_say_what_was_given_and_what_is_allowed() -> None:
+    packed, about = _packed(torch.randn(70, 72), "int8", 64)
+    x = torch.randn(2, 72)
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., in_features=72\]; got \[2, 71\]"):
+        ops.linear(x[:, :71], packed, None, *about)
+    with pytest.raises(ValueError, match="packed must be a contiguous uint8 CPU tensor of"):
+        ops.linear(x, packed[:-1], None, *about)
+    with pytest.raises(ValueError, match=r"bias must be \[70\]; got \[71\]"):
+        ops.linear(x, packed, torch.randn(71), *about)
+    with pytest.raises(ValueError, match="dtype .*; allowed: bfloat16, float16, float32"):
+        ops.linear(x.double(), packed, None, *about)
+    with pytest.raises(ValueError, match='unknown weight format "int5"'):
+        ops.pack_linear(torch.randn(4, 4), "int5", 64)
+    with pytest.raises(ValueError, match="group_size is 48"):
+        ops.pack_linear(torch.randn(4, 4), "int8", 48)
+    with pytest.raises(ValueError, match="weight must be a CPU matrix"):
+        ops.pack_linear(torch.randn(4), "int8", 64)

@@ -1,0 +1,145 @@
+"""Linear layers outside the experts, run by the experts' kernels: attention projections, shared experts, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import MeshConfig
+from .errors import UnsupportedModelError
+from .families import WEIGHT_DTYPES, ExpertsLayer
+from .lookahead import find_router
+from .modules import change_class, put_back, take_parameters
+from .store.convert import checked_group_size
+
+# Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
+_SMALLEST = 32
+
+
+class MeshLinear(nn.Linear):
+    """An ``nn.Linear`` whose weight is packed. Frozen; gradients reach the input and the bias.
+
+    The ``weight`` parameter stays, on the meta device, so that the module still says what it stands for.
+    """
+
+    _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
+    _mesh_format: str
+    _mesh_group_size: int
+    _mesh_requires_grad: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.ops.torch_mesh.linear(
+            input,
+            self._mesh_packed,
+            self.bias,
+            self.in_features,
+            self.out_features,
+            self._mesh_format,
+            self._mesh_group_size,
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether unpacking gives back the very weights that were packed."""
+        return self._mesh_format == "bf16" and self.weight.dtype == torch.bfloat16
+
+    def unpacked_weight(self) -> torch.Tensor:
+        """[out_features, in_features] in the parameter's dtype, on the CPU."""
+        weight = torch.ops.torch_mesh.unpack_linear(
+            self._mesh_packed, self.in_features, self.out_features, self._mesh_format, self._mesh_group_size
+        )
+        return weight.to(self.weight.dtype)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        taken = take_parameters(self, ("weight",))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            put_back(self, taken)
+        return self
+
+    def extra_repr(self) -> str:
+        group = "" if self._mesh_format == "bf16" else f" (group {self._mesh_group_size})"
+        return f"{super().extra_repr()}, weights={self._mesh_format}{group}"
+
+
+def find_dense(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.Linear]]:
+    """What ``dense=`` packs: the linear layers of the stack that the experts are in, and the head, but no router or gate.
+
+    Raises UnsupportedModelError if there is none, or one that is not in the CPU's memory in a dtype that packs.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    stacks = tuple({_stack(layer.path) for layer in layers})
+    routers = [find_router(model, layer) for layer in layers]
+    in_fp32 = _modules_kept_in_fp32(model)
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear
+        and (module is head or path.startswith(stacks))
+        and min(module.in_features, module.out_features) >= _SMALLEST
+        and not any(module is router for router in routers)
+        and not any(part in in_fp32 for part in path.split("."))
+        and "lora_" not in path  # adapters are there to be trained
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear layers beside its experts: leave dense at 'none'."
+        )
+    for path, module in found:
+        if module.weight.device.type != "cpu" or module.weight.dtype not in WEIGHT_DTYPES:
+            raise UnsupportedModelError(
+                f"{path}.weight is {module.weight.dtype} on {module.weight.device}. Packed layers compute on the CPU, from "
+                f"{', '.join(map(str, WEIGHT_DTYPES))}: load the model to the CPU, or leave dense at 'none'."
+            )
+    return found
+
+
+def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+    """Packs what ``find_dense`` finds, one after the other; each layer's weight is freed when it is done."""
+    if config.dense == "none":
+        return
+    group_size = checked_group_size(config.dense, config.group_size)
+    for _, linear in find_dense(model, layers):
+        module: Any = linear
+        weight = module.weight
+        module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
+        module._mesh_format, module._mesh_group_size = config.dense, group_size
+        module._mesh_requires_grad = weight.requires_grad
+        module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        change_class(module, MeshLinear)
+
+
+def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, MeshLinear))
+
+
+def restore_dense(model: Any, device: torch.device) -> None:
+    """The reverse of ``pack_dense``; what was tied to an embedding is tied to it again."""
+    for _, linear in list(packed_linears(model)):
+        module: Any = linear
+        module._parameters["weight"] = nn.Parameter(
+            module.unpacked_weight().to(device), requires_grad=module._mesh_requires_grad
+        )
+        change_class(module, nn.Linear)
+        for name in [name for name in vars(module) if name.startswith("_mesh_")]:
+            delattr(module, name)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+
+
+def _stack(path: str) -> str:
+    """``model.layers.`` for ``model.layers.3.mlp.experts``: what stands before the layer's number."""
+    parts = path.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return "".join(f"{part}." for part in parts[:number])
+
+
+def _modules_kept_in_fp32(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        names.update(getattr(model, attribute, None) or ())
+    return names
