@@ -2,7 +2,7 @@
 
 Each system runs on the same weights in a process of its own, under a memory limit of: its own anonymous memory
 (measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts. torch_mesh and
-llama.cpp have 4-bit experts, accelerate the bf16 originals. Files are evicted from the page cache before every session;
+llama.cpp have 4-bit experts, torch_mesh the other linear layers in 8 bits and llama.cpp in 4, accelerate has the bf16 originals. Files are evicted from the page cache before every session;
 tokens are timed after a warm-up that fills what may be filled.
 """
 
@@ -26,7 +26,7 @@ RESIDENT = 0.4
 SLACK = 32 << 20
 PROMPT, SEED = 16, 20260101
 LLAMA_MMAP, LLAMA_RANDOM = "llama.cpp Q4_0, stock mmap", "llama.cpp Q4_0, MADV_RANDOM"
-ACCELERATE, MESH = "accelerate disk offload, bf16", "torch_mesh int4"
+ACCELERATE, MESH = "accelerate disk offload, bf16", "torch_mesh int4, dense int8"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def limit_of(contender: Contender) -> int:
     """Own anonymous memory, from a run without a limit, + dense bytes + 0.4 of the expert bytes + slack."""
     free = contender.run(sessions.NO_LIMIT, measured=2, warm_up=1, watch_memory=True)
     own = free["anonymous_peak"] - free["anonymous_weights"]
-    return own + contender.dense_bytes + int(RESIDENT * contender.expert_bytes) + SLACK
+    dense = free.get("dense_bytes", contender.dense_bytes)
+    return own + dense + int(RESIDENT * contender.expert_bytes) + SLACK
 
 
 def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: int) -> dict[str, Contender]:
@@ -90,7 +91,7 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
             expert_bytes=synthetic.store_expert_bytes(ours),
             warm_up=tokens // 4,
             measured=tokens,
-            options={"threads": threads, "resident": RESIDENT},
+            options={"threads": threads, "resident": RESIDENT, "dense": "int8"},
         ),
         LLAMA_MMAP: llama(options={"threads": threads, "random_access": False}),
         LLAMA_RANDOM: llama(options={"threads": threads, "random_access": True}),

@@ -39,7 +39,7 @@ def measure(options: Any) -> Report:
         return sessions.run(Path(sys.executable), script, model, limit, {**common, **request})
 
     systems = {
-        "torch_mesh": partial(load, "mesh.py", ours, MAX_BYTES, resident=RESIDENT),
+        "torch_mesh": partial(load, "mesh.py", ours, MAX_BYTES, resident=RESIDENT, dense="none"),
         "transformers": partial(load, "in_memory.py", source, sessions.NO_LIMIT),
     }
     results = harness.interleave(systems, options.rounds)

@@ -11,13 +11,14 @@ from transformer import CachedTransformer
 from transformers import AutoModelForCausalLM, StaticCache
 
 import torch_mesh
+from torch_mesh.dense import packed_linears
 from torch_mesh.modules import patched_modules
 
 
 class Mesh(CachedTransformer):
     def __init__(self, request: dict[str, Any]) -> None:
         torch.set_num_threads(request["threads"])
-        config = torch_mesh.MeshConfig(resident=request["resident"])
+        config = torch_mesh.MeshConfig(resident=request["resident"], dense=request["dense"])
         super().__init__(AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config))
         length = request["prompt"] + request["warm_up"] + request["measured"]
         self.cache = StaticCache(config=self.model.config, max_cache_len=length)
@@ -41,12 +42,14 @@ class Mesh(CachedTransformer):
 
     def facts(self) -> dict[str, Any]:
         stats = torch_mesh.stats(self.model)
+        packed = sum(linear._mesh_packed.nbytes for _, linear in packed_linears(self.model))
         engine = next(patched_modules(self.model))._mesh_pool.engine.describe()
         return {
             "hit_rate": stats.hit_rate,
             "engine_bytes_read": stats.bytes_read,
             "stall_seconds": stats.stall_seconds,
-            "anonymous_weights": self.anonymous_dense() + engine["pool_bytes"],
+            "anonymous_weights": self.anonymous_dense() + packed + engine["pool_bytes"],
+            "dense_bytes": sum(x.nbytes for x in self.model.parameters() if not x.is_meta) + packed,
             "engine": engine,
         }
 
