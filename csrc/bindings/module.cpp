@@ -163,18 +163,6 @@ void check_views(const PySource& source, const RecordLayout& layout) {
   check(views.down_bias, layout.hidden, 1, "down_bias");
 }
 
-void check_record_sizes(const Source& source, const RecordLayout& layout) {
-  if (source.pieces != 1) invalid("a store has one extent per expert");
-  for (const Extent& extent : source.extents) {
-    if (extent.bytes != layout.bytes || extent.offset % kRecordAlignment != 0) {
-      invalid("a record of " + std::to_string(extent.bytes) + " bytes at offset " +
-              std::to_string(extent.offset) +
-              " does not fit the layout: " + std::to_string(layout.bytes) +
-              " bytes at a multiple of " + std::to_string(kRecordAlignment));
-    }
-  }
-}
-
 PackRecord pack_from(const RawViews& views, const RecordLayout& layout) {
   return [views, layout](int32_t, std::span<const std::byte* const> pieces, std::byte* record) {
     const auto view = [&](const RawView& raw) -> MatrixView {
@@ -263,8 +251,7 @@ class PyEngine {
                 std::to_string(source->source.experts) + " experts; the model " +
                 std::to_string(layers) + " of " + std::to_string(experts));
       }
-      source->source.raw ? check_views(*source, layout)
-                         : check_record_sizes(source->source, layout);
+      if (source->source.raw) check_views(*source, layout);
       made = std::make_unique<Pool>(
           pool, runtime, source->source,
           source->source.raw ? pack_from(source->views, layout) : PackRecord());

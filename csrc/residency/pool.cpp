@@ -55,12 +55,14 @@ const Source& checked(const Source& source, const PackRecord& pack, const PoolOp
     throw_invalid("a store has one extent per record; got " + std::to_string(source.pieces));
   }
   const auto misfit =
-      std::find_if(source.extents.begin(), source.extents.end(),
-                   [&](const Extent& e) { return !source.raw && e.bytes != options.record_bytes; });
+      std::find_if(source.extents.begin(), source.extents.end(), [&](const Extent& e) {
+        return !source.raw && (e.bytes != options.record_bytes || e.offset % kRecordAlignment != 0);
+      });
   if (misfit != source.extents.end()) {
     throw_invalid("a record of " + source.files[misfit->file].path + " at offset " +
                   std::to_string(misfit->offset) + " has " + std::to_string(misfit->bytes) +
-                  " bytes; this model's layout has " + std::to_string(options.record_bytes));
+                  " bytes; this model's layout has " + std::to_string(options.record_bytes) +
+                  " at multiples of " + std::to_string(kRecordAlignment));
   }
   return source;
 }

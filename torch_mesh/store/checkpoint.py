@@ -150,6 +150,21 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
             ) from problem
 
 
+def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
+    """Raises UnsupportedModelError if ``layers`` differ in geometry."""
+    geometry = common_geometry(layers)
+    return Shape(
+        layers=len(layers),
+        experts=geometry.num_experts,
+        top_k=max(layer.top_k for layer in layers),
+        hidden=geometry.hidden,
+        intermediate=geometry.intermediate,
+        gated=geometry.has_gate,
+        bias=geometry.has_bias,
+        activation=geometry.activation,
+    )
+
+
 def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.PreTrainedModel) -> CheckpointExperts:
     """Where the experts of ``model`` stand in the checkpoint in ``folder``.
 
@@ -159,23 +174,14 @@ def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.
     folder = Path(folder)
     check_not_quantised(model.config, folder)
     layers = find_experts(model)
-    geometry = common_geometry(layers)
+    shape = shape_of(layers)
     headers = tuple(read_header(path) for path in weight_files(folder))
     stacks = _ParameterStacks(folder, model, layers, headers)
     placed = [_layer_views(layer, stacks) for layer in layers]
     extents, raw_views = _pieces(folder, layers, placed, headers)
     return CheckpointExperts(
         folder=folder,
-        shape=Shape(
-            layers=len(layers),
-            experts=geometry.num_experts,
-            top_k=max(layer.top_k for layer in layers),
-            hidden=geometry.hidden,
-            intermediate=geometry.intermediate,
-            gated=geometry.has_gate,
-            bias=geometry.has_bias,
-            activation=layers[0].fused_activation,
-        ),
+        shape=shape,
         modules=tuple(layer.path for layer in layers),
         dtype=stacks.dtype,
         files=tuple((str(header.path), header.file_bytes) for header in headers),

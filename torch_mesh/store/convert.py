@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 
-from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts
+from torch_mesh.families import ExpertsLayer, ExpertTensors, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
     meta_model,
     read_config,
+    shape_of,
 )
 from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Shape
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
 _COPY_BYTES = 8 << 20
@@ -104,18 +105,8 @@ def convert_model(
     """Writes the experts of a loaded model, as they are in memory, to a store of records alone."""
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
-    geometry = common_geometry(layers)
     plan = StorePlan(
-        shape=Shape(
-            layers=len(layers),
-            experts=geometry.num_experts,
-            top_k=max(layer.top_k for layer in layers),
-            hidden=geometry.hidden,
-            intermediate=geometry.intermediate,
-            gated=geometry.has_gate,
-            bias=geometry.has_bias,
-            activation=layers[0].fused_activation,
-        ),
+        shape=shape_of(layers),
         modules=tuple(layer.path for layer in layers),
         weights=weights,
         group_size=group_size,
