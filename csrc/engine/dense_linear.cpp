@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "engine/tasks.h"
+#include "engine/task_queue.h"
 #include "kernels/convert.h"
 #include "kernels/linear.h"
 #include "kernels/task_products.h"
@@ -12,19 +12,23 @@ namespace {
 
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
-// Handing work to a second thread takes about as long as multiplying this many bytes by one row.
-constexpr int64_t kBytesWorthAThread = 64 << 10;
 
 void linear_chunk(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
                   int32_t threads, Workspace& workspace) {
   const KernelTable& table = kernel_table();
   const auto rows = static_cast<int32_t>(call.rows);
   std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
-  parallel_for(runtime, rows, threads, [&](int64_t begin, int64_t end) {
-    prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride,
-                 static_cast<int32_t>(begin), static_cast<int32_t>(end), prepared);
-  });
-  run_tasks(runtime, matrix.blocks, threads, [&](int64_t task) {
+  TaskQueue queue;
+  const int32_t prepare = queue.add(tasks_for(rows, kPrepareRows), 0);
+  queue.add(matrix.blocks, 1);
+  const int64_t work = int64_t{rows} * matrix.columns * matrix.depth;
+  queue.run(runtime, team_for(work, threads), [&](int32_t stage, int64_t task) {
+    if (stage == prepare) {
+      const auto begin = static_cast<int32_t>(task) * kPrepareRows;
+      prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride, begin,
+                   std::min(begin + kPrepareRows, rows), prepared);
+      return;
+    }
     const int64_t first = task * kBlockColumns;
     const auto columns =
         static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
@@ -48,8 +52,7 @@ void dense_linear(const PackedMatrix& matrix, const DenseLinearCall& call, const
     part.rows = std::min(kChunkRows, call.rows - begin);
     part.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
     part.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
-    const bool small = part.rows * matrix.bytes() < kBytesWorthAThread;
-    linear_chunk(matrix, part, runtime, small ? 1 : threads, *lease);
+    linear_chunk(matrix, part, runtime, threads, *lease);
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "engine/grouping.h"
-#include "engine/tasks.h"
+#include "engine/task_queue.h"
 #include "kernels/convert.h"
 
 namespace torch_mesh {
@@ -16,6 +16,10 @@ namespace {
 // Experts computed between two looks at what else has landed. Enough that a decode step of any
 // model runs in one go, few enough that a prefill gives slots back while it computes.
 constexpr int32_t kReadyBatch = 16;
+
+static_assert(2 * kReadyBatch + 2 <= TaskQueue::kMostStages);
+
+constexpr int64_t kReduceColumns = 1024;  // that one task adds up
 
 }  // namespace
 
@@ -79,21 +83,12 @@ void Engine::experts(const ExpertsCall& call) {
 }
 
 void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
+  Grouping& grouping = workspace.grouping;
   group_by_expert(call.ids, call.weights, call.tokens, call.top_k, pool_->experts(), call.sentinels,
-                  workspace.grouping);
-  workspace.products.at_least(int64_t{call.tokens} * call.top_k * layout().hidden * sizeof(float));
-  std::byte* prepared = workspace.prepared.at_least(ffn_.prepared_bytes(call.tokens));
-  parallel_for(runtime_, call.tokens, options_.threads, [&](int64_t begin, int64_t end) {
-    ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, call.tokens,
-                 static_cast<int32_t>(begin), static_cast<int32_t>(end), prepared);
-  });
-  compute(call, workspace);
-  reduce(call, workspace);
-}
-
-void Engine::compute(const ExpertsCall& call, Workspace& workspace) {
-  const Grouping& grouping = workspace.grouping;
+                  grouping);
   const auto count = static_cast<int32_t>(grouping.experts.size());
+  workspace.products.at_least(int64_t{call.tokens} * call.top_k * layout().hidden * sizeof(float));
+  workspace.prepared.at_least(ffn_.prepared_bytes(call.tokens));
   workspace.entries.resize(count);
   workspace.scratch_offset.resize(count);
   int64_t scratch = 0;
@@ -105,65 +100,91 @@ void Engine::compute(const ExpertsCall& call, Workspace& workspace) {
 
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
   std::array<ReadyExpert, kReadyBatch> batch;
-  while (const int32_t ready = claim.next(batch)) {
-    const std::span<const ReadyExpert> experts(batch.data(), ready);
-    compute_ready(experts, call.tokens, workspace);
-    for (const ReadyExpert& expert : experts) claim.release(expert.index);
-  }
+  int32_t computed = 0;
+  do {
+    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch));
+    const Part part{.first = computed == 0,
+                    .last = computed + static_cast<int32_t>(ready.size()) == count};
+    compute(call, ready, part, workspace);
+    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    computed += static_cast<int32_t>(ready.size());
+  } while (computed < count);
 }
 
-void Engine::compute_ready(std::span<const ReadyExpert> ready, int32_t tokens,
-                           Workspace& workspace) {
-  std::array<ExpertRows, kReadyBatch> rows;
-  const Grouping& grouping = workspace.grouping;
+// One batch in one region: preparing the rows before the first, adding up the products after the
+// last. An expert's down tasks stand behind all gate_up tasks, so that by then its own have ended.
+void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
+                     Workspace& workspace) const {
+  std::array<ExpertRows, kReadyBatch> experts;
+  int64_t rows = 0;
   for (size_t i = 0; i < ready.size(); ++i) {
-    const int32_t index = ready[i].index;
-    const int32_t first = grouping.first[index];
-    rows[i] = ExpertRows{.record = ready[i].record,
-                         .rows = grouping.rows(index),
-                         .tokens = &grouping.tokens[first],
-                         .weights = &grouping.weights[first],
-                         .places = &grouping.places[first],
-                         .products = reinterpret_cast<float*>(workspace.products.data()),
-                         .scratch = workspace.scratch.data() + workspace.scratch_offset[index]};
+    experts[i] = rows_of(ready[i], workspace);
+    rows += experts[i].rows;
   }
-  const auto count = static_cast<int64_t>(ready.size());
-  const int64_t gate_up_tasks = ffn_.gate_up_tasks();
-  run_tasks(runtime_, count * gate_up_tasks, options_.threads, [&](int64_t task) {
-    ffn_.gate_up(static_cast<int32_t>(task % gate_up_tasks), workspace.prepared.data(), tokens,
-                 rows[task / gate_up_tasks]);
-  });
-  const int64_t down_tasks = ffn_.down_tasks();
-  run_tasks(runtime_, count * down_tasks, options_.threads, [&](int64_t task) {
-    ffn_.down(static_cast<int32_t>(task % down_tasks), rows[task / down_tasks]);
-  });
-}
+  const auto count = static_cast<int32_t>(ready.size());
+  TaskQueue queue;
+  if (part.first) queue.add(tasks_for(call.tokens, kPrepareRows), 0);
+  const int32_t gate_up = queue.stages();
+  for (int32_t i = 0; i < count; ++i) queue.add(ffn_.gate_up_tasks(), gate_up);
+  const int32_t down = queue.stages();
+  for (int32_t i = 0; i < count; ++i) queue.add(ffn_.down_tasks(), gate_up + i + 1);
+  const int32_t reduce = queue.stages();
+  const int64_t strips = tasks_for(layout().hidden, kReduceColumns);
+  if (part.last) queue.add(call.tokens * strips, reduce);
 
-// Sums each token's products in the order of its choices, whatever order they were computed in. The
-// first product's place holds the sum.
-void Engine::reduce(const ExpertsCall& call, const Workspace& workspace) const {
-  auto* products = reinterpret_cast<float*>(const_cast<std::byte*>(workspace.products.data()));
-  const int64_t hidden = layout().hidden;
-  const int32_t experts = pool_->experts();
-  parallel_for(runtime_, call.tokens, options_.threads, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
-      float* sum = products + token * call.top_k * hidden;
-      bool empty = true;
-      for (int32_t choice = 0; choice < call.top_k; ++choice) {
-        if (call.ids[token * call.top_k + choice] >= experts) continue;
-        const float* product = products + (token * call.top_k + choice) * hidden;
-        if (empty) {
-          std::copy_n(product, hidden, sum);
-          empty = false;
-        } else {
-          for (int64_t i = 0; i < hidden; ++i) sum[i] += product[i];
-        }
-      }
-      if (empty) std::fill_n(sum, hidden, 0.0f);
-      store_row(sum, hidden, row_pointer(call.out.data, call.out.type, call.out.row_stride, token),
-                call.out.type);
+  const int32_t team = team_for(rows * ffn_.multiply_adds_per_row(), options_.threads);
+  queue.run(runtime_, team, [&](int32_t stage, int64_t at) {
+    const auto task = static_cast<int32_t>(at);
+    if (stage < gate_up) {
+      const int32_t begin = task * kPrepareRows;
+      ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, call.tokens, begin,
+                   std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
+    } else if (stage < down) {
+      ffn_.gate_up(task, workspace.prepared.data(), call.tokens, experts[stage - gate_up]);
+    } else if (stage < reduce) {
+      ffn_.down(task, experts[stage - down]);
+    } else {
+      const int64_t column = at % strips * kReduceColumns;
+      this->reduce(call, at / strips, column,
+                   std::min(column + kReduceColumns, int64_t{layout().hidden}), workspace);
     }
   });
+}
+
+ExpertRows Engine::rows_of(const ReadyExpert& ready, Workspace& workspace) const {
+  const Grouping& grouping = workspace.grouping;
+  const int32_t first = grouping.first[ready.index];
+  return {.record = ready.record,
+          .rows = grouping.rows(ready.index),
+          .tokens = &grouping.tokens[first],
+          .weights = &grouping.weights[first],
+          .places = &grouping.places[first],
+          .products = reinterpret_cast<float*>(workspace.products.data()),
+          .scratch = workspace.scratch.data() + workspace.scratch_offset[ready.index]};
+}
+
+// Sums columns of one token's products in the order of its choices, whatever order they were
+// computed in. The first choice's place holds the sum.
+void Engine::reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64_t end,
+                    Workspace& workspace) const {
+  const int64_t hidden = layout().hidden;
+  float* products =
+      reinterpret_cast<float*>(workspace.products.data()) + token * call.top_k * hidden;
+  bool empty = true;
+  for (int32_t choice = 0; choice < call.top_k; ++choice) {
+    if (call.ids[token * call.top_k + choice] >= pool_->experts()) continue;
+    const float* product = products + choice * hidden;
+    if (empty) {
+      if (choice > 0) std::copy(product + begin, product + end, products + begin);
+      empty = false;
+    } else {
+      for (int64_t i = begin; i < end; ++i) products[i] += product[i];
+    }
+  }
+  if (empty) std::fill(products + begin, products + end, 0.0f);
+  void* row = row_pointer(call.out.data, call.out.type, call.out.row_stride, token);
+  store_row(products + begin, end - begin, row_pointer(row, call.out.type, 1, begin),
+            call.out.type);
 }
 
 void Engine::grouped_linear(const LinearCall& call) {
@@ -185,17 +206,8 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end,
   const auto rows = static_cast<int32_t>(end - begin);
   const int64_t width = out_features(call.projection);
   const bool up = call.projection == 0;
-  std::byte* prepared = workspace.prepared.at_least(up ? ffn_.prepared_bytes(rows)
-                                                       : ffn_.prepared_hidden_bytes(rows));
-  auto* products =
-      reinterpret_cast<float*>(workspace.products.at_least(rows * width * sizeof(float)));
-  const void* x = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
-  parallel_for(runtime_, rows, options_.threads, [&](int64_t first, int64_t last) {
-    const auto prepare = up ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
-    (ffn_.*prepare)(x, call.x.type, call.x.row_stride, rows, static_cast<int32_t>(first),
-                    static_cast<int32_t>(last), prepared);
-  });
-
+  workspace.prepared.at_least(up ? ffn_.prepared_bytes(rows) : ffn_.prepared_hidden_bytes(rows));
+  workspace.products.at_least(rows * width * sizeof(float));
   Grouping& grouping = workspace.grouping;
   grouping.experts.clear();
   grouping.first.assign(1, 0);
@@ -206,26 +218,57 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end,
     grouping.first.push_back(static_cast<int32_t>(last));
   }
 
-  workspace.entries.resize(grouping.experts.size());
+  const auto count = static_cast<int32_t>(grouping.experts.size());
+  workspace.entries.resize(count);
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
   std::array<ReadyExpert, kReadyBatch> batch;
-  const int64_t tasks = ffn_.linear_tasks(call.projection);
-  while (const int32_t ready = claim.next(batch)) {
-    run_tasks(runtime_, ready * tasks, options_.threads, [&](int64_t task) {
-      const ReadyExpert& expert = batch[task / tasks];
-      const int32_t first = grouping.first[expert.index];
-      ffn_.linear(call.projection, static_cast<int32_t>(task % tasks), prepared, rows,
-                  expert.record, first, grouping.rows(expert.index), products + first * width,
-                  width);
-    });
-    for (int32_t i = 0; i < ready; ++i) claim.release(batch[i].index);
-  }
+  LinearCall chunk = call;
+  chunk.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
+  chunk.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
+  int32_t computed = 0;
+  do {
+    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch));
+    const Part part{.first = computed == 0,
+                    .last = computed + static_cast<int32_t>(ready.size()) == count};
+    compute_linear(chunk, rows, ready, part, workspace);
+    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    computed += static_cast<int32_t>(ready.size());
+  } while (computed < count);
+}
 
-  parallel_for(runtime_, rows, options_.threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      store_row(products + row * width, width,
-                row_pointer(call.out.data, call.out.type, call.out.row_stride, begin + row),
-                call.out.type);
+void Engine::compute_linear(const LinearCall& call, int32_t rows,
+                            std::span<const ReadyExpert> ready, Part part,
+                            Workspace& workspace) const {
+  const Grouping& grouping = workspace.grouping;
+  const int64_t width = out_features(call.projection);
+  std::byte* prepared = workspace.prepared.data();
+  auto* products = reinterpret_cast<float*>(workspace.products.data());
+  int64_t work = 0;
+  TaskQueue queue;
+  if (part.first) queue.add(tasks_for(rows, kPrepareRows), 0);
+  const int32_t linear = queue.stages();
+  for (const ReadyExpert& expert : ready) {
+    queue.add(ffn_.linear_tasks(call.projection), linear);
+    work += grouping.rows(expert.index) * width * in_features(call.projection);
+  }
+  const int32_t store = queue.stages();
+  if (part.last) queue.add(rows, store);
+
+  queue.run(runtime_, team_for(work, options_.threads), [&](int32_t stage, int64_t at) {
+    const auto task = static_cast<int32_t>(at);
+    if (stage < linear) {
+      const auto prepare = call.projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
+      const int32_t begin = task * kPrepareRows;
+      (ffn_.*prepare)(call.x.data, call.x.type, call.x.row_stride, rows, begin,
+                      std::min(begin + kPrepareRows, rows), prepared);
+    } else if (stage < store) {
+      const ReadyExpert& expert = ready[stage - linear];
+      const int32_t first = grouping.first[expert.index];
+      ffn_.linear(call.projection, task, prepared, rows, expert.record, first,
+                  grouping.rows(expert.index), products + first * width, width);
+    } else {
+      store_row(products + at * width, width,
+                row_pointer(call.out.data, call.out.type, call.out.row_stride, at), call.out.type);
     }
   });
 }

@@ -80,10 +80,18 @@ class Engine {
   int32_t tokens_per_chunk(int32_t top_k) const;
   int32_t rows_per_chunk(int32_t projection) const;
   void experts_chunk(const ExpertsCall& call, Workspace& workspace);
-  void compute(const ExpertsCall& call, Workspace& workspace);
-  void compute_ready(std::span<const ReadyExpert> ready, int32_t tokens, Workspace& workspace);
-  void reduce(const ExpertsCall& call, const Workspace& workspace) const;
+  // Which batch of a chunk's experts.
+  struct Part {
+    bool first, last;
+  };
+  void compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
+               Workspace& workspace) const;
+  ExpertRows rows_of(const ReadyExpert& ready, Workspace& workspace) const;
+  void reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64_t end,
+              Workspace& workspace) const;
   void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Workspace& workspace);
+  void compute_linear(const LinearCall& call, int32_t rows, std::span<const ReadyExpert> ready,
+                      Part part, Workspace& workspace) const;
 
   EngineOptions options_;
   Runtime runtime_;

@@ -48,6 +48,9 @@ class ExpertFfn {
             const KernelTable& table);
 
   const RecordLayout& layout() const { return layout_; }
+  int64_t multiply_adds_per_row() const {
+    return int64_t{layout_.halves() + 1} * layout_.hidden * layout_.intermediate;
+  }
 
   // Activations in the operand form of the products (bf16, or int8 with a scale per group), made
   // once per layer and shared by all of its experts. Rows are independent: ranges may be prepared

@@ -9,9 +9,11 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <random>
 #include <string>
@@ -23,6 +25,19 @@
 #include "kernels/convert.h"
 #include "kernels_fixture.h"
 #include "store_fixture.h"
+
+namespace {
+thread_local int64_t allocations = 0;
+}  // namespace
+
+// Counts what the code under test allocates on this thread.
+void* operator new(std::size_t bytes) {
+  ++allocations;
+  if (void* memory = std::malloc(bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace torch_mesh {
 namespace {
@@ -84,15 +99,16 @@ class Model {
   }
 
   // Every expert in memory, and no reader.
-  std::unique_ptr<Engine> open_resident(const Options& options) const {
+  std::unique_ptr<Engine> open_resident(const Options& options,
+                                        const Runtime& runtime = thread_runtime()) const {
     PoolOptions pool_of_all = pool_options(options);
     pool_of_all.slots = kLayers * kExperts;
-    auto pool = std::make_unique<Pool>(pool_of_all, thread_runtime(), kLayers, kExperts);
+    auto pool = std::make_unique<Pool>(pool_of_all, runtime, kLayers, kExperts);
     for (int32_t id = 0; id < kLayers * kExperts; ++id) {
       const Bytes& bytes = records_[id];
       pool->fill(id / kExperts, id % kExperts, {bytes.data(), static_cast<size_t>(bytes.size())});
     }
-    return std::make_unique<Engine>(engine_options(options), thread_runtime(), std::move(pool));
+    return std::make_unique<Engine>(engine_options(options), runtime, std::move(pool));
   }
 
  private:
@@ -150,6 +166,14 @@ struct Batch {
                          bool sentinels = false) const {
     std::vector<float> out(static_cast<size_t>(count) * hidden,
                            std::numeric_limits<float>::quiet_NaN());
+    run_into(engine, layer, out, first, count, sentinels);
+    return out;
+  }
+  void run_into(Engine& engine, int32_t layer, std::vector<float>& out) const {
+    run_into(engine, layer, out, 0, tokens, false);
+  }
+  void run_into(Engine& engine, int32_t layer, std::vector<float>& out, int32_t first,
+                int32_t count, bool sentinels) const {
     engine.experts({.layer = layer,
                     .tokens = count,
                     .top_k = top_k,
@@ -158,7 +182,6 @@ struct Batch {
                     .weights = weights.data() + first * top_k,
                     .sentinels = sentinels,
                     .out = {out.data(), ScalarType::kFloat32, hidden}});
-    return out;
   }
 
   int32_t tokens, top_k, stride, hidden;
@@ -365,6 +388,29 @@ TEST(Engine, StaysWithinItsWorkspaceHoweverLongThePrompt) {
   }
 }
 
+TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
+  // A team in turns on this thread, which is the one that is counted.
+  Runtime in_turns;
+  in_turns.parallel_for = [](int64_t count, int32_t, ParallelBody body, void* context) {
+    for (int64_t part = 0; part < count; ++part) body(context, part, part + 1);
+  };
+  for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+    const Model model(small_shape(format));
+    for (const char* policy : {"lru", "lfu", "slru"}) {
+      const auto engine = model.open_resident({.policy = policy, .threads = 2}, in_turns);
+      for (const int32_t tokens : {1, 60}) {
+        const Batch batch(tokens, 4, model.shape().hidden, 5);
+        std::vector<float> out(static_cast<size_t>(tokens) * batch.hidden);
+        batch.run_into(*engine, 0, out);
+        const int64_t before = allocations, workspace = engine->workspace_bytes();
+        for (int repeat = 0; repeat < 3; ++repeat) batch.run_into(*engine, repeat % kLayers, out);
+        EXPECT_EQ(allocations - before, 0);
+        EXPECT_EQ(engine->workspace_bytes(), workspace);
+      }
+    }
+  }
+}
+
 // -- bit identity ---------------------------------------------------------------------------------
 
 TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
@@ -451,6 +497,20 @@ void run_and_compare(Engine& engine, Engine& resident, uint64_t seed, int32_t fo
     const Batch batch(1 + random() % 6, 1 + random() % 3, engine.layout().hidden, random());
     const auto layer = static_cast<int32_t>(random() % kLayers);
     ASSERT_TRUE(testing::same_bits(batch.run(engine, layer), batch.run(resident, layer)));
+  }
+}
+
+TEST(Engine, HowManyThreadsDoNotShowInTheOutput) {
+  for (const Format format : {Format::kBf16, Format::kInt4}) {
+    const Model model(small_shape(format));
+    const auto alone = model.open_resident({});
+    const Batch batch(90, 4, model.shape().hidden, testing::seed());  // work enough for several
+    const std::vector<float> expected = batch.run(*alone, 1);
+    for (const int32_t threads : {2, 5}) {
+      const auto team = model.open({.slots = 7, .threads = threads});
+      EXPECT_TRUE(testing::same_bits(batch.run(*team, 1), expected));
+      expect_at_rest(*team);
+    }
   }
 }
 

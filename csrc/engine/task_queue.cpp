@@ -1,0 +1,54 @@
+#include "engine/task_queue.h"
+
+#include <algorithm>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace torch_mesh {
+namespace {
+
+// A few microseconds: what is waited for is the rest of a task that runs. Then the core is given
+// up, since the task's thread may be waiting for it.
+constexpr int32_t kSpins = 64;
+
+// Waking a thread takes some microseconds; this is the work of five (int4) to 30 (bf16).
+constexpr int64_t kThreadWork = int64_t{1} << 17;
+
+void wait_for_zero(const std::atomic<int64_t>& left) {
+  for (int32_t spins = 0; left.load(std::memory_order_acquire) != 0; ++spins) {
+    if (spins >= kSpins) {
+      std::this_thread::yield();
+      continue;
+    }
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+}
+
+}  // namespace
+
+int32_t team_for(int64_t multiply_adds, int32_t threads) {
+  return static_cast<int32_t>(std::clamp<int64_t>(multiply_adds / kThreadWork, 1, threads));
+}
+
+int32_t TaskQueue::add(int64_t tasks, int32_t needs) {
+  const int64_t before = this->tasks();
+  end_[stages_] = before + tasks;
+  needs_[stages_] = needs;
+  left_[stages_].store(tasks, std::memory_order_relaxed);
+  return stages_++;
+}
+
+bool TaskQueue::take(Cursor& at) {
+  const int64_t taken = next_.fetch_add(1, std::memory_order_relaxed);
+  if (taken >= tasks()) return false;
+  while (taken >= end_[at.stage]) ++at.stage;
+  at.task = taken - (at.stage == 0 ? 0 : end_[at.stage - 1]);
+  for (; at.ended < needs_[at.stage]; ++at.ended) wait_for_zero(left_[at.ended]);
+  return true;
+}
+
+}  // namespace torch_mesh
