@@ -1,6 +1,6 @@
 """The data plane, ``torch.ops.torch_mesh.*``: schemas and CPU kernels are in csrc/bindings, the rest of each op is here.
 
-Importing this package registers the fake kernels and the autograd formulas.
+Importing this package registers the fake kernels.
 """
 
 from . import dense, experts, linear, pack, residency

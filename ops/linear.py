@@ -1,10 +1,9 @@
-"""``grouped_linear`` and its backward: one projection of all experts, for gates, norms and adapters of a model's own."""
+"""``grouped_linear`` and its backward, one projection of all experts: fake kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @torch.library.register_fake("torch_mesh::grouped_linear")
@@ -18,20 +17,3 @@ def _(x_sorted: Tensor, offsets: Tensor, handle: Tensor, projection: int, out_fe
 def _(grad: Tensor, offsets: Tensor, handle: Tensor, projection: int, in_features: int) -> Tensor:
     torch._check(grad.dim() == 2, lambda: f"grad must be [rows, out]; got {tuple(grad.shape)}")
     return grad.new_empty((grad.shape[0], in_features))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    x_sorted, offsets, handle, projection, _ = inputs
-    ctx.save_for_backward(offsets, handle)
-    ctx.projection = projection
-    ctx.in_features = x_sorted.shape[1]
-
-
-@once_differentiable
-def _backward(ctx, grad: Tensor):
-    offsets, handle = ctx.saved_tensors
-    x_grad = torch.ops.torch_mesh.grouped_linear_backward(grad, offsets, handle, ctx.projection, ctx.in_features)
-    return x_grad, None, None, None, None
-
-
-torch.library.register_autograd("torch_mesh::grouped_linear", _backward, setup_context=_setup_context)

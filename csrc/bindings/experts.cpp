@@ -1,9 +1,9 @@
 // experts, experts_backward and experts_deferred.
+#include <ATen/EmptyTensor.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/gelu.h>
@@ -47,11 +47,11 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
 at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at::Tensor& topk_ids,
                        const at::Tensor& topk_weights, bool sentinels) {
   check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
-  at::Tensor out = at::empty_like(x, x.options(), at::MemoryFormat::Contiguous);
+  at::Tensor out = at::detail::empty_cpu(x.sizes(), x.options());
   if (topk_ids.numel() == 0) return out.zero_();
   const at::Tensor rows = with_contiguous_rows(x);
-  const at::Tensor ids = topk_ids.to(at::kLong).contiguous();
-  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
+  const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
   handle.engine().experts(ExpertsCall{.layer = handle.layer,
                                       .tokens = static_cast<int32_t>(x.size(0)),
                                       .top_k = static_cast<int32_t>(ids.size(1)),
@@ -141,8 +141,8 @@ std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, cons
   TORCH_CHECK_VALUE(engine.options().activation.has_value(),
                     "these experts have an activation of their own; use grouped_linear");
 
-  const at::Tensor ids = topk_ids.to(at::kLong).contiguous();
-  const at::Tensor routing = topk_weights.to(at::kFloat).contiguous().reshape({-1});
+  const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
+  const at::Tensor routing = contiguous_as(topk_weights, at::kFloat).reshape({-1});
   const at::Tensor x32 = x.to(at::kBFloat16).to(at::kFloat);
   const at::Tensor grad32 = grad.to(at::kFloat);
   Gradients gradients{at::zeros_like(x32, at::MemoryFormat::Contiguous), at::zeros_like(routing)};
@@ -233,10 +233,10 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   TORCH_CHECK_VALUE(deferred >= 0 && deferred <= topk_ids.size(1), "deferred is ", deferred,
                     "; allowed: 0 to k = ", topk_ids.size(1));
   const int32_t experts = layer.engine().pool().experts();
-  at::Tensor ids = topk_ids.to(at::kLong).contiguous().clone();
+  at::Tensor ids = contiguous_as(topk_ids, at::kLong).clone();
   check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
                    static_cast<int32_t>(ids.size(1)), experts);
-  const at::Tensor weights = topk_weights.to(at::kFloat).contiguous();
+  const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
   const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
   if (deferred > 0 && !last_layer) {
     const at::Tensor later = split_cold(layer, ids, weights, deferred);

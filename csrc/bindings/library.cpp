@@ -1,5 +1,6 @@
 // The data plane's table of contents. Implementations stand beside their op in experts.cpp,
-// linear.cpp, dense.cpp, residency.cpp and pack.cpp; fake kernels and autograd formulas in ops/.
+// linear.cpp, dense.cpp, residency.cpp and pack.cpp; gradients in autograd.cpp and dense.cpp, fake
+// kernels in ops/.
 //
 // `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
 // gradient are functional, because autograd refuses schemas that mutate; ops that exist for their

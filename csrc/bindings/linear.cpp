@@ -19,7 +19,7 @@ at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t expe
                     "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
   TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) == experts + 1,
                     "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
-  const at::Tensor on_cpu = offsets.to(at::kLong).contiguous();
+  const at::Tensor on_cpu = contiguous_as(offsets, at::kLong);
   const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
   TORCH_CHECK_VALUE(last == rows, "the last offset must be the number of rows, ", rows, "; got ",
                     last);

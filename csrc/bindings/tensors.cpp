@@ -28,6 +28,10 @@ at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
   return rows_contiguous && tensor.stride(0) >= tensor.size(1) ? tensor : tensor.contiguous();
 }
 
+at::Tensor contiguous_as(const at::Tensor& tensor, at::ScalarType type) {
+  return tensor.scalar_type() == type ? tensor.contiguous() : tensor.to(type).contiguous();
+}
+
 ConstRows const_rows(const at::Tensor& tensor, const char* what) {
   return ConstRows{tensor.const_data_ptr(), scalar_type(tensor, what), tensor.stride(0)};
 }

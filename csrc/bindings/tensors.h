@@ -13,6 +13,9 @@ ScalarType scalar_type(const at::Tensor& tensor, const char* what);
 // A 2-d tensor whose rows are contiguous; a copy only where they are not.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
+// A copy only where dtype or layout differ.
+at::Tensor contiguous_as(const at::Tensor& tensor, at::ScalarType type);
+
 ConstRows const_rows(const at::Tensor& tensor, const char* what);
 MutableRows mutable_rows(const at::Tensor& tensor, const char* what);
 

@@ -149,7 +149,7 @@ def test_second_derivatives_are_refused(open_pool: OpenPool) -> None:
     x = torch.randn(2, spec.hidden, requires_grad=True)
     ids, weights = routing(spec, 2, 2)
     out = ops.experts(x, ids, weights, pool.handle())
-    for grad, message in ((torch.ones_like(out), "does not require grad"), (out, "once_differentiable")):
+    for grad in (torch.ones_like(out), out):
         (x_grad,) = torch.autograd.grad(out, x, grad, create_graph=True, retain_graph=True)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match="experts_backward is not implemented"):
             x_grad.sum().backward()

@@ -281,3 +281,18 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
         assert results[isa]["isa"] == isa
         for output, expected in zip(results[isa]["outputs"], results["scalar"]["outputs"], strict=True):
             assert torch.equal(output, expected), isa
+
+
+def test_allocates_nothing_but_its_output(open_pool: OpenPool) -> None:
+    """Of tensor memory; tests/engine counts what the engine allocates."""
+    spec = Spec()
+    pool = open_pool(spec)
+    x = torch.randn(1, spec.hidden, dtype=torch.bfloat16)
+    ids, weights = routing(spec, 1, 2)
+    handle = pool.handle()
+    for _ in range(3):
+        ops.experts(x, ids, weights, handle)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = ops.experts(x, ids, weights, handle)
+    allocated = [event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage]
+    assert sum(allocated) == out.nbytes, allocated
