@@ -80,6 +80,9 @@ class Engine:
     def read_record(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
         """A copy of the packed record, promoted if it is cold."""
 
+    def sum_records(self, layer: int, experts: list[int]) -> int:
+        """The sum, modulo 2**64, of distinct experts' records as words: a plain read on the engine's threads, for benchmarks."""
+
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
         """Each field of LayerStats (csrc/residency/pool.h) as int64 [layers]."""
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/errors.h"
+#include "bindings/record_sum.h"
 #include "bindings/registry.h"
 #include "bindings/runtime.h"
 #include "io/reader.h"
@@ -297,6 +298,12 @@ class PyEngine {
     return copy;
   }
 
+  uint64_t sum_records(int32_t layer, const std::vector<int32_t>& experts) {
+    const std::shared_ptr<LiveEngine> live = open();
+    py::gil_scoped_release released;
+    return record_sum(*live->engine, layer, experts);
+  }
+
   py::dict stats() {
     const std::vector<LayerStats> layers = open()->engine->pool().stats();
     py::dict result;
@@ -455,6 +462,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
       .def("read_record", &PyEngine::read_record, py::arg("layer"), py::arg("expert"))
+      .def("sum_records", &PyEngine::sum_records, py::arg("layer"), py::arg("experts"))
       .def("stats", &PyEngine::stats)
       .def("reset_stats", &PyEngine::reset_stats)
       .def("pinned", &PyEngine::pinned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyPool, ops
@@ -213,3 +214,24 @@ def test_records_read_back_are_those_that_were_stored(open_pool: OpenPool) -> No
         for layer, expert in ((2, 0), (-1, 0), (0, 8), (0, -1)):
             with pytest.raises(ValueError, match=rf"layer {layer}, expert {expert} is outside \[0, 2\) x \[0, 8\)"):
                 pool.engine.read_record(layer, expert)
+
+
+def test_sum_records_reads_every_byte_and_pins_nothing_afterwards(open_pool: OpenPool) -> None:
+    experts = [6, 0, 3]
+    for pool in (open_pool(SPEC, slots=3), open_pool(SPEC, in_memory=True, threads=1)):
+        words = [pool.weights.records[1][expert].numpy().view(np.uint64) for expert in experts]
+        assert pool.engine.sum_records(1, experts) == sum(int(word) for record in words for word in record) % 2**64
+        assert pool.engine.pinned() == 0
+        pool.engine.validate()
+
+
+def test_sum_records_refuses_what_cannot_be_pinned_at_a_time(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=2)
+    for experts, message in (
+        ([1, 2, 3], "no slot is left"),
+        ([1, 1], "must be distinct"),
+        ([8], r"expert 8 of layer 0 is not in \[0, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.engine.sum_records(0, experts)
+        assert pool.engine.pinned() == 0
