@@ -118,10 +118,7 @@ def add_speed(report: Report, results: dict[str, list[dict[str, Any]]]) -> None:
     speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in results.items()}
     better_llama = max((LLAMA_MMAP, LLAMA_RANDOM), key=lambda name: statistics.median(speeds[name]))
     for name, least in ((better_llama, 8.0), (ACCELERATE, 20.0)):
-        # The reference is chosen so that the row's ratio is the median of the rounds' ratios.
-        own = statistics.median(speeds[MESH])
-        reference = own / harness.median_ratio(speeds[MESH], speeds[name])
-        report.add(Row(f"decode, {MESH}", own, "tok/s", name, reference, at_least=least))
+        report.add(harness.paired_row(f"decode, {MESH}", speeds[MESH], "tok/s", name, speeds[name], at_least=least))
     for name in results:
         if name != MESH:
             report.add(Row(f"decode, {name}", statistics.median(speeds[name]), "tok/s"))

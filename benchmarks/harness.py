@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure. ``ratio`` is value / reference; with ``at_most`` or ``at_least`` the row is a claim."""
+    """One measured figure. ``ratio`` is value / reference; with ``at_most`` or ``at_least`` the row is a claim.
+
+    ``low`` and ``high`` are the 10th and 90th percentile of the ratio over the pairs it is the median of.
+    """
 
     name: str
     value: float
@@ -34,6 +37,8 @@ class Row:
     reference: float | None = None
     at_most: float | None = None
     at_least: float | None = None
+    low: float | None = None
+    high: float | None = None
 
     def __post_init__(self) -> None:
         if self.reference is None and (self.at_most is not None or self.at_least is not None):
@@ -91,7 +96,7 @@ def print_table(report: Report) -> None:
     console = Console(width=None if os.isatty(1) else 150)
     table = Table(title=report.title, caption=describe(machine()), caption_justify="left")
     table.add_column("what")
-    for column in ("value", "reference", "ratio", "wanted"):
+    for column in ("value", "reference", "ratio", "p10–p90", "wanted"):
         table.add_column(column, justify="right")
     table.add_column("")
     for row in report.rows:
@@ -107,7 +112,8 @@ def cells(row: Row) -> tuple[str, ...]:
     bounds.append(f"≥ {number(row.at_least)}" if row.at_least is not None else "")
     verdict = {None: "", True: "[green]holds[/green]", False: "[red]missed[/red]"}[row.holds]
     ratio = "" if row.ratio is None else number(row.ratio)
-    return row.name, amount(row.value, row.unit), reference, ratio, " ".join(filter(None, bounds)), verdict
+    spread = "" if row.low is None or row.high is None else f"{row.low:.3g}–{row.high:.3g}"
+    return row.name, amount(row.value, row.unit), reference, ratio, spread, " ".join(filter(None, bounds)), verdict
 
 
 def amount(value: float, unit: str) -> str:
@@ -152,9 +158,36 @@ def interleave(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[s
     return results
 
 
-def median_ratio(values: list[float], references: list[float]) -> float:
-    """The median over rounds of value / reference: both of a pair saw the same minute of the machine."""
-    return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
+def paired_row(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    reference_name: str,
+    references: Sequence[float],
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Row:
+    """A row of interleaved pairs. Its ratio is the median of the pairs' ratios, since both of a pair saw the same moment
+    of the machine; so the reference it shows is that which gives this ratio, not the median of the references."""
+    ratios = sorted(value / reference for value, reference in zip(values, references, strict=True))
+    value = statistics.median(values)
+    return Row(
+        name,
+        value,
+        unit,
+        reference_name,
+        value / statistics.median(ratios),
+        at_most,
+        at_least,
+        low=percentile(ratios, 10),
+        high=percentile(ratios, 90),
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of values in ascending order."""
+    return ordered[round(percent / 100 * (len(ordered) - 1))]
 
 
 def available_cpus() -> int:
