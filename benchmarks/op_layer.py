@@ -1,0 +1,66 @@
+"""One layer of experts in memory, without a model: what the benchmarks of the op share.
+
+Qwen3-30B-A3B's shapes. A few experts' bytes are repeated over all of them, which changes nothing for a processor: each has
+memory of its own, and a layer's records are many times larger than any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from synthetic import WEIGHT_STD, Shape
+
+import torch_mesh
+from torch_mesh.families import ExpertTensors, Geometry
+from torch_mesh.pool import ExpertPool
+from torch_mesh.store.convert import pack_expert
+
+SHAPE = Shape()
+HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
+EXPERTS, TOP_K = SHAPE.experts, SHAPE.experts_per_token
+WEIGHTS_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE
+GEOMETRY = Geometry(EXPERTS, HIDDEN, INTERMEDIATE, has_gate=True, has_bias=False, activation="silu")
+
+
+def random_expert(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [2 * intermediate, hidden] and down [hidden, intermediate] in bf16."""
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator).mul_(WEIGHT_STD).to(torch.bfloat16)
+
+    return weight(2 * INTERMEDIATE, HIDDEN), weight(HIDDEN, INTERMEDIATE)
+
+
+def random_routing(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_ids [tokens, k], distinct in a row, and topk_weights [tokens, k] that add up to 1."""
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
+    return ids, torch.full((tokens, TOP_K), 1 / TOP_K)
+
+
+class ResidentLayer:
+    """A layer whose expert e is ``experts[e % len(experts)]`` of (gate_up, down), packed and in memory for good."""
+
+    def __init__(
+        self, weights: str, group_size: int, threads: int, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        config = torch_mesh.MeshConfig(threads=threads)
+        self.pool = ExpertPool(GEOMETRY, 1, EXPERTS, config, weights=weights, group_size=group_size, exact=False)
+        records = [pack(expert, weights, group_size) for expert in experts]
+        for expert in range(EXPERTS):
+            self.pool.engine.fill(0, expert, records[expert % len(records)].numpy())
+        self.record_bytes = records[0].numel()
+        self.handle = self.pool.handle(0)
+
+    def __call__(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        return torch.ops.torch_mesh.experts(x, topk_ids, topk_weights, self.handle)
+
+    def read(self, experts: Sequence[int]) -> None:
+        """Reads the records of distinct experts with the threads that compute, and does nothing with them."""
+        self.pool.engine.sum_records(0, experts)
+
+
+def pack(expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: int) -> torch.Tensor:
+    gate_up, down = expert
+    gate, up = gate_up.chunk(2)
+    return pack_expert(ExpertTensors(gate, up, down, None, None, None), weights, group_size)

@@ -1,0 +1,92 @@
+"""Claim: 512 tokens through a layer's experts reach 0.85 of torch's rate for a square bf16 product in bf16, 1.15 in int8 with
+groups of 64, 1.35 with groups of 128, and 1.0 in int4.
+
+Everything is resident, every token takes 8 of 128 experts at random. The square products have as many operations as the
+layer. Where a processor has no bf16 arithmetic, torch's fp32 product is the better measure of it, so it is shown too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import harness
+import torch
+from harness import Report
+from op_layer import EXPERTS, HIDDEN, TOP_K, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert, random_routing
+
+
+@dataclass(frozen=True)
+class Format:
+    weights: str
+    group_size: int
+    at_least: float  # of torch's square bf16 product
+
+    @property
+    def name(self) -> str:
+        return self.weights if self.weights == "bf16" else f"{self.weights}, group {self.group_size}"
+
+
+FORMATS = (Format("bf16", 64, 0.85), Format("int8", 64, 1.15), Format("int8", 128, 1.35), Format("int4", 64, 1.0))
+
+
+def rate(operations: float, run: Callable[[], object]) -> float:
+    """GFLOP/s of one run."""
+    begin = time.perf_counter()
+    run()
+    return operations / 1e9 / (time.perf_counter() - begin)
+
+
+def square_product(operations: float, dtype: torch.dtype) -> Callable[[], float]:
+    """A rate of a product of two square matrices with about this many operations."""
+    side = round((operations / 2) ** (1 / 3) / 64) * 64
+    left, right = (torch.randn(side, side).to(dtype) for _ in range(2))
+    return partial(rate, 2 * side**3, partial(torch.mm, left, right))
+
+
+def measure(options: Any) -> Report:
+    generator = torch.Generator().manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    x = torch.randn(options.tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+    routing = random_routing(options.tokens, generator)
+    operations = 2.0 * options.tokens * TOP_K * WEIGHTS_PER_EXPERT
+    expert = random_expert(generator)
+
+    def layer_rate(form: Format) -> Callable[[], float]:
+        layer = ResidentLayer(form.weights, form.group_size, options.threads, [expert])
+        return partial(rate, operations, partial(layer, x, *routing))
+
+    contenders = {form.name: layer_rate(form) for form in FORMATS}
+    contenders |= {
+        f"torch {name}": square_product(operations, getattr(torch, name)) for name in ("bfloat16", "float32")
+    }
+    harness.interleave(contenders, 1)
+    rates = harness.interleave(contenders, options.rounds)
+    report = Report(f"{options.tokens} tokens through top-{TOP_K} of {EXPERTS} experts, against torch's square product")
+    for form in FORMATS:
+        row = partial(harness.paired_row, form.name, rates[form.name], "GFLOP/s")
+        report.add(row("bf16 product", rates["torch bfloat16"], at_least=form.at_least))
+        report.add(row("fp32 product", rates["torch float32"]))
+    report.notes.append(
+        f"medians of {options.rounds} interleaved rounds, {options.threads} threads, seed {options.seed}"
+    )
+    report.details["rates"] = rates
+    return report
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--tokens", type=int, default=512)
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--threads", type=int, default=harness.available_cpus())
+    arguments.add_argument("--seed", type=int, default=0)
+    options = arguments.parse_args()
+    return measure(options).finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
