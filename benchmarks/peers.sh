@@ -11,5 +11,9 @@ python=${PYTHON:-"$root/.venv/bin/python"}
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # GGML_NATIVE is llama.cpp's own default: the peer gets every instruction set this machine has.
 CMAKE_ARGS="-DGGML_NATIVE=ON" CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-1} \
-  nice -n 19 "$venv/bin/pip" install "llama-cpp-python==0.3.36" "gguf==0.19.0" numpy rich
-"$venv/bin/python" -c "import gguf, llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"
+  nice -n 19 "$venv/bin/pip" install "llama-cpp-python==0.3.36" "gguf==0.19.0" "onnxruntime==1.31.1" "onnx==1.23.2" numpy rich
+"$venv/bin/python" -c "import gguf, llama_cpp, onnxruntime; print('llama-cpp-python', llama_cpp.__version__, 'onnxruntime', onnxruntime.__version__)"
+
+# Only its raw extension is used, which needs none of what the package asks for. Not every machine has a wheel.
+nice -n 19 "$venv/bin/pip" install --no-deps --only-binary :all: "kt-kernel==0.7.2" ||
+  echo "kt-kernel cannot be installed here; layer_peers.py goes without it" >&2

@@ -1,0 +1,67 @@
+"""Contenders in processes of their own, which take turns.
+
+A process that is not being asked is stopped, so that no idle thread pool spins on the cores of the one that is. All live
+at the same time: opening a model costs far more than measuring it, and turns can be short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "contenders"
+
+
+class WorkerFailed(RuntimeError):
+    """A contender's process ended; the message holds what it said last."""
+
+
+class Worker:
+    """One contender (contenders/serve.py). ``facts`` is what it said after opening."""
+
+    def __init__(self, python: Path, script: str, **setup: Any) -> None:
+        self._name = script
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
+        # Contenders of ours share op_layer.py with the benchmarks in this folder.
+        path = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [str(python), str(FOLDER / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+        self.facts = self._ask(setup)
+        self._process.send_signal(signal.SIGSTOP)
+
+    def measure(self, **request: Any) -> dict[str, Any]:
+        self._process.send_signal(signal.SIGCONT)
+        reply = self._ask(request)
+        self._process.send_signal(signal.SIGSTOP)
+        return reply
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words say why
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._errors.seek(0)
+            last_words = self._errors.read()[-4000:]
+            raise WorkerFailed(f"{self._name} ended with status {status}:\n{last_words}")
+        return json.loads(line)
