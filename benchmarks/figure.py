@@ -1,12 +1,16 @@
-"""Draws the figure of the README from cold_decode.py's JSON: tokens per second of each system, in one run.
+"""Draws the figures of the README from the benchmarks' JSON.
 
-usage: figure.py cold_decode.json docs/cold_decode.svg
+usage: figure.py cold-decode cold_decode.json docs/cold_decode.svg
+       figure.py roofline layer_peers.json docs/roofline.svg
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,16 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from layer_peers import KT, MESH, ONNX, TORCH, TRANSFORMERS, bits_of
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from op_layer import EXPERTS, TOP_K, WEIGHTS_PER_EXPERT
 
 OURS, OTHERS = "#c2410c", "#94a3b8"
+SYSTEM_COLOURS = {MESH: OURS, TRANSFORMERS: "#2563eb", ONNX: "#7c3aed", KT: "#0f766e", TORCH: "#64748b"}
+SMALL = {"fontsize": 8, "color": "#334155"}
+DTYPES = ("float32", "bfloat16")
+FORMAT_MARKERS = {"bf16": "o", "int8": "s", "int4": "^"}
 
 
 def speeds(report: dict[str, Any]) -> dict[str, float]:
@@ -24,9 +36,7 @@ def speeds(report: dict[str, Any]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def draw(report: dict[str, Any], target: Path) -> None:
-    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input draws the same file
-    plt.rcParams["font.family"] = "sans-serif"
+def draw_cold_decode(report: dict[str, Any], target: Path) -> None:
     bars = speeds(report)
     figure, axes = plt.subplots(figsize=(8, 0.55 * len(bars) + 1.2), layout="constrained")
     colours = [OURS if name.startswith("torch_mesh") else OTHERS for name in bars]
@@ -37,17 +47,83 @@ def draw(report: dict[str, Any], target: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.08)
     axes.set_xlabel("tokens per second, batch 1")
-    figure.suptitle(report["title"], x=0.01, ha="left", fontsize=11)
+    finish(figure, report, report["title"], target)
+
+
+def finish(figure: Figure, report: dict[str, Any], title: str, target: Path) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     facts = report["machine"]
     figure.supxlabel(f"{facts['cpu']}, {facts['cpus']} CPUs, {report['date'][:10]}", fontsize=8, color="#64748b")
     figure.savefig(target, metadata={"Date": None})
 
 
+@dataclass(frozen=True)
+class Point:
+    """One variant at one number of rows."""
+
+    name: str
+    rows: int
+    intensity: float  # operations per byte of weights
+    rate: float  # GFLOP/s
+
+
+def points(report: dict[str, Any]) -> list[Point]:
+    """Of layer_peers.py's report."""
+    found = []
+    for rows in (1, 512):
+        for name, speeds in report["details"][f"rows/s, {rows}"].items():
+            operations = 2 * rows * TOP_K * WEIGHTS_PER_EXPERT
+            used = TOP_K / EXPERTS if rows == 1 else 1.0
+            read = used * report["details"]["weight_bytes"][name]
+            rate = statistics.median(speeds) / rows * operations / 1e9
+            found.append(Point(name, rows, operations / read, rate))
+    return found
+
+
+def draw_roofline(report: dict[str, Any], target: Path) -> None:
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    draw_roofs(axes, report)
+    for point in points(report):
+        system = next(name for name in SYSTEM_COLOURS if point.name.startswith(name))
+        marker = FORMAT_MARKERS[bits_of(point.name.removeprefix(system).strip())]
+        axes.plot(point.intensity, point.rate, marker, color=SYSTEM_COLOURS[system], markersize=8, alpha=0.85)
+    legend(axes)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of weights", ylabel="GFLOP/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    finish(figure, report, f"{report['title']}: one row (left), 512 rows (right)", target)
+
+
+def draw_roofs(axes: Axes, report: dict[str, Any]) -> None:
+    """The limits that were measured in the same rounds: a plain read of the weights, and torch's square products."""
+    read, *products = (statistics.median(report["details"][f"limit, {name}"]) for name in ("read", *DTYPES))
+    top, first, last = max(products), 0.7, 700
+    axes.plot([first, top / read], [first * read, top], color="#334155", linewidth=1)
+    label = f"plain read, {read:.0f} GB/s"
+    along = {"rotation": math.degrees(math.atan(read)), "rotation_mode": "anchor", "transform_rotates_text": True}
+    axes.annotate(label, (2 * first, 2 * first * read * 1.15), **along, **SMALL)
+    for dtype, rate in zip(DTYPES, products, strict=True):
+        axes.plot([rate / read, last], [rate, rate], color="#334155", linewidth=1)
+        axes.annotate(f"torch's {dtype} product, {rate:.0f} GFLOP/s", (last, 1.04 * rate), ha="right", **SMALL)
+
+
+def legend(axes: Axes) -> None:
+    """Colours are systems, shapes are formats."""
+    for system, colour in SYSTEM_COLOURS.items():
+        axes.plot([], [], "o", color=colour, label=system)
+    for form, marker in FORMAT_MARKERS.items():
+        axes.plot([], [], marker, color="#334155", fillstyle="none", label=form)
+    axes.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("figure", choices=("cold-decode", "roofline"))
     arguments.add_argument("report", type=Path)
     arguments.add_argument("target", type=Path)
     options = arguments.parse_args()
+    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input draws the same file
+    plt.rcParams["font.family"] = "sans-serif"
+    draw = {"cold-decode": draw_cold_decode, "roofline": draw_roofline}[options.figure]
     draw(json.loads(options.report.read_text()), options.target)
 
 
