@@ -81,6 +81,7 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
         warm_up=tokens // 4,
         measured=tokens,
     )
+    llama_options = {"threads": threads, "repack": False}  # a copy of all weights is what the limit forbids
     own_python = Path(sys.executable)
     return {
         MESH: Contender(
@@ -93,8 +94,8 @@ def contenders(directory: Path, shape: synthetic.Shape, threads: int, tokens: in
             measured=tokens,
             options={"threads": threads, "resident": RESIDENT, "dense": "int8"},
         ),
-        LLAMA_MMAP: llama(options={"threads": threads, "random_access": False}),
-        LLAMA_RANDOM: llama(options={"threads": threads, "random_access": True}),
+        LLAMA_MMAP: llama(options={**llama_options, "random_access": False}),
+        LLAMA_RANDOM: llama(options={**llama_options, "random_access": True}),
         ACCELERATE: Contender(
             script="accelerate_offload.py",
             python=own_python,

@@ -218,7 +218,9 @@ def main() -> None:
     harness.add_dir(arguments)
     arguments.add_argument("--layers", type=int, default=Shape.layers)
     arguments.add_argument("--seed", type=int, default=Shape.seed)
-    arguments.add_argument("--gguf", nargs="*", choices=("Q4_0", "BF16"), default=[], help="also write these forms")
+    arguments.add_argument(
+        "--gguf", nargs="*", choices=("Q4_0", "Q8_0", "BF16"), default=[], help="also write these forms"
+    )
     options = arguments.parse_args()
     shape = Shape(layers=options.layers, seed=options.seed)
     print(checkpoint(options.dir, shape))

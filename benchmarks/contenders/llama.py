@@ -1,7 +1,7 @@
 """llama.cpp on a GGUF file. ``request["random_access"]`` tells the kernel that the mapping is read at random.
 
-Weights stay in the file mapping: llama.cpp's repacking would copy all of them into anonymous memory, which is what the
-limit forbids.
+``request["repack"]`` lets llama.cpp rearrange the weights for this processor, as it does by default. That copies all of
+them into anonymous memory; without it they stay in the file mapping.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Llama:
     def __init__(self, request: dict[str, Any]) -> None:
         llama_cpp.llama_backend_init()
         path = str(Path(request["model"]).resolve())
-        self.model = self._load(path)
+        self.model = self._load(path, request["repack"])
         self.context = self._make_context(request)
         self.vocab = request["vocab"]
         if request["random_access"]:
             advise_random(path)
 
-    def _load(self, path: str) -> Any:
+    def _load(self, path: str, repack: bool) -> Any:
         parameters = llama_cpp.llama_model_default_params()
         parameters.use_mmap = True
-        parameters.use_extra_bufts = False
+        parameters.use_extra_bufts = repack
         model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
         if not model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -75,6 +75,10 @@ class Llama:
             raise RuntimeError(f"llama_decode returned {status}")
         logits = llama_cpp.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(logits, shape=(self.vocab,)).copy()
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
     def begin(self) -> None:
         pass

@@ -1,41 +1,25 @@
-"""torch_mesh on its converted checkpoint: the prompt eagerly, decode steps compiled, as ``generate`` does with a static cache."""
+"""torch_mesh on its converted checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import session
 import torch
-from transformer import CachedTransformer
-from transformers import AutoModelForCausalLM, StaticCache
+from transformer import CompiledSteps
+from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh.dense import packed_linears
 from torch_mesh.modules import patched_modules
 
 
-class Mesh(CachedTransformer):
+class Mesh(CompiledSteps):
     def __init__(self, request: dict[str, Any]) -> None:
         torch.set_num_threads(request["threads"])
         config = torch_mesh.MeshConfig(resident=request["resident"], dense=request["dense"])
-        super().__init__(AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config))
-        length = request["prompt"] + request["warm_up"] + request["measured"]
-        self.cache = StaticCache(config=self.model.config, max_cache_len=length)
-        self.step = torch.compile(self.model, fullgraph=True, dynamic=False)
-        self.position = 0
-
-    @torch.inference_mode()
-    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        last = self.position + len(tokens)
-        positions = torch.arange(self.position, last).unsqueeze(0)
-        self.position = last
-        run = self.step if len(tokens) == 1 else self.model
-        ids = torch.tensor([list(tokens)])
-        output = run(
-            input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        return output.logits[0, -1].float()
+        model = AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
+        super().__init__(model, length=request["prompt"] + request["warm_up"] + request["measured"])
 
     def begin(self) -> None:
         torch_mesh.reset_stats(self.model)

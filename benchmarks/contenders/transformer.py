@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 
 class CachedTransformer:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.cache: Cache = DynamicCache(config=model.config)
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self.cache = DynamicCache(config=self.model.config)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -33,6 +37,33 @@ class CachedTransformer:
             if index >= 0 and parameter.data_ptr() < regions[index][1]:
                 total += parameter.nbytes
         return total
+
+
+class CompiledSteps(CachedTransformer):
+    """Prompts eagerly, decode steps compiled, as ``generate`` does with a static cache, of ``length`` tokens here."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        super().__init__(model)
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.step = torch.compile(model, fullgraph=True, dynamic=False)
+        self.position = 0
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.position = 0
+
+    @torch.inference_mode()
+    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        last = self.position + len(tokens)
+        positions = torch.arange(self.position, last).unsqueeze(0)
+        self.position = last
+        run = self.step if len(tokens) == 1 else self.model
+        ids = torch.tensor([list(tokens)])
+        output = run(
+            input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[0, -1].float()
 
 
 def anonymous_regions() -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Rewrites a Qwen3-MoE checkpoint in bf16 safetensors as GGUF, for llama.cpp. Runs in the peers' environment.
 
-usage: write_gguf.py CHECKPOINT OUTPUT {Q4_0,BF16}
+usage: write_gguf.py CHECKPOINT OUTPUT {Q4_0,Q8_0,BF16}
 """
 
 from __future__ import annotations

@@ -1,0 +1,25 @@
+"""torch_mesh with every expert in memory, in eager mode and with compiled decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from serve import serve
+from transformer import CachedTransformer, CompiledSteps
+from transformers import AutoModelForCausalLM
+from warm import CONTEXT, WARM_UP, Warm
+
+import torch_mesh
+
+
+def open_mesh(setup: dict[str, Any]) -> Warm:
+    torch.set_num_threads(setup["threads"])
+    config = torch_mesh.MeshConfig(resident=1.0, **setup["fields"])
+    model = AutoModelForCausalLM.from_pretrained(setup["model"], quantization_config=config)
+    length = CONTEXT + WARM_UP + setup["decode"]
+    return Warm({"eager": CachedTransformer(model), "compiled": CompiledSteps(model, length)}, setup)
+
+
+if __name__ == "__main__":
+    serve(open_mesh)
