@@ -1,40 +1,64 @@
-"""Runs every benchmark one after the other and keeps their JSON; the exit status says whether all claims hold.
+"""Runs benchmarks one after the other, keeps their JSON, and ends with a table of all claims; the exit status says whether
+they hold.
 
-The machine should do nothing else meanwhile. Builds the peers' environment first if it is missing.
+Without an option: what needs nothing but torch_mesh, in a few minutes. With ``--peers``: what is measured beside other
+systems and on large files; installs those systems first. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import harness
 import synthetic
+from harness import Report, Row
 
 HERE = Path(__file__).resolve().parent
-SMALL = ("error.py", "perplexity.py")
-LARGE = ("load.py", "cold_decode.py")
+OWN = ("error.py", "perplexity.py", "decode_op.py", "prefill_op.py")
+PEERS = ("layer_peers.py", "whole_model.py", "load.py", "cold_decode.py")
+ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py")
+
+
+def run(script: str, directory: Path, report: Path) -> bool:
+    """Whether a benchmark wrote its report; a claim that does not hold is in the report."""
+    report.unlink(missing_ok=True)
+    command = [sys.executable, str(HERE / script), "--json", str(report)]
+    if script in ON_LARGE_FILES:
+        command += ["--dir", str(directory)]
+    subprocess.run(command, check=False)
+    return report.exists()
+
+
+def claims(report: Path) -> list[Row]:
+    names = [field.name for field in fields(Row)]
+    rows = [Row(**{name: row[name] for name in names}) for row in json.loads(report.read_text())["rows"]]
+    return [row for row in rows if row.holds is not None]
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     harness.add_dir(arguments)
+    arguments.add_argument("--peers", action="store_true", help="what is measured beside other systems")
     arguments.add_argument("--json-dir", type=Path, default=synthetic.ROOT / "build" / "benchmarks")
     options = arguments.parse_args()
-    if not synthetic.PEERS_PYTHON.exists():
+    if options.peers:
         subprocess.run([str(HERE / "peers.sh")], check=True)
-    missed = []
-    for script in (*SMALL, *LARGE):
-        command = [sys.executable, str(HERE / script), "--json", str(options.json_dir / f"{Path(script).stem}.json")]
-        if script in LARGE:
-            command += ["--dir", str(options.dir)]
-        if subprocess.run(command, check=False).returncode != 0:
-            missed.append(script)
-    if missed:
-        print(f"not shown: {', '.join(missed)}", file=sys.stderr)
-    return int(bool(missed))
+    summary, failed = Report("All claims"), []
+    for script in PEERS if options.peers else OWN:
+        report = options.json_dir / f"{Path(script).stem}.json"
+        if run(script, options.dir, report):
+            summary.rows += claims(report)
+        else:
+            failed.append(script)
+    status = summary.finish(None)
+    if failed:
+        print(f"no result: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed) or status)
 
 
 if __name__ == "__main__":
