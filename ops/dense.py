@@ -1,7 +1,7 @@
 """``linear``, ``linear_backward``, ``pack_linear`` and ``unpack_linear``: layers outside the experts.
 
 The gradient is for the input and the bias; the weights are frozen. Quantised activations pass it straight through. Its
-formula is in csrc/bindings/dense.cpp.
+formula is in csrc/bindings/autograd.cpp.
 """
 
 from __future__ import annotations

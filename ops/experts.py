@@ -14,7 +14,16 @@ def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
 
 
 @torch.library.register_fake("torch_mesh::experts")
-def _(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, sentinels: bool = False) -> Tensor:
+def _(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    handle: Tensor,
+    sentinels: bool = False,
+    next_router: Tensor | None = None,
+    next_handle: Tensor | None = None,
+    next_top_k: int = 0,
+) -> Tensor:
     _check(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
 

@@ -43,14 +43,16 @@ class MeshExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
         following = self._mesh_next  # now: unpatch on another thread may take it away while the experts run
+        if following is not None and hidden_states.device.type != "cpu":
+            following = None
         if self._mesh_fused:
-            output = torch.ops.torch_mesh.experts(
-                hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
+            hint = () if following is None else (following.router.weight, following.handle, following.top_k)
+            return torch.ops.torch_mesh.experts(
+                hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel, *hint
             )
-        else:
-            output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
+        output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
-        if following is not None and hidden_states.device.type == "cpu":
+        if following is not None:
             following.prefetch(hidden_states, output)
         return output
 

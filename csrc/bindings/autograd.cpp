@@ -1,6 +1,7 @@
-// The gradients of experts and grouped_linear: for the hidden states and the routing weights; the
-// experts are frozen. Quantised activations pass it straight through (Bengio et al. 2013, arXiv
-// 1308.3432), so it is the gradient of the same layer with exact activations.
+// The gradients of experts, grouped_linear and linear: for the hidden states, the routing weights
+// and linear's bias; packed weights are frozen. Quantised activations pass it straight through
+// (Bengio et al. 2013, arXiv 1308.3432), so it is the gradient of the same layer with exact
+// activations.
 //
 // In C++, because an autograd formula in Python costs more per call than the rest of the op, with
 // or without a gradient.
@@ -9,7 +10,11 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <numeric>
+#include <optional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 namespace torch_mesh {
 namespace {
@@ -28,20 +33,29 @@ bool wants_gradient(const Tensors&... inputs) {
   return at::GradMode::is_enabled() && (inputs.requires_grad() || ...);
 }
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+using ExpertsOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             const at::Tensor&, bool, const OptionalTensor&, const OptionalTensor&,
+                             int64_t);
+
 at::Tensor experts_below(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                         const at::Tensor& handle, bool sentinels) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                            const at::Tensor&, bool)>("torch_mesh::experts");
+                         const at::Tensor& handle, bool sentinels,
+                         const OptionalTensor& next_router, const OptionalTensor& next_handle,
+                         int64_t next_top_k) {
+  static const auto op = find_op<ExpertsOp>("torch_mesh::experts");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, ids, weights, handle, sentinels);
+  return op.call(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k);
 }
 
 struct Experts : torch::autograd::Function<Experts> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& ids,
-                            const at::Tensor& weights, const at::Tensor& handle, bool sentinels) {
+                            const at::Tensor& weights, const at::Tensor& handle, bool sentinels,
+                            const OptionalTensor& next_router, const OptionalTensor& next_handle,
+                            int64_t next_top_k) {
     context->save_for_backward({x, ids, weights, handle});
     context->saved_data["sentinels"] = sentinels;
-    return experts_below(x, ids, weights, handle, sentinels);
+    return experts_below(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -49,16 +63,19 @@ struct Experts : torch::autograd::Function<Experts> {
         const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
         const at::Tensor&, bool)>("torch_mesh::experts_backward");
     const variable_list saved = context->get_saved_variables();
-    const auto [x_grad, weights_grad] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3],
-                                                context->saved_data["sentinels"].toBool());
-    return {x_grad, Variable(), weights_grad, Variable(), Variable()};
+    auto [x_grad, weights_grad] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3],
+                                          context->saved_data["sentinels"].toBool());
+    return {x_grad, {}, weights_grad, {}, {}, {}, {}, {}};
   }
 };
 
 at::Tensor experts(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                   const at::Tensor& handle, bool sentinels) {
-  return wants_gradient(x, weights) ? Experts::apply(x, ids, weights, handle, sentinels)
-                                    : experts_below(x, ids, weights, handle, sentinels);
+                   const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
+                   const OptionalTensor& next_handle, int64_t next_top_k) {
+  return wants_gradient(x, weights) ? Experts::apply(x, ids, weights, handle, sentinels,
+                                                     next_router, next_handle, next_top_k)
+                                    : experts_below(x, ids, weights, handle, sentinels, next_router,
+                                                    next_handle, next_top_k);
 }
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,
@@ -98,13 +115,66 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                            : grouped_linear_below(x, offsets, handle, projection, out_features);
 }
 
+at::Tensor linear_below(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                        int64_t in_features, int64_t out_features, c10::string_view format,
+                        int64_t group_size) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, int64_t,
+                         int64_t, c10::string_view, int64_t)>("torch_mesh::linear");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(x, packed, bias, in_features, out_features, format, group_size);
+}
+
+struct Linear : torch::autograd::Function<Linear> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& packed,
+                            const OptionalTensor& bias, int64_t in_features, int64_t out_features,
+                            std::string format, int64_t group_size) {
+    context->save_for_backward({packed});
+    context->saved_data["in_features"] = in_features;
+    context->saved_data["out_features"] = out_features;
+    context->saved_data["format"] = format;
+    context->saved_data["group_size"] = group_size;
+    context->saved_data["bias"] = bias && bias->requires_grad();
+    return linear_below(x, packed, bias, in_features, out_features, format, group_size);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    static const auto op =
+        find_op<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, int64_t, c10::string_view,
+                           int64_t)>("torch_mesh::linear_backward");
+    auto& saved = context->saved_data;
+    const at::Tensor& grad = grads[0];
+    at::Tensor x_grad = op.call(grad, context->get_saved_variables()[0],
+                                saved["in_features"].toInt(), saved["out_features"].toInt(),
+                                saved["format"].toStringRef(), saved["group_size"].toInt());
+    at::Tensor bias_grad;
+    if (saved["bias"].toBool()) {
+      std::vector<int64_t> leading(grad.dim() - 1);
+      std::iota(leading.begin(), leading.end(), 0);
+      bias_grad = leading.empty() ? grad : grad.sum(leading);
+    }
+    return {x_grad, {}, bias_grad, {}, {}, {}, {}};
+  }
+};
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                  int64_t in_features, int64_t out_features, c10::string_view format,
+                  int64_t group_size) {
+  return wants_gradient(x) || (bias && wants_gradient(*bias))
+             ? Linear::apply(x, packed, bias, in_features, out_features, std::string(format),
+                             group_size)
+             : linear_below(x, packed, bias, in_features, out_features, format, group_size);
+}
+
 }  // namespace
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("experts", torch_mesh::experts);
   m.impl("grouped_linear", torch_mesh::grouped_linear);
+  m.impl("linear", torch_mesh::linear);
   // No gradient of a gradient: an error and not zeros.
   m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("grouped_linear_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("linear_backward", torch::autograd::autogradNotImplementedFallback());
 }

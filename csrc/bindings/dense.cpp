@@ -3,12 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -111,69 +109,6 @@ at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_
   return packed;
 }
 
-// -- gradients ------------------------------------------------------------------------------------
-
-// In C++ because a formula registered from Python costs every call 20 us, gradients or not: half of
-// what a small layer takes.
-class LinearFunction : public torch::autograd::Function<LinearFunction> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                            const at::Tensor& packed, const OptionalTensor& bias,
-                            int64_t in_features, int64_t out_features, std::string format,
-                            int64_t group_size) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    context->save_for_backward({packed});
-    context->saved_data["in_features"] = in_features;
-    context->saved_data["out_features"] = out_features;
-    context->saved_data["format"] = format;
-    context->saved_data["group_size"] = group_size;
-    context->saved_data["bias"] = bias && bias->requires_grad();
-    return call(x, packed, bias, in_features, out_features, format, group_size);
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const at::Tensor& grad = grads[0];
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("torch_mesh::linear_backward", "")
-                               .typed<decltype(linear_backward)>();
-    auto& saved = context->saved_data;
-    const std::string format = saved["format"].toStringRef();
-    at::Tensor x_grad =
-        op.call(grad, context->get_saved_variables()[0], saved["in_features"].toInt(),
-                saved["out_features"].toInt(), format, saved["group_size"].toInt());
-    at::Tensor bias_grad;
-    if (saved["bias"].toBool()) {
-      std::vector<int64_t> leading(grad.dim() - 1);
-      for (size_t i = 0; i < leading.size(); ++i) leading[i] = static_cast<int64_t>(i);
-      bias_grad = leading.empty() ? grad : grad.sum(leading);
-    }
-    return {x_grad, {}, bias_grad, {}, {}, {}, {}};
-  }
-
-  static at::Tensor call(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
-                         int64_t in_features, int64_t out_features, c10::string_view format,
-                         int64_t group_size) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("torch_mesh::linear", "")
-                               .typed<decltype(linear)>();
-    return op.call(x, packed, bias, in_features, out_features, format, group_size);
-  }
-};
-
-at::Tensor linear_autograd(const at::Tensor& x, const at::Tensor& packed,
-                           const OptionalTensor& bias, int64_t in_features, int64_t out_features,
-                           c10::string_view format, int64_t group_size) {
-  const bool wanted =
-      at::GradMode::is_enabled() && (x.requires_grad() || (bias && bias->requires_grad()));
-  if (!wanted) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return LinearFunction::call(x, packed, bias, in_features, out_features, format, group_size);
-  }
-  return LinearFunction::apply(x, packed, bias, in_features, out_features, std::string(format),
-                               group_size);
-}
-
 }  // namespace
 }  // namespace torch_mesh
 
@@ -183,5 +118,3 @@ TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("pack_linear", torch_mesh::pack_linear);
   m.impl("unpack_linear", torch_mesh::unpack_linear);
 }
-
-TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) { m.impl("linear", torch_mesh::linear_autograd); }

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/lookahead.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
@@ -28,6 +29,8 @@
 
 namespace torch_mesh {
 namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
 
 void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                           const Engine& engine) {
@@ -44,8 +47,11 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
                     weights.scalar_type(), "; allowed: a floating dtype");
 }
 
+void prefetch(void* lookahead) { static_cast<const Lookahead*>(lookahead)->prefetch(); }
+
 at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at::Tensor& topk_ids,
-                       const at::Tensor& topk_weights, bool sentinels) {
+                       const at::Tensor& topk_weights, bool sentinels,
+                       Lookahead* lookahead = nullptr) {
   check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
   at::Tensor out = at::detail::empty_cpu(x.sizes(), x.options());
   if (topk_ids.numel() == 0) return out.zero_();
@@ -59,13 +65,21 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                                       .ids = ids.const_data_ptr<int64_t>(),
                                       .weights = weights.const_data_ptr<float>(),
                                       .sentinels = sentinels,
-                                      .out = mutable_rows(out, "x")});
+                                      .out = mutable_rows(out, "x"),
+                                      .reads_queued = lookahead == nullptr ? nullptr : prefetch,
+                                      .context = lookahead});
   return out;
 }
 
 at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
-                   const at::Tensor& handle, bool sentinels) {
-  return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels);
+                   const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
+                   const OptionalTensor& next_handle, int64_t next_top_k) {
+  TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
+                    "next_router and next_handle belong together; got one of them");
+  std::optional<Lookahead> lookahead;
+  if (next_router) lookahead.emplace(x, *next_router, *next_handle, next_top_k);
+  return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels,
+                     lookahead ? &*lookahead : nullptr);
 }
 
 // -- backward -------------------------------------------------------------------------------------

@@ -16,10 +16,12 @@ TORCH_LIBRARY(torch_mesh, m) {
 
   // x [T, hidden], topk_ids [T, k] int, topk_weights [T, k] float -> [T, hidden] in x's dtype. Ids
   // outside [0, experts) are an error; with `sentinels`, ids >= experts are skipped (expert
-  // parallelism).
+  // parallelism). Given the router weight [experts, hidden] and the handle of the layer that runs
+  // next, reads of the `next_top_k` experts that it ranks first for x are queued behind this
+  // layer's own: a hint, as `lookahead` is.
   m.def(
       "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool "
-      "sentinels=False) "
+      "sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, int next_top_k=0) "
       "-> Tensor",
       unsafe);
   m.def(

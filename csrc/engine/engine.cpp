@@ -78,6 +78,7 @@ void Engine::experts(const ExpertsCall& call) {
     part.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
     part.ids += int64_t{begin} * call.top_k;
     part.weights += int64_t{begin} * call.top_k;
+    if (begin > 0) part.reads_queued = nullptr;
     experts_chunk(part, *lease);
   }
 }
@@ -99,6 +100,7 @@ void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
   workspace.scratch.at_least(scratch);
 
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
+  if (call.reads_queued != nullptr) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;
   int32_t computed = 0;
   do {

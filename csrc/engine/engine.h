@@ -34,6 +34,10 @@ struct ExpertsCall {
   const float* weights;  // [tokens][top_k]
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
+  // Called when the call's own reads are queued and before it computes, once: the time for reads
+  // that nobody waits for yet. nullptr: nothing is called.
+  void (*reads_queued)(void* context) = nullptr;
+  void* context = nullptr;
 };
 
 struct LinearCall {

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 31
+SAMPLES = 33
 MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency"}
 FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward", "linear", "linear_backward"}
 WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
@@ -24,6 +24,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
     offsets = torch.tensor([0, 1, 1, 1, 4, 4, 4, 5, 5])
     gate_up = torch.randn(TOKENS, SPEC.gate_up_features)
     hidden = torch.randn(TOKENS, SPEC.intermediate)
+    router = torch.randn(SPEC.experts, SPEC.hidden)
     gate, up, down = torch.randn(40, 72), torch.randn(40, 72), torch.randn(72, 40)
     needs_grad = (x.clone().requires_grad_(), ids, weights.clone().requires_grad_(), handle)
     return [
@@ -33,6 +34,8 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("experts", (x.t().contiguous().t(), ids, weights, handle)),
         ("experts", (x[:0], ids[:0], weights[:0], handle)),
         ("experts", (x[:1], ids[:1], weights[:1], handle)),
+        ("experts", (x[:2], ids[:2], weights[:2], handle, False, router, pool.handle(1), TOP_K)),
+        ("experts", (*needs_grad, False, router, pool.handle(1), TOP_K)),
         ("experts_backward", (x, x, ids, weights, handle)),
         ("experts_backward", (x.half(), x.half(), ids, weights.half(), handle, True)),
         ("experts_deferred", (x, ids, weights, handle, 0, False)),
@@ -44,7 +47,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("grouped_linear_backward", (x.bfloat16(), offsets, handle, 1, SPEC.intermediate)),
         ("promote", (handle, ids)),
         ("prefetch", (handle, ids)),
-        ("lookahead", (x[:2], torch.randn(SPEC.experts, SPEC.hidden), handle, TOP_K)),
+        ("lookahead", (x[:2], router, handle, TOP_K)),
         ("evict", (handle, ids)),
         ("observe", (handle, torch.randn(TOKENS, SPEC.experts))),
         ("residency", (handle,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyPool, ops
+from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyPool, ops, routing
 
 SPEC = Spec(layers=2)
 
@@ -100,6 +100,24 @@ def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) 
     ops.lookahead(x.bfloat16(), router.half(), pool.handle(0), 1)
     pool.engine.drain()
     assert 1 <= len(pool.ready(0)) <= 2
+
+
+def test_experts_looks_ahead_behind_its_own_reads_and_gives_the_same_bits(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=12)
+    router = torch.randn(8, SPEC.hidden)
+    x, (ids, weights) = torch.randn(2, SPEC.hidden), routing(SPEC, 2, 2)
+    out = ops.experts(x, ids, weights, pool.handle(0), False, router, pool.handle(1), 2)
+    chosen = (x @ router.t()).topk(2, dim=1).indices
+    assert pool.count("prefetches", 1) == len(chosen.unique()) and pool.count("prefetches", 0) == 0
+    pool.engine.drain()
+    assert pool.ready(1) == set(chosen.flatten().tolist())
+    assert torch.equal(out, ops.experts(x, ids, weights, pool.handle(0)))
+
+    with pytest.raises(ValueError, match="next_router and next_handle belong together"):
+        ops.experts(x, ids, weights, pool.handle(0), False, router)
+    with pytest.raises(ValueError, match="top_k is 0; allowed: 1 to 8"):
+        ops.experts(x, ids, weights, pool.handle(0), False, router, pool.handle(1), 0)
+    pool.engine.validate()
 
 
 def test_lookahead_is_for_decoding_and_for_pools_that_have_something_to_read(open_pool: OpenPool) -> None:
