@@ -1,4 +1,5 @@
-// Integer Dots without VNNI: 16-bit products of pairs. Both are exact.
+// Integer Dots without VNNI: vpmaddubsw multiplies unsigned by signed bytes and adds neighbours
+// into 16 bits, where it saturates. Neither Dot reaches that, so both are exact.
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -6,29 +7,37 @@
 namespace torch_mesh {
 namespace {
 
-// s8 x s8. vpmaddubsw would saturate at two products of 127 * 255, so both sides are widened to 16
-// bits first.
+inline Words add_pairs(Words sum, Words pairs) {
+  return add_words(sum, multiply_int16_pairs(pairs, broadcast_word(0x00010001)));
+}
+
+// s8 x s8 as |activation| x (weight with the activation's sign): two products of at most 127 * 127
+// fit into 16 bits. Packed weights are in [-127, 127], so that they can be negated.
 struct PairInt8Dot {
   using Sum = Words;
   struct Weights {
-    Words even, odd;
+    Words bytes;
   };
-  using Row = Weights;
+  struct Row {
+    Words magnitudes;
+    Signs signs;
+  };
   static constexpr int kRowWords = 1;
 
-  static Weights unfold(Words words) { return {even_bytes(words), odd_bytes(words)}; }
-  static Weights weights(const std::byte* words) { return unfold(load_words(words)); }
+  static Weights weights(const std::byte* words) { return {load_words(words)}; }
   static Row row(const std::byte* word) {
-    return unfold(broadcast_word(signed_bytes(word_at(word))));
+    const Words bytes = broadcast_word(signed_bytes(word_at(word)));
+    return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)};
   }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    sum = add_words(sum, multiply_int16_pairs(row.even, weights.even));
-    return add_words(sum, multiply_int16_pairs(row.odd, weights.odd));
+    return add_pairs(sum,
+                     multiply_byte_pairs(row.magnitudes, negate_bytes(weights.bytes, row.signs)));
   }
   static Words correct(Words sum, Words, int32_t) { return sum; }
 };
 
-// Nibbles x s8: two words give at most 2 * 2 * 15 * 127 = 7620 per 16-bit lane.
+// Nibbles x s8: two words give at most 2 * 2 * 15 * 127 = 7620 per 16-bit lane. Four could be added
+// there before they are widened; that was no faster.
 struct PairInt4Dot {
   using Sum = Words;
   struct Weights {
@@ -46,9 +55,8 @@ struct PairInt4Dot {
             broadcast_word(signed_bytes(word_at(words + 4)))};
   }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    const Words pairs = add_int16(multiply_byte_pairs(weights.low, row.low),
-                                  multiply_byte_pairs(weights.high, row.high));
-    return add_words(sum, multiply_int16_pairs(pairs, broadcast_word(0x00010001)));
+    return add_pairs(sum, add_int16(multiply_byte_pairs(weights.low, row.low),
+                                    multiply_byte_pairs(weights.high, row.high)));
   }
   static Words correct(Words sum, Words, int32_t row_sum) {
     return subtract_words(sum, broadcast_word(8u * static_cast<uint32_t>(row_sum)));

@@ -23,12 +23,26 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// How many vectors of columns are summed at once: with one row all that the registers hold, so that
-// sums do not wait for one another.
-constexpr int32_t vectors_at_once(int32_t rows) {
+constexpr int32_t kLineColumns = 16;  // words in a cache line
+
+constexpr int32_t vectors_at_once(const TileShape& tile, int32_t rows) {
   const int32_t all = kBlockColumns / kLanes;
-  const int32_t room = rows == 1 ? kSingleRowVectors : kTileVectors;
+  const int32_t room = rows == 1 ? tile.single_row_vectors : tile.vectors;
   return all < room ? all : room;
+}
+
+// A Dot that asks for the weights ahead of their use. The prefetchers of Intel's cores stop at the
+// end of a 4 KiB page, and one row's products are too short to hide the reads that follow.
+template <typename Dot>
+struct Prefetching : Dot {
+  static constexpr int32_t kPrefetchBytes = 4096;
+};
+
+template <typename Dot>
+inline void prefetch_ahead(const std::byte* words) {
+  if constexpr (requires { Dot::kPrefetchBytes; }) {
+    __builtin_prefetch(words + Dot::kPrefetchBytes);
+  }
 }
 
 template <typename Dot, int kRows, int kVectors>
@@ -38,7 +52,9 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
     typename Dot::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
     for (int v = 0; v < kVectors; ++v) {
-      const auto weights = Dot::weights(words + (j * kBlockColumns + v * kLanes) * 4);
+      const std::byte* at = words + (j * kBlockColumns + v * kLanes) * 4;
+      if (v * kLanes % kLineColumns == 0) prefetch_ahead<Dot>(at);
+      const auto weights = Dot::weights(at);
       for (int r = 0; r < kRows; ++r) sums[r][v] = Dot::add(sums[r][v], row[r], weights);
     }
   }
@@ -71,10 +87,10 @@ inline GroupRows group_rows(const BlockProducts& products, int32_t group) {
   return rows;
 }
 
-// The parts of one group of an integer block.
-template <typename Dot>
+// The parts of one group of an integer block whose words meet kRowWords words of activations.
+template <int kRowWords>
 struct IntegerGroup {
-  static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
+  static constexpr int32_t kWeightsPerWord = kRowWords * 4;
 
   const std::byte* scales;  // bf16
   const std::byte* sums;    // int16, int8 only
@@ -97,15 +113,15 @@ struct IntegerGroup {
   }
 };
 
-inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
+inline void add_scaled(float* sums, Floats exact, float row_scale, const std::byte* scales) {
   const Floats scale = broadcast(row_scale) * load_bf16(scales);
-  store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
+  store(sums, multiply_add(exact, scale, load(sums)));
 }
 
 template <typename Dot, int kRows>
-inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, int32_t first,
-                         float* sums) {
-  constexpr int kVectors = vectors_at_once(kRows);
+inline void integer_tile(const IntegerGroup<Dot::kRowWords>& group, const GroupRows& rows,
+                         int32_t first, float* sums) {
+  constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
     for (auto& row : exact) {
@@ -117,33 +133,29 @@ inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, 
       const Words weight_sum = group.weight_sum(column);
       for (int r = 0; r < kRows; ++r) {
         const Words corrected = Dot::correct(exact[r][v], weight_sum, rows.sum[first + r]);
-        add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
-                   group.scales + column * 2);
+        add_scaled(sums + (first + r) * kBlockColumns + column, words_to_floats(corrected),
+                   rows.scale[first + r], group.scales + column * 2);
       }
     }
   }
 }
 
 // Runs tile(rows at once, first row) over all rows, as many at once as the registers hold.
-template <typename Tile>
-inline void for_each_tile(int32_t rows, const Tile& tile) {
-  int32_t first = 0;
-  for (; first + kRegisterRows <= rows; first += kRegisterRows) {
-    tile(Constant<kRegisterRows>{}, first);
+template <int kMost, typename Tile>
+inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
+  for (; first + kMost <= rows; first += kMost) tile(Constant<kMost>{}, first);
+  if constexpr (kMost > 1) {
+    if (first < rows) for_each_tile<kMost - 1>(rows, tile, first);
   }
-  if constexpr (kRegisterRows > 2) {
-    for (; first + 2 <= rows; first += 2) tile(Constant<2>{}, first);
-  }
-  for (; first < rows; ++first) tile(Constant<1>{}, first);
 }
 
 template <typename Dot>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   for (int32_t g = 0; g < groups; ++g) {
-    const IntegerGroup<Dot> group(products, g);
+    const IntegerGroup<Dot::kRowWords> group(products, g);
     const GroupRows rows = group_rows(products, g);
-    for_each_tile(products.rows.count, [&](auto at_once, int32_t first) {
+    for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
       integer_tile<Dot, at_once.value>(group, rows, first, products.sums);
     });
   }
@@ -155,7 +167,7 @@ constexpr int32_t kBf16Words = 32;
 
 template <typename Dot, int kRows>
 inline void bf16_tile(const std::byte* words, const std::byte* const* rows, float* sums) {
-  constexpr int kVectors = vectors_at_once(kRows);
+  constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Floats tile[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
@@ -176,7 +188,7 @@ inline void bf16_products(const BlockProducts& products) {
     const std::byte* rows[kTileRows];
     for (int32_t r = 0; r < products.rows.count; ++r) rows[r] = operand_row(products, r) + word * 4;
     const std::byte* words = products.block + static_cast<int64_t>(word) * kBlockColumns * 4;
-    for_each_tile(products.rows.count, [&](auto at_once, int32_t first) {
+    for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
       bf16_tile<Dot, at_once.value>(words, rows + first, products.sums + first * kBlockColumns);
     });
   }

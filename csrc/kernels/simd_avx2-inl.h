@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/tile_shape.h"
+
 namespace torch_mesh {
 namespace {
 
@@ -18,9 +20,7 @@ constexpr int32_t kLanes = 8;
 // Of 16 registers, two rows by four vectors of sums leave eight for unfolded weights and
 // activations; four rows do not fit. One row needs few operands, so all eight vectors of a block's
 // 64 columns are summed at once.
-constexpr int32_t kRegisterRows = 2;
-constexpr int32_t kTileVectors = 4;
-constexpr int32_t kSingleRowVectors = 8;
+constexpr TileShape kTile = {.rows = 2, .vectors = 4, .single_row_vectors = 8};
 
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
@@ -90,8 +90,11 @@ inline void store_bytes(void* to, Words words) {
 }
 
 // Bytes and 16-bit lanes, for pair_dots-inl.h.
-inline Words even_bytes(Words words) { return _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8); }
-inline Words odd_bytes(Words words) { return _mm256_srai_epi16(words, 8); }
+using Signs = __m256i;
+inline Signs signs_of_bytes(Words bytes) { return bytes; }
+inline Words magnitudes_of_bytes(Words bytes) { return _mm256_abs_epi8(bytes); }
+// Where the sign's byte is zero, so is the result.
+inline Words negate_bytes(Words bytes, Signs where) { return _mm256_sign_epi8(bytes, where); }
 inline Words add_int16(Words a, Words b) { return _mm256_add_epi16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {

@@ -16,6 +16,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/tile_shape.h"
+
 namespace torch_mesh {
 namespace {
 
@@ -27,9 +29,7 @@ constexpr int32_t kLanes = 16;
 
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
 // for their unfolded activations; the rest holds weights. Eight rows would not fit.
-constexpr int32_t kRegisterRows = 4;
-constexpr int32_t kTileVectors = 4;
-constexpr int32_t kSingleRowVectors = 4;
+constexpr TileShape kTile = {.rows = 4, .vectors = 4, .single_row_vectors = 4};
 
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
@@ -81,8 +81,12 @@ inline void store_bytes(void* to, Words words) {
 }
 
 // Bytes and 16-bit lanes, for pair_dots-inl.h.
-inline Words even_bytes(Words words) { return _mm512_srai_epi16(_mm512_slli_epi16(words, 8), 8); }
-inline Words odd_bytes(Words words) { return _mm512_srai_epi16(words, 8); }
+using Signs = __mmask64;
+inline Signs signs_of_bytes(Words bytes) { return _mm512_movepi8_mask(bytes); }
+inline Words magnitudes_of_bytes(Words bytes) { return _mm512_abs_epi8(bytes); }
+inline Words negate_bytes(Words bytes, Signs where) {
+  return _mm512_mask_sub_epi8(bytes, where, _mm512_setzero_si512(), bytes);
+}
 inline Words add_int16(Words a, Words b) { return _mm512_add_epi16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {

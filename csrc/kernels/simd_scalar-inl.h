@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/tile_shape.h"
+
 namespace torch_mesh {
 namespace {
 
@@ -13,9 +15,7 @@ using Mask = bool;
 
 constexpr int32_t kLanes = 1;
 
-constexpr int32_t kRegisterRows = 1;
-constexpr int32_t kSingleRowVectors = 8;
-constexpr int32_t kTileVectors = 8;
+constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
 
 template <typename To, typename From>
 inline To bits_as(From from) {

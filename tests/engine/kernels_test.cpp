@@ -58,6 +58,34 @@ TEST(ExpertFfn, EveryTableAgreesWithScalar) {
   }
 }
 
+// Sums of 8 and 16 bits go to their limits: nothing may saturate.
+TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
+  Random random;
+  for (Format format : {Format::kInt8, Format::kInt4}) {
+    for (int32_t group : {32, 64, 128}) {
+      const Shape shape{format, group, 256, 128};
+      SCOPED_TRACE(name_of(shape));
+      for (float sign : {1.0f, -1.0f}) {
+        Weights weights(shape.layout(), random);
+        for (auto* matrix : {&weights.gate, &weights.up, &weights.down}) {
+          std::fill(matrix->begin(), matrix->end(), 0.01f * sign);
+        }
+        const Bytes record = weights.pack(kScalarTable);
+        for (int32_t count : {1, 4, 40}) {
+          Rows rows(shape.layout(), count, random);
+          for (int32_t r = 0; r < rows.all(); ++r) {
+            std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
+          }
+          const auto expected = run_ffn(kScalarTable, shape, record, rows);
+          for (const KernelTable* table : all_tables()) {
+            EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(ExpertFfn, AgreesWithFloat64) {
   Random random;
   for (const Shape& shape : shapes()) {
