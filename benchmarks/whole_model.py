@@ -8,7 +8,6 @@ take turns; the cosine of each one's logits with those of transformers is shown.
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Iterable
@@ -21,8 +20,6 @@ import harness
 import synthetic
 from harness import Report, Row
 from workers import Worker
-
-import torch_mesh
 
 PREFILL_TOKENS, SEED = 512, 20260101
 GROUPED_MM = "transformers bf16, grouped_mm"
@@ -40,17 +37,15 @@ class System:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def dense_formats(weights: str) -> list[str]:
-    """What the rest of the model may be packed to beside experts of these weights, if this torch_mesh packs it at all."""
-    packs_dense = "dense" in inspect.signature(torch_mesh.MeshConfig).parameters
-    return ["none", weights] if packs_dense else ["none"]
+def dense_forms(weights: str) -> tuple[str, str]:
+    """What the layers beside the experts are: torch's own, or packed as the experts are."""
+    return "none", weights
 
 
 def mesh(weights: str, dense: str, model: Path) -> System:
     name = mesh_name(weights, dense)
-    fields = {} if dense == "none" else {"dense": dense}
     modes = {"eager": name, "compiled": f"{name}, compiled"}
-    return System("warm_mesh.py", Path(sys.executable), model, modes, fields)
+    return System("warm_mesh.py", Path(sys.executable), model, modes, {"dense": dense})
 
 
 def mesh_name(weights: str, dense: str) -> str:
@@ -63,7 +58,7 @@ def systems(directory: Path, shape: synthetic.Shape, weights: str) -> list[Syste
     quantised = synthetic.gguf(directory, shape, LLAMA_FORM[weights])
     in_bf16 = {"grouped_mm": GROUPED_MM, "eager": "transformers bf16, eager"}
     return [
-        *(mesh(weights, dense, own) for dense in dense_formats(weights)),
+        *(mesh(weights, dense, own) for dense in dense_forms(weights)),
         System("warm_llama.py", synthetic.PEERS_PYTHON, quantised, {"": f"llama.cpp {LLAMA_FORM[weights]}"}),
         System("warm_transformers.py", Path(sys.executable), source, in_bf16),
     ]
@@ -106,7 +101,7 @@ Speeds = dict[str, list[float]]
 
 def add_prefill(report: Report, weights: str, speeds: Speeds) -> None:
     llama = f"llama.cpp {LLAMA_FORM[weights]}"
-    for dense in dense_formats(weights):
+    for dense in dense_forms(weights):
         own = mesh_name(weights, dense)
         row = partial(harness.paired_row, f"prefill-{PREFILL_TOKENS}, {own}", speeds[own], "tok/s")
         report.add(row(GROUPED_MM, speeds[GROUPED_MM], at_least=1.5))
@@ -116,7 +111,7 @@ def add_prefill(report: Report, weights: str, speeds: Speeds) -> None:
 def add_decode(report: Report, weights: str, speeds: Speeds) -> None:
     llama = f"llama.cpp {LLAMA_FORM[weights]}"
     # The same width throughout, as in llama.cpp, with the step compiled.
-    claimed = f"{mesh_name(weights, dense_formats(weights)[-1])}, compiled"
+    claimed = f"{mesh_name(weights, weights)}, compiled"
     for own in (name for name in speeds if name.startswith("torch_mesh")):
         row = partial(harness.paired_row, f"decode, {own}", speeds[own], "tok/s")
         report.add(row(llama, speeds[llama], at_least=1.0 if own == claimed and weights != "int8" else None))
