@@ -25,6 +25,8 @@ class Worker:
     """One contender (contenders/serve.py). ``facts`` is what it said after opening."""
 
     def __init__(self, python: Path, script: str, **setup: Any) -> None:
+        if not python.exists():
+            raise SystemExit(f"{python} is missing: run benchmarks/peers.sh first")
         self._name = script
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         # Contenders of ours share op_layer.py with the benchmarks in this folder.
