@@ -164,7 +164,7 @@ class MeshConfig(QuantizationConfigMixin):
             formats are converted once into the cache folder.
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
         policy: ``"auto"``, ``"lru"``, ``"lfu"`` or ``"slru"``.
-        prefetch: ``"auto"``: while one layer ends, the next layer's router foretells which experts to read; or ``"off"``.
+        prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.

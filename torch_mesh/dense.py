@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer
-from .lookahead import find_router
 from .modules import change_class, put_back, take_parameters
 from .store.convert import checked_group_size
 
@@ -73,17 +75,16 @@ def find_dense(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     stacks = tuple({_stack(layer.path) for layer in layers})
-    routers = [find_router(model, layer) for layer in layers]
-    in_fp32 = _modules_kept_in_fp32(model)
+    routers = {id(module) for layer in layers for module in _routing_modules(model, layer)}
     found = [
         (path, module)
         for path, module in model.named_modules()
         if type(module) is nn.Linear
         and (module is head or path.startswith(stacks))
         and min(module.in_features, module.out_features) >= _SMALLEST
-        and not any(module is router for router in routers)
-        and not any(part in in_fp32 for part in path.split("."))
-        and "lora_" not in path  # adapters are there to be trained
+        and id(module) not in routers
+        and not _kept_in_fp32(model, path)
+        and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
     ]
     if not found:
         raise UnsupportedModelError(
@@ -103,7 +104,11 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
     if config.dense == "none":
         return
     group_size = checked_group_size(config.dense, config.group_size)
-    for _, linear in find_dense(model, layers):
+    found = find_dense(model, layers)
+    dtypes = {linear.weight.dtype for _, linear in found} - {torch.bfloat16}
+    if config.dense == "bf16" and dtypes:
+        warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
+    for _, linear in found:
         module: Any = linear
         weight = module.weight
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
@@ -111,6 +116,20 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         module._mesh_requires_grad = weight.requires_grad
         module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
         change_class(module, MeshLinear)
+
+
+def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig) -> int:
+    """Bytes by which ``pack_dense`` will lessen the model; less than 0 if it adds more than it frees."""
+    if config.dense == "none":
+        return 0
+    group_size = checked_group_size(config.dense, config.group_size)
+    embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
+    saving = 0
+    for _, linear in find_dense(model, layers):
+        saving -= _C.linear_bytes(config.dense, group_size, linear.in_features, linear.out_features)
+        if linear.weight is not embedding:  # a head that is tied to the embedding frees nothing
+            saving += linear.weight.nbytes
+    return saving
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
@@ -138,8 +157,18 @@ def _stack(path: str) -> str:
     return "".join(f"{part}." for part in parts[:number])
 
 
-def _modules_kept_in_fp32(model: nn.Module) -> set[str]:
-    names: set[str] = set()
+def _routing_modules(model: nn.Module, layer: ExpertsLayer) -> Iterator[nn.Module]:
+    """What chooses the experts: the modules beside them that have a matrix with a row for each expert, and all below those."""
+    for child in model.get_submodule(layer.path.rpartition(".")[0]).children():
+        rows = {parameter.size(0) for parameter in child.parameters() if parameter.dim() == 2}
+        if child is not layer.module and layer.num_experts in rows:
+            yield from child.modules()
+
+
+def _kept_in_fp32(model: nn.Module, path: str) -> bool:
+    """Whether transformers keeps this module's weight in fp32, for the sake of accuracy."""
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        names.update(getattr(model, attribute, None) or ())
-    return names
+        for name in getattr(model, attribute, None) or ():
+            if re.search(rf"(^|\.){re.escape(name)}(\.|$)", f"{path}.weight"):
+                return True
+    return False

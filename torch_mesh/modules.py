@@ -43,8 +43,8 @@ class MeshExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
         following = self._mesh_next  # now: unpatch on another thread may take it away while the experts run
-        if following is not None and hidden_states.device.type != "cpu":
-            following = None
+        if following is not None and not hidden_states.device.type == following.router.weight.device.type == "cpu":
+            following = None  # a hint is not worth moving a router
         if self._mesh_fused:
             hint = () if following is None else (following.router.weight, following.handle, following.top_k)
             return torch.ops.torch_mesh.experts(

@@ -15,7 +15,7 @@ from torch import nn
 from . import _C
 from .cache import cache_folder
 from .config import MeshConfig
-from .dense import find_dense, pack_dense, packed_linears, restore_dense
+from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .lookahead import connect
@@ -42,8 +42,6 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     config = (config or MeshConfig()).replace(**fields)
     layers = find_experts(model)
     _check_patchable(model, layers)
-    if config.dense != "none":
-        find_dense(model, layers)  # what cannot be packed is to be known before anything changes
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
@@ -54,14 +52,14 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         stored_layers=len(layers),
         weights=weights,
         group_size=group_size,
-        freed=_cpu_bytes(layers),
+        freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
     )
     if config.store is None and slots == _experts(layers):
         _patch_in_memory(layers, config, weights, group_size)
     else:
         _patch_on_disk(model, layers, config, weights, group_size, slots)
-    pack_dense(model, layers, config)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
+    pack_dense(model, layers, config)
     return model
 
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/owner_process.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "engine/dense_linear.h"
@@ -25,6 +26,15 @@ using OptionalTensor = std::optional<at::Tensor>;
 WorkspacePool& workspaces() {
   static auto* pool = new WorkspacePool;
   return *pool;
+}
+
+// In a child there are no OpenMP threads to share the work with, and waiting for them would hang.
+void check_process() {
+  static const OwnerProcess owner;
+  if (!owner.forked()) return;
+  throw Error(ErrorKind::kForked,
+              "this process was forked from the one that packed its linear layers, whose threads "
+              "it does not have; load the model in the child, or start it with the spawn method");
 }
 
 PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
@@ -49,6 +59,7 @@ const std::byte* bytes_of(const at::Tensor& packed) {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
                   int64_t in_features, int64_t out_features, c10::string_view format,
                   int64_t group_size) {
+  check_process();
   const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
   check_packed(matrix, packed);
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == matrix.depth,
@@ -94,6 +105,7 @@ at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int
 }
 
 at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_t group_size) {
+  check_process();
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.device().is_cpu(),
                     "weight must be a CPU matrix [out_features, in_features]; got ", weight.sizes(),
                     " on ", weight.device());

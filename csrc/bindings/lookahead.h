@@ -20,8 +20,8 @@ class Lookahead {
   void prefetch() const;
 
  private:
-  const at::Tensor& x_;
-  const at::Tensor& router_weight_;
+  at::Tensor x_;
+  at::Tensor router_weight_;
   LayerHandle next_;
   int64_t top_k_;
 };

@@ -100,7 +100,7 @@ void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
   workspace.scratch.at_least(scratch);
 
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
-  if (call.reads_queued != nullptr) call.reads_queued(call.context);
+  if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;
   int32_t computed = 0;
   do {

@@ -34,8 +34,8 @@ struct ExpertsCall {
   const float* weights;  // [tokens][top_k]
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
-  // Called when the call's own reads are queued and before it computes, once: the time for reads
-  // that nobody waits for yet. nullptr: nothing is called.
+  // Called when all of the call's own reads are queued and before it computes: the time for reads
+  // that nobody waits for yet. Not called where reads still wait for slots. nullptr: never.
   void (*reads_queued)(void* context) = nullptr;
   void* context = nullptr;
 };

@@ -1,6 +1,7 @@
 #include "engine/task_queue.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -35,6 +36,7 @@ int32_t team_for(int64_t multiply_adds, int32_t threads) {
 }
 
 int32_t TaskQueue::add(int64_t tasks, int32_t needs) {
+  if (stages_ == kMostStages) throw std::length_error("a task queue has too many stages");
   const int64_t before = this->tasks();
   end_[stages_] = before + tasks;
   needs_[stages_] = needs;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/owner_process.h"
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/file_table.h"
@@ -266,7 +267,7 @@ class EngineReader final : public Reader {
   std::vector<std::string> notes() const override { return notes_; }
 
  private:
-  bool forked() const { return ::getpid() != pid_; }
+  bool forked() const { return owner_.forked(); }
 
   [[noreturn]] void refuse(const std::string& message) const {
     throw Error(ErrorKind::kInvalid, "a read request " + message);
@@ -307,7 +308,7 @@ class EngineReader final : public Reader {
     }
   }
 
-  const pid_t pid_ = ::getpid();
+  const OwnerProcess owner_;
   const std::shared_ptr<const FileTable> files_;
   std::vector<std::string> notes_;
   const char* name_;

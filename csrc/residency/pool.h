@@ -154,6 +154,8 @@ class Claim {
   int32_t next(std::span<ReadyExpert> ready);
   // The forward is done with this one; its slot may be reused, also by this claim.
   void release(int32_t index);
+  // Whether every expert is resident or being read; false while some wait for a slot.
+  bool placed() const { return waiting_ == 0; }
 
  private:
   Pool& pool_;

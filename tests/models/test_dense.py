@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, Tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.dense import MeshLinear
+from torch_mesh.dense import MeshLinear, dense_saving, find_dense
+from torch_mesh.families import find_experts
 
 QWEN = "Qwen3MoeExperts"
 
@@ -166,3 +167,49 @@ def test_a_layer_that_is_not_in_memory_is_refused_before_anything_changes() -> N
     assert "Mesh" not in repr(model)
     with pytest.raises(ValueError, match="dense='int3' is unknown; it is one of 'none', 'bf16', 'int8', 'int4'"):
         MeshConfig(dense="int3")
+
+
+class _NestedRouter(nn.Module):
+    """A router as some families have it: its matrix is a linear layer one level down."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        hidden, experts = gate.weight.size(1), gate.weight.size(0)
+        self.mix, self.proj = nn.Linear(hidden, hidden), nn.Linear(hidden, experts)
+
+
+def test_what_chooses_the_experts_stays_exact_however_deep_it_stands() -> None:
+    model = Tiny("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_experts": 40}).build()
+    block = model.model.layers[1].mlp
+    block.gate = _NestedRouter(block.gate).bfloat16()
+    names = {path for path, _ in find_dense(model, find_experts(model))}
+    assert "model.layers.1.self_attn.q_proj" in names and "lm_head" in names
+    assert not any("gate" in name for name in names)
+
+
+def test_layers_that_transformers_keeps_in_fp32_are_left_alone() -> None:
+    model = TINY_MODELS[QWEN].build()
+    type(model)._keep_in_fp32_modules_strict, before = ["self_attn.k_proj"], type(model)._keep_in_fp32_modules_strict
+    try:
+        names = {path for path, _ in find_dense(model, find_experts(model))}
+    finally:
+        type(model)._keep_in_fp32_modules_strict = before
+    assert "model.layers.0.self_attn.q_proj" in names
+    assert not any(name.endswith("k_proj") for name in names)
+
+
+def test_rounding_fp32_layers_to_bf16_is_said() -> None:
+    model = TINY_MODELS[QWEN].build().float()
+    with pytest.warns(UserWarning, match="Linear layers in torch.float32 are rounded to bf16"):
+        torch_mesh.patch(model, dense="bf16", weights="int8")
+
+
+def test_memory_that_packing_frees_is_counted_and_a_tied_head_frees_none() -> None:
+    model = TINY_MODELS[QWEN].build()
+    layers, config = find_experts(model), MeshConfig(dense="int8")
+    before = dense_saving(model, layers, config)
+    head = model.lm_head.weight.nbytes
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert dense_saving(model, layers, config) == before - head
+    assert dense_saving(model, layers, MeshConfig()) == 0
