@@ -36,7 +36,7 @@ inline void gemm_bf16(const BlockProducts& products) {
 // int8 words are gemm's own operands. int4 words unfold into two of them: the values stay unsigned
 // nibbles, which s8 holds too.
 template <typename Dot>
-inline const std::byte* gemm_words(const IntegerGroup<Dot::kRowWords>& group, std::byte* unfolded) {
+inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* unfolded) {
   if constexpr (Dot::kRowWords == 1) {
     return group.words;
   } else {
@@ -54,7 +54,7 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot::kRowWords>& group, st
 
 // 128 times the sum of each column's operands, which gemm's u8 rows add.
 template <typename Dot>
-inline void gemm_surplus(const IntegerGroup<Dot::kRowWords>& group, uint32_t* surplus) {
+inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Words sum = group.weight_sum(c);
     if constexpr (Dot::kRowWords == 2) {
@@ -77,16 +77,15 @@ inline void gemm_integer(const BlockProducts& products) {
   const int32_t size = products.shape.group_size;
   const int32_t count = products.rows.count;
   for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
-    const IntegerGroup<Dot::kRowWords> group(products, g);
+    const IntegerGroup<Dot> group(products, g);
     const GroupRows rows = group_rows(products, g);
     for (int32_t r = 0; r < count; ++r) {
       __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
     }
-    gemm_surplus<Dot>(group, surplus);
+    gemm_surplus(group, surplus);
     products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
                              reinterpret_cast<const uint8_t*>(gathered),
-                             reinterpret_cast<const int8_t*>(gemm_words<Dot>(group, unfolded)),
-                             exact);
+                             reinterpret_cast<const int8_t*>(gemm_words(group, unfolded)), exact);
     for (int32_t r = 0; r < count; ++r) {
       // Nibbles are the weights + 8.
       const Words shift =
@@ -94,8 +93,7 @@ inline void gemm_integer(const BlockProducts& products) {
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         const Words sum = subtract_words(load_words(exact + r * kBlockColumns + c),
                                          add_words(load_words(surplus + c), shift));
-        add_scaled(products.sums + r * kBlockColumns + c, words_to_floats(sum), rows.scale[r],
-                   group.scales + c * 2);
+        add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c * 2);
       }
     }
   }

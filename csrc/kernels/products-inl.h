@@ -87,10 +87,10 @@ inline GroupRows group_rows(const BlockProducts& products, int32_t group) {
   return rows;
 }
 
-// The parts of one group of an integer block whose words meet kRowWords words of activations.
-template <int kRowWords>
+// The parts of one group of an integer block.
+template <typename Dot>
 struct IntegerGroup {
-  static constexpr int32_t kWeightsPerWord = kRowWords * 4;
+  static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
 
   const std::byte* scales;  // bf16
   const std::byte* sums;    // int16, int8 only
@@ -113,14 +113,14 @@ struct IntegerGroup {
   }
 };
 
-inline void add_scaled(float* sums, Floats exact, float row_scale, const std::byte* scales) {
+inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
   const Floats scale = broadcast(row_scale) * load_bf16(scales);
-  store(sums, multiply_add(exact, scale, load(sums)));
+  store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
 }
 
 template <typename Dot, int kRows>
-inline void integer_tile(const IntegerGroup<Dot::kRowWords>& group, const GroupRows& rows,
-                         int32_t first, float* sums) {
+inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, int32_t first,
+                         float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
@@ -133,8 +133,8 @@ inline void integer_tile(const IntegerGroup<Dot::kRowWords>& group, const GroupR
       const Words weight_sum = group.weight_sum(column);
       for (int r = 0; r < kRows; ++r) {
         const Words corrected = Dot::correct(exact[r][v], weight_sum, rows.sum[first + r]);
-        add_scaled(sums + (first + r) * kBlockColumns + column, words_to_floats(corrected),
-                   rows.scale[first + r], group.scales + column * 2);
+        add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
+                   group.scales + column * 2);
       }
     }
   }
@@ -153,7 +153,7 @@ template <typename Dot>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   for (int32_t g = 0; g < groups; ++g) {
-    const IntegerGroup<Dot::kRowWords> group(products, g);
+    const IntegerGroup<Dot> group(products, g);
     const GroupRows rows = group_rows(products, g);
     for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
       integer_tile<Dot, at_once.value>(group, rows, first, products.sums);

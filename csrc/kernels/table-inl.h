@@ -7,6 +7,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/operands-inl.h"
 #include "kernels/pack_group-inl.h"
+#include "kernels/panel_products-inl.h"
 #include "kernels/products-inl.h"
 
 namespace torch_mesh {
@@ -21,6 +22,9 @@ template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf16(products);
   clear_sums(products);
+  if constexpr (requires { Dot::kPanelRows; }) {
+    if (products.rows.count >= Dot::kPanelRows) return bf16_panels(products);
+  }
   bf16_products<Dot>(products);
 }
 
