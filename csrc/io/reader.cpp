@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <condition_variable>
 #include <exception>
@@ -238,9 +237,10 @@ class EngineReader final : public Reader {
 
   void submit(const ReadRequest& request) override {
     if (forked()) {
-      throw Error(ErrorKind::kForked,
-                  "this reader belongs to process " + std::to_string(pid_) +
-                      " and cannot be used in its child; open the model after the fork");
+      throw Error(
+          ErrorKind::kForked,
+          "this reader belongs to the process that opened it and cannot be used in a forked "
+          "child; open the model after the fork");
     }
     check(request);
     loop_->submit(request);
