@@ -17,6 +17,20 @@ inline uint32_t signed_bytes(uint32_t word) { return word ^ 0x80808080u; }
 
 inline Words low_nibbles(Words words) { return words & broadcast_word(0x0f0f0f0f); }
 
+// What nibbles stand for: unsigned bytes, and which of their values is a weight of zero.
+struct EvenNibbles {
+  static Words operands(Words nibbles) { return nibbles; }
+  static Words zeros(const std::byte*) { return broadcast_word(8); }
+};
+
+struct Lut4Nibbles {
+  static Words operands(Words nibbles) { return look_up_bytes(kLut4Levels, nibbles); }
+  static Words zeros(const std::byte* scales) {
+    const Words chosen = load_uint16(scales) & broadcast_word(kLut4Zeros - 1);
+    return subtract_words(broadcast_word(lut4_zero(0)), shift_left<1>(chosen));
+  }
+};
+
 // bf16 is the upper half of fp32: two values unfold by a shift and a mask.
 struct ExpandedBf16Dot {
   using Sum = Floats;

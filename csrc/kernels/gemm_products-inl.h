@@ -33,8 +33,8 @@ inline void gemm_bf16(const BlockProducts& products) {
   }
 }
 
-// int8 words are gemm's own operands. int4 words unfold into two of them: the values stay unsigned
-// nibbles, which s8 holds too.
+// int8 words are gemm's own operands. Words of nibbles unfold into two of them, which stay
+// unsigned: s8 holds them too.
 template <typename Dot>
 inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* unfolded) {
   if constexpr (Dot::kRowWords == 1) {
@@ -43,9 +43,9 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* un
     for (int32_t j = 0; j < group.count; ++j) {
       std::byte* to = unfolded + j * kBlockColumns * 8;
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        const Words words = load_words(group.words + (j * kBlockColumns + c) * 4);
-        store_words(to + c * 4, low_nibbles(words));
-        store_words(to + (kBlockColumns + c) * 4, low_nibbles(shift_right<4>(words)));
+        const auto weights = Dot::weights(group.words + (j * kBlockColumns + c) * 4);
+        store_words(to + c * 4, weights.low);
+        store_words(to + (kBlockColumns + c) * 4, weights.high);
       }
     }
     return unfolded;
@@ -56,8 +56,11 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* un
 template <typename Dot>
 inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-    Words sum = group.weight_sum(c);
-    if constexpr (Dot::kRowWords == 2) {
+    Words sum;
+    if constexpr (Dot::kRowWords == 1) {
+      sum = of_columns<Dot>(group, c);
+    } else {
+      sum = broadcast_word(0);
       alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
       const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
       for (int32_t j = 0; j < group.count; ++j) {
@@ -87,12 +90,12 @@ inline void gemm_integer(const BlockProducts& products) {
                              reinterpret_cast<const uint8_t*>(gathered),
                              reinterpret_cast<const int8_t*>(gemm_words(group, unfolded)), exact);
     for (int32_t r = 0; r < count; ++r) {
-      // Nibbles are the weights + 8.
-      const Words shift =
-          broadcast_word(Dot::kRowWords == 2 ? 8u * static_cast<uint32_t>(rows.sum[r]) : 0u);
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        const Words sum = subtract_words(load_words(exact + r * kBlockColumns + c),
-                                         add_words(load_words(surplus + c), shift));
+        Words sum =
+            subtract_words(load_words(exact + r * kBlockColumns + c), load_words(surplus + c));
+        if constexpr (Dot::kRowWords == 2) {
+          sum = Dot::correct(sum, of_columns<Dot>(group, c), rows.sum[r]);
+        }
         add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c * 2);
       }
     }

@@ -49,9 +49,9 @@ struct KernelTable {
   const char* name;
 
   // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
-  int32_t gemm_rows[3];
+  int32_t gemm_rows[kFormats];
 
-  void (*products[3])(const BlockProducts& products);  // by Format
+  void (*products[kFormats])(const BlockProducts& products);  // by Format
 
   void (*to_floats)(const void* values, ScalarType type, int32_t count, float* floats);
   // Writes columns [column, column + count) of one row; both multiples of max(64, group).
@@ -65,7 +65,8 @@ struct KernelTable {
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
   // even).
-  void (*pack_group[3])(const float* panel, int32_t depth, std::byte* group);  // by Format
+  // By Format.
+  void (*pack_group[kFormats])(const float* panel, int32_t depth, std::byte* group);
 };
 
 extern const KernelTable kScalarTable;

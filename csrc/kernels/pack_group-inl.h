@@ -156,6 +156,16 @@ inline void store_scale(std::byte* group, int32_t column, const Columns& columns
   store_uint16(reinterpret_cast<uint16_t*>(group) + column, bf16_bits(scale * columns.restore));
 }
 
+inline void store_nibbles(std::byte* group, int32_t column, const Columns& columns,
+                          uint32_t offset) {
+  std::byte* words = group + kBlockColumns * 2;
+  for (int32_t k = 0; k < columns.depth; k += 8) {
+    const Words low = four_bytes(columns, k, offset);
+    const Words high = four_bytes(columns, k + 4, offset);
+    store_words(words + (k / 8 * kBlockColumns + column) * 4, low | shift_left<4>(high));
+  }
+}
+
 inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group) {
   auto* sums = reinterpret_cast<uint16_t*>(group + kBlockColumns * 2);
   std::byte* words = group + kBlockColumns * 4;
@@ -174,17 +184,12 @@ inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group)
 }
 
 inline void pack_int4_group(const float* panel, int32_t depth, std::byte* group) {
-  std::byte* words = group + kBlockColumns * 2;
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Floats scale = best_scale<Int4Grid>(columns);
     quantise_columns<Int4Grid>(columns, scale);
     store_scale(group, c, columns, scale);
-    for (int32_t k = 0; k < depth; k += 8) {
-      const Words low = four_bytes(columns, k, 8);
-      const Words high = four_bytes(columns, k + 4, 8);
-      store_words(words + (k / 8 * kBlockColumns + c) * 4, low | shift_left<4>(high));
-    }
+    store_nibbles(group, c, columns, 8);
   }
 }
 

@@ -36,9 +36,10 @@ struct PairInt8Dot {
   static Words correct(Words sum, Words, int32_t) { return sum; }
 };
 
-// Nibbles x s8: two words give at most 2 * 2 * 15 * 127 = 7620 per 16-bit lane. Four could be added
-// there before they are widened; that was no faster.
-struct PairInt4Dot {
+// Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. Of int4 alone four
+// could be added there before they are widened; that was no faster.
+template <typename Nibbles>
+struct PairNibbleDot {
   using Sum = Words;
   struct Weights {
     Words low, high;
@@ -48,7 +49,8 @@ struct PairInt4Dot {
 
   static Weights weights(const std::byte* words) {
     const Words word = load_words(words);
-    return {low_nibbles(word), low_nibbles(shift_right<4>(word))};
+    return {Nibbles::operands(low_nibbles(word)),
+            Nibbles::operands(low_nibbles(shift_right<4>(word)))};
   }
   static Row row(const std::byte* words) {
     return {broadcast_word(signed_bytes(word_at(words))),
@@ -58,10 +60,13 @@ struct PairInt4Dot {
     return add_pairs(sum, add_int16(multiply_byte_pairs(weights.low, row.low),
                                     multiply_byte_pairs(weights.high, row.high)));
   }
-  static Words correct(Words sum, Words, int32_t row_sum) {
-    return subtract_words(sum, broadcast_word(8u * static_cast<uint32_t>(row_sum)));
+  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
+  static Words correct(Words sum, Words zeros, int32_t row_sum) {
+    return subtract_words(sum, times_row_sum(zeros, row_sum));
   }
 };
+using PairInt4Dot = PairNibbleDot<EvenNibbles>;
+using PairLut4Dot = PairNibbleDot<Lut4Nibbles>;
 
 }  // namespace
 }  // namespace torch_mesh

@@ -7,8 +7,8 @@
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
 //   add(sum, row, weights)
-//   correct(sum, weight_sum, row_sum)   takes out what shifting operands to unsigned has added
-//   (integers)
+//   correct(sum, correction, row_sum)   takes out what shifting operands to unsigned has added
+//   (integers); the correction is the stored weight sum, or for nibbles zeros(scales)
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -107,11 +107,17 @@ struct IntegerGroup {
     sums = begin + kBlockColumns * 2;
     words = begin + kBlockColumns * header;
   }
-
-  Words weight_sum(int32_t column) const {
-    return kWeightsPerWord == 4 ? load_int16(sums + column * 2) : broadcast_word(0);
-  }
 };
+
+// What the Dot corrects the sums of kLanes columns by.
+template <typename Dot>
+inline Words of_columns(const IntegerGroup<Dot>& group, int32_t column) {
+  if constexpr (Dot::kRowWords == 1) {
+    return load_int16(group.sums + column * 2);
+  } else {
+    return Dot::zeros(group.scales + column * 2);
+  }
+}
 
 inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
   const Floats scale = broadcast(row_scale) * load_bf16(scales);
@@ -130,9 +136,9 @@ inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, 
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
-      const Words weight_sum = group.weight_sum(column);
+      const Words correction = of_columns<Dot>(group, column);
       for (int r = 0; r < kRows; ++r) {
-        const Words corrected = Dot::correct(exact[r][v], weight_sum, rows.sum[first + r]);
+        const Words corrected = Dot::correct(exact[r][v], correction, rows.sum[first + r]);
         add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
                    group.scales + column * 2);
       }

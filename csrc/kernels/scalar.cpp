@@ -26,7 +26,8 @@ struct ScalarInt8Dot {
   static Words correct(Words sum, Words, int32_t) { return sum; }
 };
 
-struct ScalarInt4Dot {
+template <typename Nibbles>
+struct ScalarNibbleDot {
   using Sum = Words;
   struct Weights {
     Words low, high;
@@ -36,7 +37,7 @@ struct ScalarInt4Dot {
 
   static Weights weights(const std::byte* words) {
     const Words word = load_words(words);
-    return {low_nibbles(word), low_nibbles(word >> 4)};
+    return {Nibbles::operands(low_nibbles(word)), Nibbles::operands(low_nibbles(word >> 4))};
   }
   static Row row(const std::byte* words) {
     return {signed_bytes(word_at(words)), signed_bytes(word_at(words + 4))};
@@ -45,14 +46,17 @@ struct ScalarInt4Dot {
     return ScalarInt8Dot::add(ScalarInt8Dot::add(sum, row.low, weights.low), row.high,
                               weights.high);
   }
-  static Words correct(Words sum, Words, int32_t row_sum) {
-    return sum - 8u * static_cast<uint32_t>(row_sum);
+  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
+  static Words correct(Words sum, Words zeros, int32_t row_sum) {
+    return sum - zeros * static_cast<uint32_t>(row_sum);
   }
 };
+using ScalarInt4Dot = ScalarNibbleDot<EvenNibbles>;
+using ScalarLut4Dot = ScalarNibbleDot<Lut4Nibbles>;
 
 }  // namespace
 
 constinit const KernelTable kScalarTable =
-    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot>("scalar", {4, 4, 4});
+    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot, ScalarLut4Dot>("scalar", {4, 4, 4});
 
 }  // namespace torch_mesh

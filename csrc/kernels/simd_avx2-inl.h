@@ -93,6 +93,27 @@ inline void store_bytes(void* to, Words words) {
   _mm_storel_epi64(static_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
 }
 
+inline Words increment(Words a, Mask mask) {
+  return _mm256_sub_epi32(a, _mm256_castps_si256(mask));
+}
+inline Floats look_up(const float (&table)[8], Words index) {
+  return _mm256_permutevar8x32_ps(load(table), index);
+}
+inline Floats look_up(const float (&table)[16], Words index) {
+  const Floats low = _mm256_permutevar8x32_ps(load(table), index);
+  const Floats high = _mm256_permutevar8x32_ps(load(table + 8), index);
+  return _mm256_blendv_ps(low, high, as_floats(shift_left<28>(index)));  // by the index's bit 3
+}
+// Of bytes below 16.
+inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
+  const auto* from = reinterpret_cast<const __m128i*>(table);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(from)), bytes);
+}
+// Words below 2^15 times the sum of a row's group, which 16 bits hold.
+inline Words times_row_sum(Words words, int32_t row_sum) {
+  return _mm256_madd_epi16(words, _mm256_set1_epi32(row_sum));
+}
+
 // Bytes and 16-bit lanes, for pair_dots-inl.h.
 using Signs = __m256i;
 inline Signs signs_of_bytes(Words bytes) { return bytes; }

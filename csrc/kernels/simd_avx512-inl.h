@@ -84,6 +84,25 @@ inline void store_bytes(void* to, Words words) {
   _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtepi32_epi8(words));
 }
 
+inline Words increment(Words a, Mask mask) {
+  return _mm512_mask_add_epi32(a, mask, a, _mm512_set1_epi32(1));
+}
+inline Floats look_up(const float (&table)[8], Words index) {
+  return _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(table)));
+}
+inline Floats look_up(const float (&table)[16], Words index) {
+  return _mm512_permutexvar_ps(index, load(table));
+}
+// Of bytes below 16.
+inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
+  const auto* from = reinterpret_cast<const __m128i*>(table);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(from)), bytes);
+}
+// Words below 2^15 times the sum of a row's group, which 16 bits hold.
+inline Words times_row_sum(Words words, int32_t row_sum) {
+  return _mm512_madd_epi16(words, _mm512_set1_epi32(row_sum));
+}
+
 // Bytes and 16-bit lanes, for pair_dots-inl.h.
 using Signs = __mmask64;
 inline Signs signs_of_bytes(Words bytes) { return _mm512_movepi8_mask(bytes); }

@@ -78,6 +78,19 @@ inline void store_uint16(void* to, uint32_t words) {
 }
 inline void store_bytes(uint8_t* to, uint32_t words) { *to = static_cast<uint8_t>(words); }
 
+inline uint32_t increment(uint32_t a, Mask mask) { return a + (mask ? 1 : 0); }
+template <int kEntries>
+inline float look_up(const float (&table)[kEntries], uint32_t index) {
+  return table[index];
+}
+inline uint32_t look_up_bytes(const uint8_t (&table)[16], uint32_t bytes) {
+  uint32_t found = 0;
+  for (int shift = 0; shift < 32; shift += 8) {
+    found |= uint32_t{table[bytes >> shift & 15]} << shift;
+  }
+  return found;
+}
+
 // IEEE half precision. A subnormal half is its integer times 2^-24.
 inline float load_half(const void* from) {
   const uint32_t bits = load_uint16(from);

@@ -7,6 +7,7 @@
 #include "kernels/kernel_table.h"
 #include "kernels/operands-inl.h"
 #include "kernels/pack_group-inl.h"
+#include "kernels/pack_lut4-inl.h"
 #include "kernels/panel_products-inl.h"
 #include "kernels/products-inl.h"
 
@@ -36,19 +37,20 @@ inline void block_products_integer(const BlockProducts& products) {
 }
 
 struct GemmRows {
-  int32_t bf16, int8, int4;
+  int32_t bf16, int8, nibbles;
 };
 
-template <typename Bf16, typename Int8, typename Int4>
+template <typename Bf16, typename Int8, typename Int4, typename Lut4>
 constexpr KernelTable make_table(const char* name, GemmRows gemm_rows) {
   return {name,
-          {gemm_rows.bf16, gemm_rows.int8, gemm_rows.int4},
-          {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>},
+          {gemm_rows.bf16, gemm_rows.int8, gemm_rows.nibbles, gemm_rows.nibbles},
+          {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>,
+           block_products_integer<Lut4>},
           to_floats,
           store_operands,
           activate,
           finish,
-          {pack_bf16_group, pack_int8_group, pack_int4_group}};
+          {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};
 }
 
 }  // namespace

@@ -15,13 +15,21 @@ float bf16_at(const std::byte* from) {
   return value;
 }
 
-int32_t quantised_at(const PackedMatrix& matrix, const std::byte* words, int32_t k,
+int32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
+  const auto byte = static_cast<uint8_t>(words[(k / 8 * kBlockColumns + column) * 4 + k % 4]);
+  return k % 8 < 4 ? byte & 15 : byte >> 4;
+}
+
+// What the scale multiplies.
+int32_t quantised_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
                      int32_t column) {
-  if (matrix.format == Format::kInt8) {
+  if (format == Format::kInt8) {
     return static_cast<int8_t>(words[(k / 4 * kBlockColumns + column) * 4 + k % 4]);
   }
-  const auto byte = static_cast<uint8_t>(words[(k / 8 * kBlockColumns + column) * 4 + k % 4]);
-  return (k % 8 < 4 ? byte & 15 : byte >> 4) - 8;
+  const int32_t nibble = nibble_at(words, k, column);
+  if (format == Format::kInt4) return nibble - 8;
+  const auto zero = static_cast<int32_t>(lut4_zero(static_cast<uint32_t>(*scale)));
+  return kLut4Levels[nibble] - zero;
 }
 
 float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
@@ -30,8 +38,10 @@ float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, i
   }
   const std::byte* group = block + k / matrix.group_size * matrix.group_bytes;
   const std::byte* words = group + matrix.scales_bytes() + matrix.sums_bytes();
-  const int32_t quantised = quantised_at(matrix, words, k % matrix.group_size, column);
-  return bf16_at(group + column * 2) * static_cast<float>(quantised);
+  const std::byte* scale = group + column * 2;
+  const int32_t quantised =
+      quantised_at(matrix.format, scale, words, k % matrix.group_size, column);
+  return bf16_at(scale) * static_cast<float>(quantised);
 }
 
 void unpack_matrix(const PackedMatrix& matrix, int32_t halves, const std::byte* blocks, float* to) {

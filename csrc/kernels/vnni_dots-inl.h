@@ -26,8 +26,9 @@ struct VnniInt8Dot {
   }
 };
 
-// The weights are the unsigned side: nibbles, value + 8.
-struct VnniInt4Dot {
+// The weights are the unsigned side.
+template <typename Nibbles>
+struct VnniNibbleDot {
   using Sum = Words;
   struct Weights {
     Words low, high;
@@ -37,7 +38,8 @@ struct VnniInt4Dot {
 
   static Weights weights(const std::byte* words) {
     const Words word = load_words(words);
-    return {low_nibbles(word), low_nibbles(shift_right<4>(word))};
+    return {Nibbles::operands(low_nibbles(word)),
+            Nibbles::operands(low_nibbles(shift_right<4>(word)))};
   }
   static Row row(const std::byte* words) {
     return {broadcast_word(signed_bytes(word_at(words))),
@@ -47,10 +49,13 @@ struct VnniInt4Dot {
     sum = _mm512_dpbusd_epi32(sum, weights.low, row.low);
     return _mm512_dpbusd_epi32(sum, weights.high, row.high);
   }
-  static Words correct(Words sum, Words, int32_t row_sum) {
-    return subtract_words(sum, broadcast_word(8u * static_cast<uint32_t>(row_sum)));
+  static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
+  static Words correct(Words sum, Words zeros, int32_t row_sum) {
+    return subtract_words(sum, times_row_sum(zeros, row_sum));
   }
 };
+using VnniInt4Dot = VnniNibbleDot<EvenNibbles>;
+using VnniLut4Dot = VnniNibbleDot<Lut4Nibbles>;
 
 }  // namespace
 }  // namespace torch_mesh

@@ -81,8 +81,9 @@ Format format_from_name(std::string_view name) {
   if (name == "bf16") return Format::kBf16;
   if (name == "int8") return Format::kInt8;
   if (name == "int4") return Format::kInt4;
+  if (name == "lut4") return Format::kLut4;
   throw Error(ErrorKind::kInvalid, "unknown weight format \"" + std::string(name) +
-                                       "\"; there are \"bf16\", \"int8\" and \"int4\"");
+                                       "\"; there are \"bf16\", \"int8\", \"int4\" and \"lut4\"");
 }
 
 const char* format_name(Format format) {
@@ -93,6 +94,8 @@ const char* format_name(Format format) {
       return "int8";
     case Format::kInt4:
       return "int4";
+    case Format::kLut4:
+      return "lut4";
   }
   return "unknown";
 }

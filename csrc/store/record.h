@@ -10,6 +10,11 @@
 //   int8: 4 signed bytes                  [group/4][64] words
 //   int4: k0..3 in the low nibbles of its bytes, k4..7 in the high ones, each value + 8
 //                                         [group/8][64] words
+//   lut4: as int4, but a nibble names one of 16 unevenly spaced levels, and the lowest mantissa
+//   bits of the group's scale (which is a bf16 number all the same) say which point among them is
+//   zero:
+//     weight = scale * (kLut4Levels[nibble] - lut4_zero(scale's bits))
+//   The scale's sign matters: it mirrors the levels.
 // which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
 // block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
 // depth to max(64, group). Weight sums correct products with activations that were shifted to
@@ -22,7 +27,9 @@
 
 namespace torch_mesh {
 
-enum class Format : uint8_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+enum class Format : uint8_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kLut4 = 3 };
+
+inline constexpr int kFormats = 4;
 
 inline constexpr int32_t kFormatVersion = 1;
 inline constexpr int32_t kBlockColumns = 64;
@@ -31,6 +38,13 @@ inline constexpr int64_t kRecordAlignment = 4096;
 constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
+
+// Minimise the error of Gaussian weights in groups of 32 (docs/decisions/0010). None exceeds 64, so
+// that four products with an activation of at most 127 fit 16 bits.
+alignas(16) inline constexpr uint8_t kLut4Levels[16] = {0,  7,  12, 16, 20, 23, 26, 29,
+                                                        32, 35, 38, 42, 46, 51, 56, 63};
+inline constexpr uint32_t kLut4Zeros = 4;  // a power of two: the scale's lowest bits choose
+constexpr uint32_t lut4_zero(uint32_t scale_bits) { return 32 - 2 * (scale_bits % kLut4Zeros); }
 
 struct PackedMatrix {
   Format format;
@@ -76,7 +90,8 @@ struct RecordLayout {
                            bool gated, bool bias);
 };
 
-Format format_from_name(std::string_view name);  // "bf16", "int8", "int4"; else Error(kInvalid)
+Format format_from_name(
+    std::string_view name);  // "bf16", "int8", "int4", "lut4"; else Error(kInvalid)
 const char* format_name(Format format);
 
 }  // namespace torch_mesh

@@ -280,7 +280,7 @@ TEST(Grouping, NamesTheIdThatIsOutside) {
 // -- what a forward computes ----------------------------------------------------------------------
 
 TEST(Engine, SumsTheWeightedExpertsOfEachToken) {
-  for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     const Model model(small_shape(format));
     const auto engine = model.open_resident({.threads = 2});
     const Batch batch(9, 3, model.shape().hidden, testing::seed());
@@ -418,7 +418,7 @@ TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
   const std::array<const char*, 3> policies{"lru", "lfu", "slru"};
   const std::string uring = uring_unavailable().empty() ? "uring" : "threads";
   int32_t with_evictions = 0;
-  for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (const Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     const Model model(small_shape(format));
     const auto resident = model.open_resident({.threads = 2});
     for (const int32_t slots : {1, 3, 8, 17}) {

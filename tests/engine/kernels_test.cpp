@@ -12,7 +12,7 @@ std::vector<Shape> shapes() {
   const int32_t intermediates[] = {1, 64, 100, 768};
   const int32_t groups[] = {32, 64, 128};
   int32_t n = 0;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     for (int32_t hidden : hiddens) {
       for (int32_t intermediate : intermediates) {
         // Walks through groups, halves, biases and activations with periods that meet in all
@@ -107,7 +107,7 @@ TEST(ExpertFfn, AgreesWithFloat64) {
 // Row counts run through every tile shape; few rows and many use the same order of additions.
 TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     const Shape shape{format, 64, 200, 100};
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     const Rows rows(shape.layout(), 40, random);
@@ -128,7 +128,7 @@ TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
 
 TEST(ExpertFfn, TheOrderOfTasksDoesNotMatter) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     const Shape shape{format, 128, 200, 300};
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     const Rows rows(shape.layout(), 5, random);
@@ -156,7 +156,7 @@ TEST(ExpertFfn, WritesItsPlacesOnly) {
 
 TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     const Shape shape{format, 64, 200, 100};
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     Rows rows(shape.layout(), 7, random);
@@ -184,7 +184,7 @@ TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
 
 TEST(ExpertFfn, AWeightThatIsNotFiniteShows) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
     for (float bad : {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF}) {
       const Shape shape{format, 32, 100, 70};
       Weights weights(shape.layout(), random);
@@ -365,6 +365,7 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
   for (int32_t group : {32, 64, 128}) {
     cases.push_back({Format::kInt8, group, 200, 300});
     cases.push_back({Format::kInt4, group, 200, 300});
+    cases.push_back({Format::kLut4, group, 200, 300});
   }
   cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
   for (const Shape& shape : cases) {
@@ -398,10 +399,9 @@ TEST(Accuracy, OfOneExpertIsAsPromised) {
     Format format;
     int32_t group;
     double limit;
-  } promises[] = {{Format::kBf16, 64, 0.005},
-                  {Format::kInt8, 64, 0.018},
-                  {Format::kInt4, 64, 0.165},
-                  {Format::kInt4, 32, 0.145}};
+  } promises[] = {{Format::kBf16, 64, 0.005}, {Format::kInt8, 64, 0.018},
+                  {Format::kInt4, 64, 0.165}, {Format::kInt4, 32, 0.145},
+                  {Format::kLut4, 64, 0.14},  {Format::kLut4, 32, 0.125}};
   for (const auto& promise : promises) {
     const Shape shape{promise.format, promise.group, 2048, 768};
     Weights weights(shape.layout(), random);

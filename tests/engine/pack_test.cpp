@@ -4,7 +4,7 @@
 namespace torch_mesh::testing {
 namespace {
 
-constexpr Format kFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4};
+constexpr Format kAll[] = {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4};
 
 uint16_t bf16_of(float value) {
   uint32_t bits;
@@ -21,7 +21,7 @@ float float_of_bf16(uint16_t half) {
 
 TEST(Pack, EveryTablePacksTheSameBits) {
   Random random;
-  for (Format format : kFormats) {
+  for (Format format : kAll) {
     for (int32_t group : {32, 64, 128}) {
       const Shape shape{format, group, 130, 75, true, true};
       Weights weights(shape.layout(), random);
@@ -43,7 +43,7 @@ TEST(Pack, EveryTablePacksTheSameBits) {
 // The same numbers in fp32, fp16 and bf16; in rows, transposed, and gate and up interleaved.
 TEST(Pack, TakesEveryTypeAndView) {
   Random random;
-  for (Format format : kFormats) {
+  for (Format format : kAll) {
     const Shape shape{format, 64, 130, 75};
     const RecordLayout layout = shape.layout();
     Weights weights(layout, random);
@@ -152,9 +152,61 @@ TEST(Unpack, IntegerScalesBeatTheLargestValue) {
   }
 }
 
+double squared_error(const std::vector<float>& weights, const float* unpacked) {
+  double error = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    error += std::pow(double{weights[i]} - double{unpacked[i]}, 2);
+  }
+  return error;
+}
+
+// At the same bytes, for weights of any spread and skew that occur.
+TEST(Unpack, UnevenLevelsBeatEvenOnes) {
+  Random random;
+  for (int32_t group : {32, 64, 128}) {
+    for (float skew : {0.0f, 0.02f, -0.05f}) {
+      double errors[2];
+      Weights weights(Shape{Format::kInt4, group, 256, 100}.layout(), random);
+      for (float& w : weights.up) w = w * std::exp(2 * random.normal() * std::abs(skew)) + skew;
+      for (Format format : {Format::kInt4, Format::kLut4}) {
+        const Shape shape{format, group, 256, 100};
+        weights.layout = shape.layout();
+        const Unpacked unpacked(shape.layout(), weights.pack(kernel_table()));
+        errors[format == Format::kLut4] =
+            squared_error(weights.up, unpacked.gate_up.data() + weights.gate.size());
+      }
+      std::printf("g%d, mean %.2f: squared error %.3f of int4's\n", group, double{skew},
+                  errors[1] / errors[0]);
+      EXPECT_LT(errors[1], errors[0] * 0.85);
+    }
+  }
+}
+
+// No other level is nearer to a weight than its own, given the group's scale and zero.
+TEST(Unpack, Lut4TakesTheNearestLevel) {
+  Random random;
+  const Shape shape{Format::kLut4, 32, 128, 64, false};
+  const Weights weights(shape.layout(), random);
+  const Bytes record = weights.pack(kernel_table());
+  const Unpacked unpacked(shape.layout(), record);
+  for (int32_t column = 0; column < 64; ++column) {
+    for (int32_t k = 0; k < 128; ++k) {
+      const std::byte* group = record.data() + k / 32 * shape.layout().gate_up.group_bytes;
+      uint16_t bits;
+      std::memcpy(&bits, group + column * 2, 2);
+      const size_t i = static_cast<size_t>(column) * 128 + k;
+      const double error = std::abs(double{weights.up[i]} - double{unpacked.gate_up[i]});
+      for (uint8_t level : kLut4Levels) {
+        const double other = double{float_of_bf16(bits)} * (int{level} - int(lut4_zero(bits)));
+        ASSERT_LE(error, std::abs(double{weights.up[i]} - other) * (1 + 1e-4));
+      }
+    }
+  }
+}
+
 TEST(Unpack, KeepsMagnitudesFromTinyToHuge) {
   Random random;
-  for (Format format : {Format::kInt8, Format::kInt4}) {
+  for (Format format : {Format::kInt8, Format::kInt4, Format::kLut4}) {
     for (float magnitude : {0x1p-95f, 1.0f, 0x1p120f}) {
       const Shape shape{format, 32, 64, 64};
       Weights weights(shape.layout(), random);
@@ -203,7 +255,7 @@ TEST(RecordLayout, RefusesWhatTheFormatDoesNotKnow) {
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 0, 64, true, false), Error);
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 64, (1 << 20) + 1, true, false), Error);
   EXPECT_THROW(format_from_name("fp8"), Error);
-  for (Format format : kFormats) EXPECT_EQ(format_from_name(format_name(format)), format);
+  for (Format format : kAll) EXPECT_EQ(format_from_name(format_name(format)), format);
 }
 
 }  // namespace
