@@ -14,8 +14,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 _ENVIRONMENT_PREFIX = "TORCH_MESH_"
 
-WEIGHTS = ("auto", "bf16", "int8", "int4")
-DENSE = ("none", "bf16", "int8", "int4")
+WEIGHTS = ("auto", "bf16", "int8", "int4", "lut4")
+DENSE = ("none", "bf16", "int8", "int4", "lut4")
 GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads")
 POLICIES = ("auto", "lru", "lfu", "slru")
@@ -155,10 +155,10 @@ class MeshConfig(QuantizationConfigMixin):
     Args:
         resident: how much of the experts stays in memory: ``"auto"`` (free memory less a margin; cgroup limits count),
             a size such as ``"8GiB"``, bytes, or a fraction of all experts in (0, 1].
-        weights: ``"bf16"``, ``"int8"``, ``"int4"``, or ``"auto"``: as the checkpoint or store has them.
+        weights: ``"bf16"``, ``"int8"``, ``"int4"``, ``"lut4"``, or ``"auto"``: as the checkpoint or store has them.
         dense: format in which the linear layers outside the experts (attention, shared experts, the head) are packed when
-            the model is patched or loaded, to be computed by the experts' kernels: ``"bf16"``, ``"int8"``, ``"int4"``, or
-            ``"none"``: they stay torch's. CPU only.
+            the model is patched or loaded, to be computed by the experts' kernels: ``"bf16"``, ``"int8"``, ``"int4"``,
+            ``"lut4"``, or ``"none"``: they stay torch's. CPU only.
         group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
         store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
             formats are converted once into the cache folder.

@@ -211,7 +211,7 @@ def _refuse_other_methods(merge: Any) -> Any:
         if isinstance(quantization_config_from_args, MeshConfig) and method != "mesh":
             raise UnsupportedModelError(
                 f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
-                "checkpoints and quantises them itself (weights='int8' or 'int4'): use the unquantised original."
+                "checkpoints and quantises them itself (weights='int8', 'int4' or 'lut4'): use the unquantised original."
             )
         with warnings.catch_warnings():
             # It says that what was passed is ignored, which is not so for any field of a MeshConfig.

@@ -45,7 +45,7 @@ def test_print_names_every_packed_layer_and_leaves_the_router_alone() -> None:
     assert all(isinstance(module, nn.Linear) for module in model.modules() if isinstance(module, MeshLinear))
 
 
-@pytest.mark.parametrize("dense,limit", [("bf16", 0.02), ("int8", 0.03), ("int4", 0.35)])
+@pytest.mark.parametrize("dense,limit", [("bf16", 0.02), ("int8", 0.03), ("int4", 0.35), ("lut4", 0.35)])
 def test_outputs_stay_close(ids: torch.Tensor, dense: str, limit: float) -> None:
     model = TINY_MODELS[QWEN].build()
     expected = _logits(model, ids)
@@ -166,7 +166,9 @@ def test_a_layer_that_is_not_in_memory_is_refused_before_anything_changes() -> N
     with pytest.raises(torch_mesh.UnsupportedModelError, match=r"lm_head\.weight is torch\.bfloat16 on meta"):
         torch_mesh.patch(model, dense="int8")
     assert "Mesh" not in repr(model)
-    with pytest.raises(ValueError, match="dense='int3' is unknown; it is one of 'none', 'bf16', 'int8', 'int4'"):
+    with pytest.raises(
+        ValueError, match="dense='int3' is unknown; it is one of 'none', 'bf16', 'int8', 'int4', 'lut4'"
+    ):
         MeshConfig(dense="int3")
 
 

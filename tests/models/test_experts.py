@@ -56,7 +56,7 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize(("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.2)])
+@pytest.mark.parametrize(("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.2), ("lut4", 0.2)])
 @pytest.mark.parametrize("resident", [1.0, 0.5])
 def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:
     layer = torch_mesh.Experts(*weights, activation=activation, top_k=2, weights=format, resident=resident)

@@ -8,7 +8,9 @@ from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyPool, ops, relative_erro
 from torch import Tensor
 
 SPECS = [
-    Spec(weights=weights, activation=activation) for weights in ("bf16", "int8", "int4") for activation in ACTIVATIONS
+    Spec(weights=weights, activation=activation)
+    for weights in ("bf16", "int8", "int4", "lut4")
+    for activation in ACTIVATIONS
 ]
 SPECS += [
     Spec(weights="bf16", gated=False, bias=True),

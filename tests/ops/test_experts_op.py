@@ -15,7 +15,7 @@ from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyExperts, engine_options,
 from torch_mesh import _C
 
 # The weights' own rounding is in the reference; what is left is that of activations, twice.
-TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025}
+TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ODD = [
     Spec(weights="bf16", hidden=72, intermediate=40),
@@ -25,6 +25,7 @@ ODD = [
     Spec(weights="int8", hidden=200, intermediate=136, group_size=128, experts=3),
     Spec(weights="int4", hidden=71, intermediate=130, group_size=32),
     Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2),
+    Spec(weights="lut4", hidden=71, intermediate=130, group_size=32),
     Spec(weights="bf16", bias=True),
     Spec(weights="int8", bias=True, gated=False),
     Spec(weights="int4", gated=False),

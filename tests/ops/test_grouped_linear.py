@@ -7,9 +7,9 @@ import torch
 from tiny_pools import OpenPool, Spec, TinyPool, ops, relative_error
 from torch import Tensor
 
-SPECS = [Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4") for bias in (False, True)]
+SPECS = [Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4", "lut4") for bias in (False, True)]
 SPECS.append(Spec(weights="int8", gated=False, activation=None))
-TOLERANCE = {"bf16": 1e-5, "int8": 0.02, "int4": 0.02}
+TOLERANCE = {"bf16": 1e-5, "int8": 0.02, "int4": 0.02, "lut4": 0.02}
 
 
 def _name(spec: Spec) -> str:

@@ -8,9 +8,14 @@ from tiny_pools import ops, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 
-FORMATS = [("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 128)]
-TOLERANCE = {"bf16": 1e-5, "int8": 0.02, "int4": 0.02}  # against the weights as packed: the activations' rounding
-PACKING_ERROR = {"bf16": 0.002, "int8": 0.008, "int4": 0.11}
+FORMATS = [("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 128), ("lut4", 32)]
+TOLERANCE = {
+    "bf16": 1e-5,
+    "int8": 0.02,
+    "int4": 0.02,
+    "lut4": 0.02,
+}  # against the weights as packed: the activations' rounding
+PACKING_ERROR = {"bf16": 0.002, "int8": 0.008, "int4": 0.11, "lut4": 0.08}
 SIZES = [(64, 64), (72, 130), (200, 1), (1, 33), (513, 70)]
 ROWS = [(1,), (2,), (5,), (33,), (2, 3), (2, 1, 4)]
 

@@ -28,7 +28,7 @@ from torch_mesh.store.convert import convert, convert_model, pack_expert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import verify
 
-WEIGHTS = ("bf16", "int8", "int4")
+WEIGHTS = ("bf16", "int8", "int4", "lut4")
 
 
 def read_record(store: Store, layer: int, expert: int) -> bytes:

@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         choices=GROUP_SIZES,
         default=64,
-        help="weights that share one scale, for int8 and int4 (default: %(default)s)",
+        help="weights that share one scale, for all but bf16 (default: %(default)s)",
     )
     parser.add_argument("--threads", type=_positive, help="experts packed at a time (default: one per processor)")
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")

@@ -220,7 +220,7 @@ def check_not_quantised(config: Any, folder: Path) -> None:
         )
     raise UnsupportedModelError(
         f"{folder} is quantised already ({method}). torch_mesh reads bf16, fp16 and fp32 checkpoints and quantises them itself "
-        "(weights='int8' or 'int4'): use the unquantised original."
+        "(weights='int8', 'int4' or 'lut4'): use the unquantised original."
     )
 
 

@@ -55,7 +55,7 @@ def convert(
 ) -> Written:
     """Converts the checkpoint in the folder ``source`` to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8' or 'int4'; ``group_size`` (32, 64 or 128) is ignored for bf16; ``name`` is what the manifest calls the
+    ``weights`` is 'bf16', 'int8', 'int4' or 'lut4'; ``group_size`` (32, 64 or 128) is ignored for bf16; ``name`` is what the manifest calls the
     source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination

@@ -39,7 +39,7 @@ from torch_mesh.store.header import (
 
 MANIFEST_NAME = "mesh_manifest.json"
 FORMAT_VERSION = 1  # of the manifest and of the packed layout, csrc/store/record.h
-WEIGHTS = ("bf16", "int8", "int4")
+WEIGHTS = ("bf16", "int8", "int4", "lut4")
 GROUP_SIZES = (32, 64, 128)
 MAX_FILE_BYTES = 4 << 30
 _MAX_PATH = 512
