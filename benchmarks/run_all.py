@@ -20,7 +20,7 @@ from harness import Report, Row
 
 HERE = Path(__file__).resolve().parent
 OWN = ("error.py", "perplexity.py", "op_overhead.py", "decode_op.py", "prefill_op.py")
-PEERS = ("layer_peers.py", "whole_model.py", "load.py", "cold_decode.py")
+PEERS = ("weight_error.py", "layer_peers.py", "whole_model.py", "load.py", "cold_decode.py")
 ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py")
 
 
