@@ -139,10 +139,10 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
     const auto task = static_cast<int32_t>(at);
     if (stage < gate_up) {
       const int32_t begin = task * kPrepareRows;
-      ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, call.tokens, begin,
+      ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, begin,
                    std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
     } else if (stage < down) {
-      ffn_.gate_up(task, workspace.prepared.data(), call.tokens, experts[stage - gate_up]);
+      ffn_.gate_up(task, workspace.prepared.data(), experts[stage - gate_up]);
     } else if (stage < reduce) {
       ffn_.down(task, experts[stage - down]);
     } else {
@@ -261,12 +261,12 @@ void Engine::compute_linear(const LinearCall& call, int32_t rows,
     if (stage < linear) {
       const auto prepare = call.projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
       const int32_t begin = task * kPrepareRows;
-      (ffn_.*prepare)(call.x.data, call.x.type, call.x.row_stride, rows, begin,
+      (ffn_.*prepare)(call.x.data, call.x.type, call.x.row_stride, begin,
                       std::min(begin + kPrepareRows, rows), prepared);
     } else if (stage < store) {
       const ReadyExpert& expert = ready[stage - linear];
       const int32_t first = grouping.first[expert.index];
-      ffn_.linear(call.projection, task, prepared, rows, expert.record, first,
+      ffn_.linear(call.projection, task, prepared, expert.record, first,
                   grouping.rows(expert.index), products + first * width, width);
     } else {
       store_row(products + at * width, width,

@@ -71,8 +71,8 @@ int64_t ExpertFfn::prepared_bytes(int32_t rows) const {
   return rows * operand_shape(layout_.gate_up).row_bytes;
 }
 
-void ExpertFfn::prepare(const void* x, ScalarType type, int64_t row_stride, int32_t /*rows*/,
-                        int32_t begin, int32_t end, std::byte* prepared) const {
+void ExpertFfn::prepare(const void* x, ScalarType type, int64_t row_stride, int32_t begin,
+                        int32_t end, std::byte* prepared) const {
   prepare_rows(table_, layout_.gate_up, x, type, row_stride, begin, end, prepared);
 }
 
@@ -80,8 +80,8 @@ int64_t ExpertFfn::prepared_hidden_bytes(int32_t rows) const {
   return rows * operand_shape(layout_.down).row_bytes;
 }
 
-void ExpertFfn::prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t /*rows*/,
-                               int32_t begin, int32_t end, std::byte* prepared) const {
+void ExpertFfn::prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t begin,
+                               int32_t end, std::byte* prepared) const {
   prepare_rows(table_, layout_.down, x, type, row_stride, begin, end, prepared);
 }
 
@@ -93,8 +93,7 @@ int32_t ExpertFfn::gate_up_tasks() const {
 
 int32_t ExpertFfn::down_tasks() const { return layout_.down.blocks; }
 
-void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, int32_t /*prepared_rows*/,
-                        const ExpertRows& expert) const {
+void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRows& expert) const {
   const int32_t halves = layout_.halves();
   const int32_t columns = task_columns(layout_);
   const int32_t first = task * columns;
@@ -157,8 +156,8 @@ int32_t ExpertFfn::linear_tasks(int32_t projection) const {
 }
 
 void ExpertFfn::linear(int32_t projection, int32_t task, const std::byte* prepared,
-                       int32_t /*prepared_rows*/, const std::byte* record, int32_t first,
-                       int32_t rows, float* out, int64_t out_stride) const {
+                       const std::byte* record, int32_t first, int32_t rows, float* out,
+                       int64_t out_stride) const {
   const bool is_down = projection == 1;
   const PackedMatrix& matrix = is_down ? layout_.down : layout_.gate_up;
   const BlockOfHalf block = block_of_half(matrix, is_down ? 1 : layout_.halves(), task);

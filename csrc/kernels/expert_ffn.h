@@ -56,26 +56,24 @@ class ExpertFfn {
   // once per layer and shared by all of its experts. Rows are independent: ranges may be prepared
   // by different threads.
   int64_t prepared_bytes(int32_t rows) const;
-  void prepare(const void* x, ScalarType type, int64_t row_stride, int32_t rows, int32_t begin,
-               int32_t end, std::byte* prepared) const;
+  void prepare(const void* x, ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
+               std::byte* prepared) const;
 
   int64_t scratch_bytes(int32_t rows) const;
   int32_t gate_up_tasks() const;
   int32_t down_tasks() const;
-  void gate_up(int32_t task, const std::byte* prepared, int32_t prepared_rows,
-               const ExpertRows& expert) const;
+  void gate_up(int32_t task, const std::byte* prepared, const ExpertRows& expert) const;
   void down(int32_t task, const ExpertRows& expert) const;
 
   // One projection alone: out[row][columns] = x · W^T + bias for `rows` prepared rows beginning at
   // `first`. projection 0 is gate_up ([gate | up], without padding), 1 is down. `prepared` for
   // projection 1 is made by prepare_hidden, whose rows are `intermediate` long.
   int64_t prepared_hidden_bytes(int32_t rows) const;
-  void prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t rows,
-                      int32_t begin, int32_t end, std::byte* prepared) const;
+  void prepare_hidden(const void* x, ScalarType type, int64_t row_stride, int32_t begin,
+                      int32_t end, std::byte* prepared) const;
   int32_t linear_tasks(int32_t projection) const;
-  void linear(int32_t projection, int32_t task, const std::byte* prepared, int32_t prepared_rows,
-              const std::byte* record, int32_t first, int32_t rows, float* out,
-              int64_t out_stride) const;
+  void linear(int32_t projection, int32_t task, const std::byte* prepared, const std::byte* record,
+              int32_t first, int32_t rows, float* out, int64_t out_stride) const;
 
  private:
   RecordLayout layout_;

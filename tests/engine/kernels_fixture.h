@@ -187,8 +187,7 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
                                   bool backwards = false) {
   const ExpertFfn ffn(shape.layout(), shape.activation, runtime, table);
   Bytes prepared(ffn.prepared_bytes(rows.all()));
-  ffn.prepare(rows.x.data(), ScalarType::kFloat32, rows.stride, rows.all(), 0, rows.all(),
-              prepared.data());
+  ffn.prepare(rows.x.data(), ScalarType::kFloat32, rows.stride, 0, rows.all(), prepared.data());
   Bytes scratch(ffn.scratch_bytes(rows.count()));
   std::vector<float> products(static_cast<size_t>(rows.all()) * shape.hidden,
                               std::numeric_limits<float>::quiet_NaN());
@@ -199,7 +198,7 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
     return backwards ? tasks - 1 - task : task;
   };
   for (int32_t t = 0; t < ffn.gate_up_tasks(); ++t) {
-    ffn.gate_up(in_order(t, ffn.gate_up_tasks()), prepared.data(), rows.all(), expert);
+    ffn.gate_up(in_order(t, ffn.gate_up_tasks()), prepared.data(), expert);
   }
   for (int32_t t = 0; t < ffn.down_tasks(); ++t) ffn.down(in_order(t, ffn.down_tasks()), expert);
   return products;

@@ -257,7 +257,7 @@ TEST(ExpertFfn, TakesEveryTypeOfActivation) {
     Bytes from_wide(ffn.prepared_bytes(1)), from_half(ffn.prepared_bytes(1)),
         from_brain(ffn.prepared_bytes(1));
     const auto prepare = [&](const Bytes& x, ScalarType type, const Bytes& to) {
-      ffn.prepare(x.data() + 1, type, 0, 1, 0, 1, to.data());
+      ffn.prepare(x.data() + 1, type, 0, 0, 1, to.data());
     };
     prepare(wide, ScalarType::kFloat32, from_wide);
     prepare(half, ScalarType::kFloat16, from_half);
@@ -288,11 +288,10 @@ TEST(Linear, AgreesWithFloat64) {
         Bytes prepared(projection == 0 ? ffn.prepared_bytes(rows + first)
                                        : ffn.prepared_hidden_bytes(rows + first));
         const auto prepare = projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
-        (ffn.*prepare)(x.data(), ScalarType::kFloat32, depth, rows + first, 0, rows + first,
-                       prepared.data());
+        (ffn.*prepare)(x.data(), ScalarType::kFloat32, depth, 0, rows + first, prepared.data());
         for (int32_t task = 0; task < ffn.linear_tasks(projection); ++task) {
-          ffn.linear(projection, task, prepared.data(), rows + first, record.data(), first, rows,
-                     out.data(), stride);
+          ffn.linear(projection, task, prepared.data(), record.data(), first, rows, out.data(),
+                     stride);
         }
         for (int32_t r = 0; r < rows; ++r) {
           const float* row = x.data() + int64_t{r + first} * depth;
