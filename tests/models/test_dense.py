@@ -194,11 +194,8 @@ def test_what_chooses_the_experts_stays_exact_however_deep_it_stands() -> None:
 
 def test_layers_that_transformers_keeps_in_fp32_are_left_alone() -> None:
     model = TINY_MODELS[QWEN].build()
-    type(model)._keep_in_fp32_modules_strict, before = ["self_attn.k_proj"], type(model)._keep_in_fp32_modules_strict
-    try:
-        names = {path for path, _ in find_dense(model, find_experts(model))}
-    finally:
-        type(model)._keep_in_fp32_modules_strict = before
+    model._keep_in_fp32_modules_strict = {"self_attn.k_proj"}
+    names = {path for path, _ in find_dense(model, find_experts(model))}
     assert "model.layers.0.self_attn.q_proj" in names
     assert not any(name.endswith("k_proj") for name in names)
 
