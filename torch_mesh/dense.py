@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer
-from .modules import change_class, put_back, take_parameters
+from .modules import PackedModule, change_class, restore_class
 from .store.convert import checked_group_size
 
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
 
 
-class MeshLinear(nn.Linear):
+class MeshLinear(PackedModule, nn.Linear):
     """An ``nn.Linear`` whose weight is packed. Frozen; gradients reach the input and the bias.
 
     The ``weight`` parameter stays, on the meta device, so that the module still says what it stands for.
@@ -30,7 +30,6 @@ class MeshLinear(nn.Linear):
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
     _mesh_format: str
     _mesh_group_size: int
-    _mesh_requires_grad: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.ops.torch_mesh.linear(
@@ -54,14 +53,6 @@ class MeshLinear(nn.Linear):
             self._mesh_packed, self.in_features, self.out_features, self._mesh_format, self._mesh_group_size
         )
         return weight.to(self.weight.dtype)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        taken = take_parameters(self, ("weight",))
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            put_back(self, taken)
-        return self
 
     def extra_repr(self) -> str:
         group = "" if self._mesh_format == "bf16" else f" (group {self._mesh_group_size})"
@@ -113,7 +104,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         weight = module.weight
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_format, module._mesh_group_size = config.dense, group_size
-        module._mesh_requires_grad = weight.requires_grad
+        module._mesh_parameters = {"weight": weight.requires_grad}
         module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
         change_class(module, MeshLinear)
 
@@ -141,11 +132,9 @@ def restore_dense(model: Any, device: torch.device) -> None:
     for _, linear in list(packed_linears(model)):
         module: Any = linear
         module._parameters["weight"] = nn.Parameter(
-            module.unpacked_weight().to(device), requires_grad=module._mesh_requires_grad
+            module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
         )
-        change_class(module, nn.Linear)
-        for name in [name for name in vars(module) if name.startswith("_mesh_")]:
-            delattr(module, name)
+        restore_class(module)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
 

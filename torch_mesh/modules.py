@@ -14,7 +14,22 @@ from .lookahead import NextLayer
 from .pool import ExpertPool, refuse_to_pickle
 
 
-class MeshExperts(nn.Module):
+class PackedModule(nn.Module):
+    """A module whose parameters ``_mesh_parameters`` stay on the meta device, while their values are packed elsewhere."""
+
+    _mesh_parameters: dict[str, bool]  # their names, and whether they wanted gradients
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Moves and casts everything but those parameters, which have no data to move."""
+        taken = take_parameters(self, self._mesh_parameters)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            put_back(self, taken)
+        return self
+
+
+class MeshExperts(PackedModule):
     """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
 
     The expert parameters stay, on the meta device, so that the module still says what it stands for; the weights are in
@@ -36,7 +51,6 @@ class MeshExperts(nn.Module):
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
     _mesh_next: NextLayer | None  # whose experts to prefetch
-    _mesh_parameters: dict[str, bool]  # names of the expert parameters, and whether they wanted gradients
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -85,15 +99,6 @@ class MeshExperts(nn.Module):
         if not self.is_concatenated:  # the module's own gate wants its own column order
             gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
         return self._apply_gate(gate_up)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Moves and casts everything but the expert parameters, which have no data to move."""
-        taken = take_parameters(self, self._mesh_parameters)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            put_back(self, taken)
-        return self
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
@@ -158,9 +163,7 @@ def restore(layer: ExpertsLayer, device: torch.device) -> None:
     module: Any = layer.module
     for name, tensor in unpacked_parameters(layer, device).items():
         module._parameters[name] = nn.Parameter(tensor, requires_grad=module._mesh_parameters[name])
-    change_class(module, type(module).__bases__[1])
-    for name in [name for name in vars(module) if name.startswith("_mesh_")]:
-        delattr(module, name)
+    restore_class(module)
 
 
 def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, torch.Tensor]:
@@ -173,6 +176,13 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
     for expert in range(layer.num_experts):
         module._mesh_pool.unpack_into(module._mesh_layer, expert, layer.expert(expert, values))
     return values
+
+
+def restore_class(module: Any) -> None:
+    """Gives a patched module, whose parameters have their values again, the class that it had."""
+    change_class(module, type(module).__bases__[1])
+    for name in [name for name in vars(module) if name.startswith("_mesh_")]:
+        delattr(module, name)
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
