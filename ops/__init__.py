@@ -3,6 +3,6 @@
 Importing this package registers the fake kernels.
 """
 
-from . import dense, experts, linear, pack, residency
+from . import attention, dense, experts, linear, pack, residency
 
-__all__ = ["dense", "experts", "linear", "pack", "residency"]
+__all__ = ["attention", "dense", "experts", "linear", "pack", "residency"]

@@ -16,6 +16,7 @@ _ENVIRONMENT_PREFIX = "TORCH_MESH_"
 
 WEIGHTS = ("auto", "bf16", "int8", "int4", "lut4")
 DENSE = ("none", "bf16", "int8", "int4", "lut4")
+ATTENTION = ("auto", "model", "mesh")
 GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads")
 POLICIES = ("auto", "lru", "lfu", "slru")
@@ -117,6 +118,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "resident": _check_resident,
     "weights": _one_of(WEIGHTS),
     "dense": _one_of(DENSE),
+    "attention": _one_of(ATTENTION),
     "group_size": _check_group_size,
     "store": _check_store,
     "io": _one_of(IO),
@@ -132,6 +134,7 @@ _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
     "weights": "auto",
     "dense": "none",
+    "attention": "auto",
     "group_size": 64,
     "store": None,
     "io": "auto",
@@ -159,6 +162,9 @@ class MeshConfig(QuantizationConfigMixin):
         dense: format in which the linear layers outside the experts (attention, shared experts, the head) are packed when
             the model is patched or loaded, to be computed by the experts' kernels: ``"bf16"``, ``"int8"``, ``"int4"``,
             ``"lut4"``, or ``"none"``: they stay torch's. CPU only.
+        attention: who computes the attention of decode steps on the CPU: ``"mesh"``, the kernel of torch_mesh (fp32 sums; for
+            models that use torch's ``scaled_dot_product_attention``), ``"model"``, the model's own, or ``"auto"``: torch_mesh's
+            if ``dense`` packs the rest of the model, so that without it every bit outside the experts is the model's own.
         group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
         store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
             formats are converted once into the cache folder.
@@ -176,6 +182,7 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float
     weights: str
     dense: str
+    attention: str
     group_size: int
     store: str | None
     io: str
@@ -192,6 +199,7 @@ class MeshConfig(QuantizationConfigMixin):
         resident: str | float = _NOT_GIVEN,
         weights: str = _NOT_GIVEN,
         dense: str = _NOT_GIVEN,
+        attention: str = _NOT_GIVEN,
         group_size: int = _NOT_GIVEN,
         store: str | os.PathLike[str] | None = _NOT_GIVEN,
         io: str = _NOT_GIVEN,

@@ -18,6 +18,7 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from . import _C
+from .attention import check_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
 from .dense import pack_dense
@@ -56,6 +57,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     ) -> None:
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
+        check_attention(model, self.quantization_config)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
@@ -75,6 +77,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
         connect(model, layers, config)
+        take_attention(model, config)
         _forget_quantization(model)
         return model
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .attention import check_attention, give_back_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
@@ -42,6 +43,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     config = (config or MeshConfig()).replace(**fields)
     layers = find_experts(model)
     _check_patchable(model, layers)
+    check_attention(model, config)
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
@@ -60,6 +62,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         _patch_on_disk(model, layers, config, weights, group_size, slots)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
     pack_dense(model, layers, config)
+    take_attention(model, config)
     return model
 
 
@@ -80,6 +83,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
     restore_dense(model, device)
+    give_back_attention(model)
     return model
 
 

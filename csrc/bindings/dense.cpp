@@ -10,8 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "base/error.h"
-#include "base/owner_process.h"
+#include "bindings/process.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "engine/dense_linear.h"
@@ -21,21 +20,6 @@ namespace torch_mesh {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-
-// Never destroyed: a forward may still run on another thread while the process ends.
-WorkspacePool& workspaces() {
-  static auto* pool = new WorkspacePool;
-  return *pool;
-}
-
-// In a child there are no OpenMP threads to share the work with, and waiting for them would hang.
-void check_process() {
-  static const OwnerProcess owner;
-  if (!owner.forked()) return;
-  throw Error(ErrorKind::kForked,
-              "this process was forked from the one that packed its linear layers, whose threads "
-              "it does not have; load the model in the child, or start it with the spawn method");
-}
 
 PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
                        int64_t out_features) {
@@ -79,7 +63,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
                    .packed = bytes_of(packed),
                    .bias = bias ? bias32.const_data_ptr<float>() : nullptr,
                    .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
-               torch_runtime(), at::get_num_threads(), workspaces());
+               torch_runtime(), at::get_num_threads(), process_workspaces());
   return out;
 }
 

@@ -1,6 +1,6 @@
 // The data plane's table of contents. Implementations stand beside their op in experts.cpp,
-// linear.cpp, dense.cpp, residency.cpp and pack.cpp; gradients in autograd.cpp and dense.cpp, fake
-// kernels in ops/.
+// linear.cpp, dense.cpp, attention.cpp, residency.cpp and pack.cpp; gradients in autograd.cpp and
+// dense.cpp, fake kernels in ops/.
 //
 // `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
 // gradient are functional, because autograd refuses schemas that mutate; ops that exist for their
@@ -88,4 +88,11 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def(
       "unpack_linear(Tensor packed, int in_features, int out_features, str format, int group_size) "
       "-> Tensor");
+
+  // A few query rows over a cache: query [batch, heads, tokens, key_dim], key and value [batch,
+  // key_value_heads, keys, key_dim or value_dim], mask [batch, 1, tokens, keys], bool (True: sees)
+  // or added to scale * query . key -> [batch, tokens, heads, value_dim] in query's dtype. A token
+  // that sees no key gets zeros. Head dimensions are multiples of 16 up to 256. No gradient.
+  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor",
+        unsafe);
 }

@@ -45,6 +45,30 @@ struct BlockProducts {
   float* sums;          // [rows][kBlockColumns]
 };
 
+// What one task of attention takes on: its scores are 16 KiB.
+inline constexpr int32_t kAttentionKeys = 256;
+inline constexpr int32_t kAttentionRows = 16;
+inline constexpr int32_t kHeadDimStep = 16;
+inline constexpr int32_t kMostHeadDim = 256;
+
+// Query rows that share their keys, over a run of those.
+struct AttentionPart {
+  const float* queries;  // [rows][key_dim], times the scale
+  int32_t rows;          // 1 to kAttentionRows
+  ConstRows keys;        // [count][key_dim]
+  ConstRows values;      // [count][value_dim]
+  int32_t count;         // 1 to kAttentionKeys
+  int32_t key_dim;       // a multiple of kHeadDimStep, kMostHeadDim at most, as is value_dim
+  int32_t value_dim;
+  const float* mask;    // added to the scores, a row for each; nullptr: none
+  int32_t mask_stride;  // kAttentionKeys; 0: the same for all rows
+  // Results, for each row: the largest score, the sum of e^(score - largest), and that of
+  // e^(score - largest) * value.
+  float* largest;
+  float* total;
+  float* out;  // [rows][value_dim]
+};
+
 struct KernelTable {
   const char* name;
 
@@ -62,6 +86,8 @@ struct KernelTable {
   void (*activate)(Activation activation, float* gate, const float* up, int32_t count);
   // sums = weight * (sums + bias) over kBlockColumns columns; bias may be nullptr.
   void (*finish)(float* sums, const float* bias, float weight);
+
+  void (*attend)(const AttentionPart& part);
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
   // even).

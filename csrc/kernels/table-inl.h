@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/activations-inl.h"
+#include "kernels/attention-inl.h"
 #include "kernels/gemm_products-inl.h"
 #include "kernels/kernel_table.h"
 #include "kernels/operands-inl.h"
@@ -50,6 +51,7 @@ constexpr KernelTable make_table(const char* name, GemmRows gemm_rows) {
           store_operands,
           activate,
           finish,
+          attend,
           {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};
 }
 

@@ -1,0 +1,143 @@
+"""``attention=``: decode steps by torch_mesh's kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh.errors import UnsupportedModelError
+
+# Grouped heads, multi-head latent attention, sliding windows, linear attention between, a scale of its own.
+FAMILIES = [
+    "AriaExperts",
+    "Cohere2MoeExperts",
+    "DeepseekV3Experts",
+    "Gemma4TextExperts",
+    "MiniMaxM2Experts",
+    "Mistral4Experts",
+    "MixtralExperts",
+    "Qwen3NextExperts",
+    "SolarOpenExperts",
+]
+MIXTRAL = "MixtralExperts"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of torch_mesh's attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.torch_mesh.attention.default
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _steps(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of the last three tokens, one step each."""
+    first = ids.size(1) - 3
+    cache, logits = None, []
+    for begin, end in [(0, first)] + [(at, at + 1) for at in range(first, ids.size(1))]:
+        seen = None if mask is None else mask[:, :end]
+        out = model(input_ids=ids[:, begin:end], attention_mask=seen, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1].float())
+    return torch.stack(logits[1:], 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decodes_as_torch_does(name: str) -> None:
+    model = TINY_MODELS[name].build()
+    ids = torch.randint(3, 100, (2, 12))
+    torch_mesh.patch(model, attention="model")
+    expected = _steps(model, ids)
+    torch_mesh.unpatch(model)
+    torch_mesh.patch(model, attention="mesh")
+    with Calls() as calls:
+        value = _steps(model, ids)
+    assert calls.count > 0 and calls.count % 3 == 0  # in each step as often, and never for the prompt
+    by_token = (value - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Random routers tip at a rounding; a head that went wrong would show in every token.
+    assert by_token.min() < 0.02 and by_token.median() < 0.3
+
+
+def test_heads_of_other_sizes_are_left_to_torch() -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    assert model.model.layers[0].self_attn.head_dim == 18
+    ids = torch.randint(3, 100, (2, 12))
+    expected = _steps(torch_mesh.patch(model), ids)
+    torch_mesh.unpatch(model)
+    with Calls() as calls:
+        assert torch.equal(_steps(torch_mesh.patch(model, attention="mesh"), ids), expected)
+    assert calls.count == 0
+
+
+@pytest.mark.parametrize("name", ["GptOssExperts", "DeepseekV4Experts"])
+def test_models_that_cannot_use_torchs_own_say_so(name: str) -> None:
+    model = TINY_MODELS[name].build()
+    with pytest.raises(UnsupportedModelError, match="takes the place of attn_implementation='sdpa'; .* uses eager"):
+        torch_mesh.patch(model, attention="mesh")
+    assert "Mesh" not in repr(model), "a refused patch leaves the model as it was"
+
+
+def test_padding_is_masked() -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    ids = torch.randint(3, 100, (2, 12))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    torch_mesh.patch(model, attention="mesh", dense="bf16")
+    value = _steps(model, ids, mask)
+    alone = _steps(model, ids[1:, 5:])
+    assert ((value[1:] - alone).norm() / alone.norm()) < 0.1
+
+
+def test_auto_goes_with_dense_and_unpatch_gives_it_back() -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    assert torch_mesh.patch(model).config._attn_implementation == "sdpa"
+    torch_mesh.unpatch(model)
+    assert torch_mesh.patch(model, dense="bf16").config._attn_implementation == "torch_mesh"
+    torch_mesh.unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch_mesh.patch(model, dense="bf16", attention="model").config._attn_implementation == "sdpa"
+
+
+def test_an_implementation_that_was_chosen_stays() -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    model.set_attn_implementation("eager")
+    assert torch_mesh.patch(model, dense="bf16").config._attn_implementation == "eager"
+
+
+def test_training_is_left_to_torch() -> None:
+    model = torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), attention="mesh")
+    with Calls() as calls:
+        out = model(input_ids=torch.randint(3, 100, (2, 1)))
+        out.logits.sum().backward()
+    assert calls.count == 0
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+
+
+def test_from_pretrained_takes_it_and_save_pretrained_does_not_write_it(tmp_path: Path) -> None:
+    TINY_MODELS[MIXTRAL].build().save_pretrained(tmp_path / "source")
+    config = torch_mesh.MeshConfig(resident=1.0, attention="mesh")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
+    assert model.config._attn_implementation == "torch_mesh"
+    model.save_pretrained(tmp_path / "saved")
+    assert "torch_mesh" not in (tmp_path / "saved" / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config._attn_implementation == "sdpa"
+
+
+def test_an_unknown_choice_is_named() -> None:
+    with pytest.raises(ValueError, match="attention='flash' is unknown; it is one of 'auto', 'model', 'mesh'"):
+        torch_mesh.MeshConfig(attention="flash")
