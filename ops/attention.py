@@ -8,9 +8,10 @@ from torch import Tensor
 
 @torch.library.register_fake("torch_mesh::attention")
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    for name, tensor in {"query": query, "key": key, "value": value}.items():
-        torch._check(
-            tensor.dim() == 4, lambda: f"{name} must be [batch, heads, rows, head_dim]; got {tuple(tensor.shape)}"
-        )
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    torch._check(
+        all(len(shape) == 4 for shape in shapes),
+        lambda: f"query, key and value must be [batch, heads, rows, head_dim]; got {shapes}",
+    )
     batch, heads, tokens, _ = query.shape
     return query.new_empty((batch, tokens, heads, value.shape[3]))

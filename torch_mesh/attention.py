@@ -95,7 +95,6 @@ def _configs(model: nn.Module) -> Iterator[PreTrainedConfig]:
     """That of each transformers model in ``model``, once."""
     seen: set[int] = set()
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(module, PreTrainedModel) and id(config) not in seen:
-            seen.add(id(config))
-            yield config
+        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
+            seen.add(id(module.config))
+            yield module.config
