@@ -1,5 +1,5 @@
 """Claim: at equal bits per weight no format's error is larger than llama.cpp's: int4 against Q4_0, lut4 against Q4_K, int8
-against Q8_0.
+against Q8_0, all in groups of 32.
 
 The error is the root mean square of what is left after packing, relative to that of the weights; llama.cpp's quantisers run in
 its own library, in the same process, each with and without an importance matrix (of ones: it switches another search on),
@@ -51,13 +51,13 @@ class Format:
 FORMATS = (
     Format("int4", 32, "Q4_0"),
     Format("lut4", 32, "Q4_K"),
-    Format("int8", 64, "Q8_0"),
+    Format("int8", 32, "Q8_0"),
     Format("int4", 64, "IQ4_XS"),
     Format("lut4", 64, "IQ4_XS"),
     Format("int4", 128, "IQ4_XS"),
     Format("lut4", 128, "IQ4_XS"),
+    Format("int8", 64, "Q8_0"),
     Format("int8", 128, "Q8_0"),
-    Format("int8", 32, "Q8_0"),
 )
 # The first of FORMATS are claims; the others say what a group size buys.
 CLAIMS = 3

@@ -30,7 +30,7 @@ from .pool import ExpertPool, pool_slots
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
 from .store.convert import convert
-from .store.manifest import FORMAT_VERSION, MANIFEST_NAME, Store, is_store, open_store
+from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store
 from .store.progress import progress_bar
 
 
@@ -165,7 +165,7 @@ def _convert(model: PreTrainedModel, experts: CheckpointExperts, config: MeshCon
 
 
 def _cached_store(experts: CheckpointExperts, name: str, weights: str, group_size: int) -> Path:
-    text = f"{FORMAT_VERSION} {experts.fingerprint} {weights} {group_size}"
+    text = f"{FORMAT_VERSIONS[weights]} {experts.fingerprint} {weights} {group_size}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return cache_folder() / "stores" / f"{name}-{weights}-{digest}"
 

@@ -52,20 +52,19 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* un
   }
 }
 
-// 128 times the sum of each column's operands, which gemm's u8 rows add.
+// 128 times the sum of each column of gemm_words, which gemm's u8 rows add.
 template <typename Dot>
 inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
+  alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
+  const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-    Words sum;
+    Words sum = broadcast_word(0);
+    for (int32_t j = 0; j < group.count; ++j) {
+      sum = Dot::add(sum, ones, Dot::weights(group.words + (j * kBlockColumns + c) * 4));
+    }
+    // int8 goes to gemm as it is stored, wherever the Dot puts its zero.
     if constexpr (Dot::kRowWords == 1) {
-      sum = of_columns<Dot>(group, c);
-    } else {
-      sum = broadcast_word(0);
-      alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
-      const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
-      for (int32_t j = 0; j < group.count; ++j) {
-        sum = Dot::add(sum, ones, Dot::weights(group.words + (j * kBlockColumns + c) * 4));
-      }
+      sum = Dot::correct(sum, Dot::zeros(group.scales + c * 2), group.count * 4);
     }
     store_words(surplus + c, shift_left<7>(sum));
   }
@@ -94,7 +93,7 @@ inline void gemm_integer(const BlockProducts& products) {
         Words sum =
             subtract_words(load_words(exact + r * kBlockColumns + c), load_words(surplus + c));
         if constexpr (Dot::kRowWords == 2) {
-          sum = Dot::correct(sum, of_columns<Dot>(group, c), rows.sum[r]);
+          sum = Dot::correct(sum, Dot::zeros(group.scales + c * 2), rows.sum[r]);
         }
         add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c * 2);
       }

@@ -167,16 +167,12 @@ inline void store_nibbles(std::byte* group, int32_t column, const Columns& colum
 }
 
 inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group) {
-  auto* sums = reinterpret_cast<uint16_t*>(group + kBlockColumns * 2);
-  std::byte* words = group + kBlockColumns * 4;
+  std::byte* words = group + kBlockColumns * 2;
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Floats scale = best_scale<Int8Grid>(columns);
     quantise_columns<Int8Grid>(columns, scale);
     store_scale(group, c, columns, scale);
-    Floats sum = broadcast(0.0f);
-    for (int32_t k = 0; k < depth; ++k) sum = sum + columns.row(k);
-    store_uint16(sums + c, to_integers(sum) & broadcast_word(0xffff));
     for (int32_t k = 0; k < depth; k += 4) {
       store_words(words + (k / 4 * kBlockColumns + c) * 4, four_bytes(columns, k, 0));
     }

@@ -33,6 +33,7 @@ struct PairInt8Dot {
     return add_pairs(sum,
                      multiply_byte_pairs(row.magnitudes, negate_bytes(weights.bytes, row.signs)));
   }
+  static Words zeros(const std::byte*) { return broadcast_word(0); }
   static Words correct(Words sum, Words, int32_t) { return sum; }
 };
 

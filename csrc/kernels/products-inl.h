@@ -7,8 +7,8 @@
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
 //   add(sum, row, weights)
-//   correct(sum, correction, row_sum)   takes out what shifting operands to unsigned has added
-//   (integers); the correction is the stored weight sum, or for nibbles zeros(scales)
+//   zeros(scales)   which operand stands for a weight of zero, per column (integers)
+//   correct(sum, zeros, row_sum)   takes out what these have added
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -93,31 +93,16 @@ struct IntegerGroup {
   static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
 
   const std::byte* scales;  // bf16
-  const std::byte* sums;    // int16, int8 only
   const std::byte* words;
   int32_t count;  // of words per column
 
   IntegerGroup(const BlockProducts& products, int32_t group) {
     const int32_t size = products.shape.group_size;
-    const int32_t header = products.shape.format == Format::kInt8 ? 4 : 2;
     count = size / kWeightsPerWord;
-    const std::byte* begin =
-        products.block + static_cast<int64_t>(group) * kBlockColumns * (header + count * 4);
-    scales = begin;
-    sums = begin + kBlockColumns * 2;
-    words = begin + kBlockColumns * header;
+    scales = products.block + static_cast<int64_t>(group) * kBlockColumns * (2 + count * 4);
+    words = scales + kBlockColumns * 2;
   }
 };
-
-// What the Dot corrects the sums of kLanes columns by.
-template <typename Dot>
-inline Words of_columns(const IntegerGroup<Dot>& group, int32_t column) {
-  if constexpr (Dot::kRowWords == 1) {
-    return load_int16(group.sums + column * 2);
-  } else {
-    return Dot::zeros(group.scales + column * 2);
-  }
-}
 
 inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
   const Floats scale = broadcast(row_scale) * load_bf16(scales);
@@ -136,9 +121,9 @@ inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, 
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
-      const Words correction = of_columns<Dot>(group, column);
+      const Words zeros = Dot::zeros(group.scales + column * 2);
       for (int r = 0; r < kRows; ++r) {
-        const Words corrected = Dot::correct(exact[r][v], correction, rows.sum[first + r]);
+        const Words corrected = Dot::correct(exact[r][v], zeros, rows.sum[first + r]);
         add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
                    group.scales + column * 2);
       }

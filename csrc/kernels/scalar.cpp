@@ -23,6 +23,7 @@ struct ScalarInt8Dot {
     }
     return sum;
   }
+  static Words zeros(const std::byte*) { return broadcast_word(0); }
   static Words correct(Words sum, Words, int32_t) { return sum; }
 };
 

@@ -74,7 +74,6 @@ inline int32_t sum_of_lanes(Words a) {
 inline __m128i load_eight_halves(const void* from) {
   return _mm_loadu_si128(static_cast<const __m128i*>(from));
 }
-inline Words load_int16(const void* from) { return _mm256_cvtepi16_epi32(load_eight_halves(from)); }
 inline Words load_uint16(const void* from) {
   return _mm256_cvtepu16_epi32(load_eight_halves(from));
 }

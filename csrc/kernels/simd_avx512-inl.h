@@ -70,9 +70,6 @@ inline int32_t sum_of_lanes(Words a) { return _mm512_reduce_add_epi32(a); }
 inline __m256i load_sixteen_halves(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
-inline Words load_int16(const void* from) {
-  return _mm512_cvtepi16_epi32(load_sixteen_halves(from));
-}
 inline Words load_uint16(const void* from) {
   return _mm512_cvtepu16_epi32(load_sixteen_halves(from));
 }

@@ -69,9 +69,6 @@ inline uint32_t load_uint16(const void* from) {
   __builtin_memcpy(&half, from, sizeof(half));
   return half;
 }
-inline uint32_t load_int16(const void* from) {
-  return static_cast<uint32_t>(int32_t{static_cast<int16_t>(load_uint16(from))});
-}
 inline void store_uint16(void* to, uint32_t words) {
   const auto half = static_cast<uint16_t>(words);
   __builtin_memcpy(to, &half, sizeof(half));

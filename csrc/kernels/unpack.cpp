@@ -37,7 +37,7 @@ float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, i
     return bf16_at(block + (int64_t{k / 2} * kBlockColumns + column) * 4 + k % 2 * 2);
   }
   const std::byte* group = block + k / matrix.group_size * matrix.group_bytes;
-  const std::byte* words = group + matrix.scales_bytes() + matrix.sums_bytes();
+  const std::byte* words = group + matrix.scales_bytes();
   const std::byte* scale = group + column * 2;
   const int32_t quantised =
       quantised_at(matrix.format, scale, words, k % matrix.group_size, column);

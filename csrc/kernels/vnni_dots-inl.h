@@ -7,7 +7,7 @@
 namespace torch_mesh {
 namespace {
 
-// The activations are the unsigned side, as they are stored: value + 128.
+// The weights are the unsigned side of all of them; int8 takes one XOR to become value + 128.
 struct VnniInt8Dot {
   using Sum = Words;
   struct Weights {
@@ -16,17 +16,19 @@ struct VnniInt8Dot {
   using Row = Weights;
   static constexpr int kRowWords = 1;
 
-  static Weights weights(const std::byte* words) { return {load_words(words)}; }
-  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
-  static Words add(Words sum, const Row& row, const Weights& weights) {
-    return _mm512_dpbusd_epi32(sum, row.bytes, weights.bytes);
+  static Weights weights(const std::byte* words) {
+    return {load_words(words) ^ broadcast_word(0x80808080)};
   }
-  static Words correct(Words sum, Words weight_sum, int32_t) {
-    return subtract_words(sum, shift_left<7>(weight_sum));
+  static Row row(const std::byte* word) { return {broadcast_word(signed_bytes(word_at(word)))}; }
+  static Words add(Words sum, const Row& row, const Weights& weights) {
+    return _mm512_dpbusd_epi32(sum, weights.bytes, row.bytes);
+  }
+  static Words zeros(const std::byte*) { return broadcast_word(128); }
+  static Words correct(Words sum, Words zeros, int32_t row_sum) {
+    return subtract_words(sum, times_row_sum(zeros, row_sum));
   }
 };
 
-// The weights are the unsigned side.
 template <typename Nibbles>
 struct VnniNibbleDot {
   using Sum = Words;

@@ -45,8 +45,8 @@ PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t colum
   const int32_t step = group_size > kBlockColumns ? group_size : kBlockColumns;
   matrix.depth_padded = static_cast<int32_t>(round_up(depth, step));
   const int64_t group_depth = group_size == 0 ? matrix.depth_padded : group_size;
-  matrix.group_bytes = matrix.scales_bytes() + matrix.sums_bytes() +
-                       group_depth * kBlockColumns * weight_bits(format) / 8;
+  matrix.group_bytes =
+      matrix.scales_bytes() + group_depth * kBlockColumns * weight_bits(format) / 8;
   matrix.block_bytes = matrix.group_bytes * matrix.groups();
   return matrix;
 }

@@ -4,7 +4,7 @@
 // A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so
 // that one thread streams it front to back. A block is a row of groups; a group of an integer
 // format is
-//   64 bf16 scales | 64 int16 weight sums (int8 only) | its words,
+//   64 bf16 scales | its words,
 // and a bf16 block is words alone. A word is 32 bits and holds the next k-values of one column:
 //   bf16: 2 values                        [K/2][64] words
 //   int8: 4 signed bytes                  [group/4][64] words
@@ -17,8 +17,7 @@
 //   The scale's sign matters: it mirrors the levels.
 // which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
 // block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
-// depth to max(64, group). Weight sums correct products with activations that were shifted to
-// unsigned: sum((a + 128) * w) - 128 * sum(w).
+// depth to max(64, group).
 #pragma once
 
 #include <cstddef>
@@ -31,7 +30,6 @@ enum class Format : uint8_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kLut4 = 3 };
 
 inline constexpr int kFormats = 4;
 
-inline constexpr int32_t kFormatVersion = 1;
 inline constexpr int32_t kBlockColumns = 64;
 inline constexpr int64_t kRecordAlignment = 4096;
 
@@ -53,12 +51,11 @@ struct PackedMatrix {
   int32_t depth;         // input features, without padding
   int32_t blocks;        // 64-column blocks, gate and up counted both
   int32_t depth_padded;  // a multiple of max(64, group_size)
-  int64_t group_bytes;   // scales, sums and words of one group; the whole block for bf16
+  int64_t group_bytes;   // scales and words of one group; the whole block for bf16
   int64_t block_bytes;
 
   int32_t groups() const { return group_size == 0 ? 1 : depth_padded / group_size; }
   int64_t scales_bytes() const { return format == Format::kBf16 ? 0 : kBlockColumns * 2; }
-  int64_t sums_bytes() const { return format == Format::kInt8 ? kBlockColumns * 2 : 0; }
   int64_t bytes() const { return blocks * block_bytes; }
 
   // `halves` matrices of `columns` x `depth` side by side, block by block. Throws Error(kInvalid)

@@ -245,7 +245,7 @@ TEST(RecordLayout, HasTheSizesOfTheFormat) {
   EXPECT_EQ(int4.gate_up_bias_offset, -1);
   const RecordLayout int8 = RecordLayout::make(Format::kInt8, 128, 65, 1, false, true);
   EXPECT_EQ(int8.gate_up.depth_padded, 128);
-  EXPECT_EQ(int8.gate_up.group_bytes, 256 + 128 * 64);
+  EXPECT_EQ(int8.gate_up.group_bytes, 128 + 128 * 64);
   EXPECT_EQ(int8.down.blocks, 2);
   EXPECT_EQ(int8.down_bias_offset, int8.gate_up_bias_offset + 4);
 }

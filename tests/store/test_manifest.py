@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from tiny_checkpoints import save_tiny
 
 from torch_mesh.errors import StoreError
@@ -97,6 +99,39 @@ def test_hostile_manifest_is_refused(store: Store, name: str) -> None:
     with pytest.raises(StoreError) as caught:
         open_store(store.folder)
     assert str(store.folder) in str(caught.value)
+
+
+def test_int8_records_with_weight_sums_are_refused_with_what_to_do(store: Store) -> None:
+    rewrite_manifest(store.folder, lambda table: table.update(weights="int8", format_version=1))
+    with pytest.raises(
+        StoreError, match="int8 records of format version 1; this release reads version 2.*convert.*again"
+    ):
+        open_store(store.folder)
+
+
+def _record(weights: str) -> bytes:
+    def matrix(rows: int, columns: int, shift: int) -> torch.Tensor:
+        values = (torch.arange(rows * columns) * 7919 + shift) % 2017 - 1008
+        return (values.float() ** 3 / 2**34).to(torch.bfloat16).reshape(rows, columns)
+
+    gate, up, down = matrix(72, 200, 0), matrix(72, 200, 1), matrix(200, 72, 2)
+    group_size = 0 if weights == "bf16" else 32
+    return torch.ops.torch_mesh.pack(gate, up, down, None, None, None, weights, group_size).numpy().tobytes()
+
+
+# Of fixed weights. A store outlives a release: who changes these bytes gives their format a new version.
+RECORDS = {
+    ("bf16", 1): "682071ec4f5ac8651f8c8c6f39acbd3d",
+    ("int8", 2): "4db208b6ba1a81410257c44c8ef9c6fe",
+    ("int4", 1): "331d09b8c2079e156d3c39893502812f",
+    ("lut4", 1): "9b42000cce6d5582b0725fb5c86b0197",
+}
+
+
+@pytest.mark.parametrize(("weights", "version"), RECORDS)
+def test_a_format_version_is_a_promise_of_bytes(weights: str, version: int) -> None:
+    assert manifest_module.FORMAT_VERSIONS[weights] == version
+    assert hashlib.sha256(_record(weights)).hexdigest()[:32] == RECORDS[weights, version]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.header import weight_files
-from torch_mesh.store.manifest import FORMAT_VERSION, is_store, open_store
+from torch_mesh.store.manifest import FORMAT_VERSIONS, is_store, open_store
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
     return {
         "kind": "store",
         "folder": str(folder),
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSIONS[manifest.weights],
         "store_id": manifest.store_id.hex(),
         "source": manifest.source_name,
         "weights": manifest.weights,

@@ -38,8 +38,9 @@ from torch_mesh.store.header import (
 )
 
 MANIFEST_NAME = "mesh_manifest.json"
-FORMAT_VERSION = 1  # of the manifest and of the packed layout, csrc/store/record.h
-WEIGHTS = ("bf16", "int8", "int4", "lut4")
+# Of the manifest and of the packed layout of these weights, csrc/store/record.h. int8 had weight sums in version 1.
+FORMAT_VERSIONS = {"bf16": 1, "int8": 2, "int4": 1, "lut4": 1}
+WEIGHTS = tuple(FORMAT_VERSIONS)
 GROUP_SIZES = (32, 64, 128)
 MAX_FILE_BYTES = 4 << 30
 _MAX_PATH = 512
@@ -112,7 +113,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest file's text. Its last key is a digest of all that stands before."""
-        table: dict[str, object] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        table: dict[str, object] = {"format_version": FORMAT_VERSIONS[self.weights], **asdict(self)}
         table["store_id"] = self.store_id.hex()
         table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
         table["digest"] = _digest(table)
@@ -202,11 +203,7 @@ def _digest(table: dict[str, object]) -> str:
 def _parse_manifest(path: Path, table: object) -> Manifest:
     if not isinstance(table, dict):
         raise store_error(path, f"is a JSON {type(table).__name__}, not an object")
-    version = table.get("format_version")
-    if version != FORMAT_VERSION:
-        raise store_error(
-            path, f"has the format version {version!r}; this release reads {FORMAT_VERSION}: convert anew"
-        )
+    _check_version(path, table)
     keys = {field.name for field in fields(Manifest)} | {"format_version", "digest"}
     if set(table) != keys:
         raise store_error(path, f"lacks {sorted(keys - set(table))} and has the unknown {sorted(set(table) - keys)}")
@@ -218,11 +215,23 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
         raise store_error(path, f"is malformed: {problem}") from None
 
 
+def _check_version(path: Path, table: dict[str, Any]) -> None:
+    weights, version = table.get("weights"), table.get("format_version")
+    if weights not in WEIGHTS:
+        raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(WEIGHTS)}")
+    if version != FORMAT_VERSIONS[weights]:
+        raise store_error(
+            path,
+            f"holds {weights} records of format version {version!r}; this release reads version {FORMAT_VERSIONS[weights]} of "
+            "them: convert the original checkpoint again (torch-mesh convert; with --force it replaces this folder)",
+        )
+
+
 def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
     shape = _typed_shape(table["shape"])
     weights, group_size = table["weights"], _integer(table, "group_size", 0, max(GROUP_SIZES))
-    if weights not in WEIGHTS or group_size not in ((0,) if weights == "bf16" else GROUP_SIZES):
-        raise ValueError(f"weights {weights!r} with group_size {group_size} are unknown to this release")
+    if group_size not in ((0,) if weights == "bf16" else GROUP_SIZES):
+        raise ValueError(f"'group_size' is {group_size} of {weights} records; it is one of {GROUP_SIZES}, or 0 of bf16")
     record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
     modules = table["modules"]
     if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):

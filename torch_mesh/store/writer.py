@@ -28,7 +28,7 @@ import numpy.typing as npt
 from torch_mesh.errors import StoreError
 from torch_mesh.store.header import parse_json, store_error
 from torch_mesh.store.manifest import (
-    FORMAT_VERSION,
+    FORMAT_VERSIONS,
     MANIFEST_NAME,
     MAX_FILE_BYTES,
     Manifest,
@@ -71,7 +71,7 @@ class StorePlan:
     def identity(self) -> dict[str, Any]:
         table = asdict(self)
         del table["source_name"]  # a folder may move
-        return {"format_version": FORMAT_VERSION, **table, "modules": list(self.modules)}
+        return {"format_version": FORMAT_VERSIONS[self.weights], **table, "modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
         mine = (self.shape, self.modules, self.weights, self.group_size, self.source_fingerprint)
