@@ -27,10 +27,12 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx51
 VNNI = [*AVX512, "-mavx512vnni"]
 INSTRUCTION_SETS = {
     "csrc/kernels/avx2.cpp": AVX2,
+    "csrc/kernels/avx_vnni.cpp": [*AVX2, "-mavxvnni"],
     "csrc/kernels/avx512.cpp": AVX512,
     "csrc/kernels/avx512_vnni.cpp": VNNI,
     "csrc/kernels/avx512_bf16.cpp": [*VNNI, "-mavx512bf16"],
     # The VNNI and BF16 bodies over emulated instructions, so that they run where the processor lacks those.
+    "tests/engine/emulated_avx_vnni.cpp": AVX2,
     "tests/engine/emulated_vnni.cpp": AVX512,
 }
 COMMON = ["-std=c++20", "-Wall", "-Wextra", "-fvisibility=hidden", f"-I{CSRC}"]

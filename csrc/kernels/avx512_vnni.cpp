@@ -1,5 +1,5 @@
 // AVX512 with VNNI: Cascade Lake, Ice Lake.
-#include "kernels/simd_avx512-inl.h"
+#include "kernels/simd_avx512_vnni-inl.h"
 // All others are written in its terms.
 #include "kernels/table-inl.h"
 #include "kernels/vnni_dots-inl.h"

@@ -20,6 +20,7 @@ bool runs_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
 }
+bool runs_avx_vnni() { return runs_avx2() && __builtin_cpu_supports("avxvnni"); }
 bool runs_avx512() {
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -33,6 +34,7 @@ constexpr Candidate kCandidates[] = {
     {&kScalarTable, [] { return true; }},
 #if defined(__x86_64__)
     {&kAvx2Table, runs_avx2},
+    {&kAvxVnniTable, runs_avx_vnni},
     {&kAvx512Table, runs_avx512},
     {&kAvx512VnniTable, runs_avx512_vnni},
     {&kAvx512Bf16Table, runs_avx512_bf16},

@@ -1,5 +1,5 @@
-// Integer Dots of AVX512-VNNI: vpdpbusd adds four products of unsigned and signed bytes to each
-// lane.
+// Integer Dots of VNNI, in terms of add_byte_products (vpdpbusd), which the target's simd header
+// has.
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -21,7 +21,7 @@ struct VnniInt8Dot {
   }
   static Row row(const std::byte* word) { return {broadcast_word(signed_bytes(word_at(word)))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    return _mm512_dpbusd_epi32(sum, weights.bytes, row.bytes);
+    return add_byte_products(sum, weights.bytes, row.bytes);
   }
   static Words zeros(const std::byte*) { return broadcast_word(128); }
   static Words correct(Words sum, Words zeros, int32_t row_sum) {
@@ -48,8 +48,8 @@ struct VnniNibbleDot {
             broadcast_word(signed_bytes(word_at(words + 4)))};
   }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    sum = _mm512_dpbusd_epi32(sum, weights.low, row.low);
-    return _mm512_dpbusd_epi32(sum, weights.high, row.high);
+    sum = add_byte_products(sum, weights.low, row.low);
+    return add_byte_products(sum, weights.high, row.high);
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
   static Words correct(Words sum, Words zeros, int32_t row_sum) {

@@ -21,6 +21,7 @@
 
 namespace torch_mesh {
 
+extern const KernelTable kEmulatedAvxVnniTable;
 extern const KernelTable kEmulatedVnniTable;
 extern const KernelTable kEmulatedBf16Table;
 
@@ -275,17 +276,17 @@ inline ::testing::AssertionResult same_bits(const std::vector<float>& a,
   return ::testing::AssertionSuccess();
 }
 
-// Every table that can be executed here, the emulated ones included where there is AVX512.
+// Every table that can be executed here, the emulated ones included where what they are written in
+// is there.
 inline std::vector<const KernelTable*> all_tables() {
   std::vector<const KernelTable*> tables;
-  bool avx512 = false;
   for (std::string_view name : kernel_tables()) {
     tables.push_back(&kernel_table(name));
-    avx512 = avx512 || name == "avx512";
-  }
-  if (avx512) {
-    tables.push_back(&kEmulatedVnniTable);
-    tables.push_back(&kEmulatedBf16Table);
+    if (name == "avx2") tables.push_back(&kEmulatedAvxVnniTable);
+    if (name == "avx512") {
+      tables.push_back(&kEmulatedVnniTable);
+      tables.push_back(&kEmulatedBf16Table);
+    }
   }
   return tables;
 }

@@ -32,7 +32,7 @@ def allowed_encodings(path: Path) -> set[str]:
         return set()
     if path.stem.startswith("avx512"):
         return {"VEX", "EVEX"}
-    return {"VEX"} if path.stem == "avx2" else set()
+    return {"VEX"} if path.stem in ("avx2", "avx_vnni") else set()
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def name_of(path: Path) -> str:
 
 def test_every_kernel_table_has_an_object() -> None:
     kernels = {path.stem for path in OBJECTS if path.parent.name == "kernels"}
-    assert {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16"} <= kernels
+    assert {"scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16"} <= kernels
 
 
 @pytest.mark.parametrize("path", OBJECTS, ids=name_of)

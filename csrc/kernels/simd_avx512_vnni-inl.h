@@ -1,0 +1,15 @@
+// AVX512 with VNNI.
+#pragma once
+
+#include "kernels/simd_avx512-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+// sum + the four products of unsigned and signed bytes of each lane.
+inline Words add_byte_products(Words sum, Words unsigned_bytes, Words signed_bytes) {
+  return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
+}
+
+}  // namespace
+}  // namespace torch_mesh
