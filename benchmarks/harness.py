@@ -134,7 +134,9 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": fields.get("model name", platform.processor()),
         "cpus": available_cpus(),
-        "isa": [flag for flag in ("avx2", "avx_vnni", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile") if flag in flags],
+        "isa": [
+            flag for flag in ("avx2", "avx_vnni", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile") if flag in flags
+        ],
         "memory_gib": round(int(meminfo["MemTotal"].split()[0]) / 2**20, 1),
         "kernel": platform.release(),
     }
