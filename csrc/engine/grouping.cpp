@@ -1,5 +1,6 @@
 #include "engine/grouping.h"
 
+#include <algorithm>
 #include <string>
 
 #include "base/error.h"
@@ -30,12 +31,16 @@ void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, i
   }
 
   grouping.experts.clear();
-  grouping.first.assign(1, 0);
   for (int32_t expert = 0; expert < experts; ++expert) {
+    if (cursor[expert] > 0) grouping.experts.push_back(expert);
+  }
+  std::sort(grouping.experts.begin(), grouping.experts.end(), [&](int32_t a, int32_t b) {
+    return cursor[a] != cursor[b] ? cursor[a] > cursor[b] : a < b;
+  });
+  grouping.first.assign(1, 0);
+  for (int32_t expert : grouping.experts) {
     const int32_t rows = cursor[expert];
-    if (rows == 0) continue;
     cursor[expert] = grouping.first.back();
-    grouping.experts.push_back(expert);
     grouping.first.push_back(grouping.first.back() + rows);
   }
 

@@ -5,8 +5,9 @@
 
 namespace torch_mesh {
 
-// A stable counting sort of ids [tokens][top_k]. Throws Error(kInvalid) for an id outside [0,
-// experts), unless `sentinels` says that ids >= experts are to be skipped.
+// A stable counting sort of ids [tokens][top_k]. Experts with many rows come first: they are
+// computed together, by all threads, and what comes last is short. Throws Error(kInvalid) for an id
+// outside [0, experts), unless `sentinels` says that ids >= experts are to be skipped.
 void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, int32_t top_k,
                      int32_t experts, bool sentinels, Grouping& grouping);
 

@@ -246,17 +246,21 @@ TEST(Grouping, IsAStableSortThatLosesNothing) {
       if (ids[i] < experts) expected[ids[i]].push_back(i);
     }
     ASSERT_EQ(grouping.experts.size(), expected.size());
-    int32_t index = 0;
-    for (const auto& [expert, places] : expected) {
-      ASSERT_EQ(grouping.experts[index], expert);
+    for (int32_t index = 0; index < std::ssize(grouping.experts); ++index) {
+      const int32_t expert = grouping.experts[index];
+      const std::vector<int32_t>& places = expected[expert];
       ASSERT_EQ(grouping.rows(index), std::ssize(places));
+      if (index > 0) {  // most rows first, then by number
+        ASSERT_GE(grouping.rows(index - 1), grouping.rows(index));
+        ASSERT_TRUE(grouping.rows(index - 1) > grouping.rows(index) ||
+                    grouping.experts[index - 1] < expert);
+      }
       for (int32_t row = 0; row < grouping.rows(index); ++row) {
         const int32_t at = grouping.first[index] + row;
         ASSERT_EQ(grouping.places[at], places[row]);
         ASSERT_EQ(grouping.tokens[at], places[row] / top_k);
         ASSERT_EQ(grouping.weights[at], weights[places[row]]);
       }
-      ++index;
     }
   }
 }
