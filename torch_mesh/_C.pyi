@@ -8,7 +8,9 @@ import numpy.typing as npt
 torch_version: str  # of the torch this extension was built against
 
 def features() -> dict[str, str]:
-    """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise), 'numa_nodes'."""
+    """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise),
+    'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with processors for it too).
+    """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:

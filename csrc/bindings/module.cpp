@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <string>
@@ -16,7 +17,7 @@
 #include "bindings/runtime.h"
 #include "io/reader.h"
 #include "kernels/pack.h"
-#include "residency/arena.h"
+#include "residency/topology.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -392,7 +393,8 @@ py::dict features() {
   result["uring"] = uring_unavailable();
   result["brgemm_bf16"] = brgemm_bf16_unavailable();
   result["brgemm_int8"] = brgemm_int8_unavailable();
-  result["numa_nodes"] = std::to_string(numa_nodes());
+  result["numa_nodes"] = std::to_string(std::max<size_t>(memory_nodes().size(), 1));
+  result["numa_compute_nodes"] = std::to_string(Topology::of_this_process().nodes());
   return result;
 }
 

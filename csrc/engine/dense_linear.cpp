@@ -19,8 +19,8 @@ void linear_chunk(const PackedMatrix& matrix, const DenseLinearCall& call, const
   const auto rows = static_cast<int32_t>(call.rows);
   std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
   TaskQueue queue;
-  const int32_t prepare = queue.add(tasks_for(rows, kPrepareRows), 0);
-  queue.add(matrix.blocks, 1);
+  const int32_t prepare = queue.add(tasks_for(rows, kPrepareRows), {0, 0});
+  queue.add(matrix.blocks, {prepare, prepare + 1});
   const int64_t work = int64_t{rows} * matrix.columns * matrix.depth;
   queue.run(runtime, team_for(work, threads), [&](int32_t stage, int64_t task) {
     if (stage == prepare) {

@@ -7,17 +7,12 @@
 
 #include "base/error.h"
 #include "engine/grouping.h"
+#include "engine/placement.h"
 #include "engine/task_queue.h"
 #include "kernels/convert.h"
 
 namespace torch_mesh {
 namespace {
-
-// Experts computed between two looks at what else has landed. Enough that a decode step of any
-// model runs in one go, few enough that a prefill gives slots back while it computes.
-constexpr int32_t kReadyBatch = 16;
-
-static_assert(2 * kReadyBatch + 2 <= TaskQueue::kMostStages);
 
 constexpr int64_t kReduceColumns = 1024;  // that one task adds up
 
@@ -114,7 +109,8 @@ void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
 }
 
 // One batch in one region: preparing the rows before the first, adding up the products after the
-// last. An expert's down tasks stand behind all gate_up tasks, so that by then its own have ended.
+// last. An expert's down tasks stand behind all gate_up tasks of its node, so that by then its own
+// have ended.
 void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
                      Workspace& workspace) const {
   std::array<ExpertRows, kReadyBatch> experts;
@@ -123,28 +119,44 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
     experts[i] = rows_of(ready[i], workspace);
     rows += experts[i].rows;
   }
-  const auto count = static_cast<int32_t>(ready.size());
+  const Placement placement(pool_->topology(), ready);
   TaskQueue queue;
-  if (part.first) queue.add(tasks_for(call.tokens, kPrepareRows), 0);
-  const int32_t gate_up = queue.stages();
-  for (int32_t i = 0; i < count; ++i) queue.add(ffn_.gate_up_tasks(), gate_up);
-  const int32_t down = queue.stages();
-  for (int32_t i = 0; i < count; ++i) queue.add(ffn_.down_tasks(), gate_up + i + 1);
+  if (part.first) queue.add(tasks_for(call.tokens, kPrepareRows), {0, 0});
+  const int32_t prepared = queue.stages();
+  struct Step {
+    int32_t expert;
+    bool down;
+  };
+  std::array<Step, TaskQueue::kMostStages> steps;
+  placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
+    const int32_t gate_up = queue.stages();
+    for (int32_t i = begin; i < end; ++i) {
+      steps[queue.add(ffn_.gate_up_tasks(), {0, prepared})] = {placement[i], false};
+    }
+    for (int32_t i = begin; i < end; ++i) {
+      const int32_t needed = gate_up + i - begin;
+      steps[queue.add(ffn_.down_tasks(), {needed, needed + 1})] = {placement[i], true};
+    }
+  });
   const int32_t reduce = queue.stages();
   const int64_t strips = tasks_for(layout().hidden, kReduceColumns);
-  if (part.last) queue.add(call.tokens * strips, reduce);
+  if (part.last) queue.add(call.tokens * strips, {0, reduce});
 
   const int32_t team = team_for(rows * ffn_.multiply_adds_per_row(), options_.threads);
-  queue.run(runtime_, team, [&](int32_t stage, int64_t at) {
+  const auto current_node = [&] { return placement.current_node(); };
+  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
-    if (stage < gate_up) {
+    if (stage < prepared) {
       const int32_t begin = task * kPrepareRows;
       ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, begin,
                    std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
-    } else if (stage < down) {
-      ffn_.gate_up(task, workspace.prepared.data(), experts[stage - gate_up]);
     } else if (stage < reduce) {
-      ffn_.down(task, experts[stage - down]);
+      const Step step = steps[stage];
+      if (step.down) {
+        ffn_.down(task, experts[step.expert]);
+      } else {
+        ffn_.gate_up(task, workspace.prepared.data(), experts[step.expert]);
+      }
     } else {
       const int64_t column = at % strips * kReduceColumns;
       this->reduce(call, at / strips, column,
@@ -246,17 +258,22 @@ void Engine::compute_linear(const LinearCall& call, int32_t rows,
   std::byte* prepared = workspace.prepared.data();
   auto* products = reinterpret_cast<float*>(workspace.products.data());
   int64_t work = 0;
+  const Placement placement(pool_->topology(), ready);
   TaskQueue queue;
-  if (part.first) queue.add(tasks_for(rows, kPrepareRows), 0);
+  if (part.first) queue.add(tasks_for(rows, kPrepareRows), {0, 0});
   const int32_t linear = queue.stages();
-  for (const ReadyExpert& expert : ready) {
-    queue.add(ffn_.linear_tasks(call.projection), linear);
-    work += grouping.rows(expert.index) * width * in_features(call.projection);
-  }
+  placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
+    for (int32_t i = begin; i < end; ++i) {
+      queue.add(ffn_.linear_tasks(call.projection), {0, linear});
+      work += grouping.rows(ready[placement[i]].index) * width * in_features(call.projection);
+    }
+  });
   const int32_t store = queue.stages();
-  if (part.last) queue.add(rows, store);
+  if (part.last) queue.add(rows, {0, store});
 
-  queue.run(runtime_, team_for(work, options_.threads), [&](int32_t stage, int64_t at) {
+  const int32_t team = team_for(work, options_.threads);
+  const auto current_node = [&] { return placement.current_node(); };
+  queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
     if (stage < linear) {
       const auto prepare = call.projection == 0 ? &ExpertFfn::prepare : &ExpertFfn::prepare_hidden;
@@ -264,7 +281,7 @@ void Engine::compute_linear(const LinearCall& call, int32_t rows,
       (ffn_.*prepare)(call.x.data, call.x.type, call.x.row_stride, begin,
                       std::min(begin + kPrepareRows, rows), prepared);
     } else if (stage < store) {
-      const ReadyExpert& expert = ready[stage - linear];
+      const ReadyExpert& expert = ready[placement[stage - linear]];
       const int32_t first = grouping.first[expert.index];
       ffn_.linear(call.projection, task, prepared, expert.record, first,
                   grouping.rows(expert.index), products + first * width, width);

@@ -35,7 +35,19 @@ int32_t team_for(int64_t multiply_adds, int32_t threads) {
   return static_cast<int32_t>(std::clamp<int64_t>(multiply_adds / kThreadWork, 1, threads));
 }
 
-int32_t TaskQueue::add(int64_t tasks, int32_t needs) {
+void TaskQueue::begin_lane() {
+  if (lanes_ == std::ssize(lanes_at_)) throw std::length_error("a task queue has too many lanes");
+  Lane& lane = lanes_at_[lanes_++];
+  lane.next.store(tasks(), std::memory_order_relaxed);
+  lane.first_stage = stages_;
+}
+
+void TaskQueue::next_lane() {
+  end_lane();
+  begin_lane();
+}
+
+int32_t TaskQueue::add(int64_t tasks, Stages needs) {
   if (stages_ == kMostStages) throw std::length_error("a task queue has too many stages");
   const int64_t before = this->tasks();
   end_[stages_] = before + tasks;
@@ -44,12 +56,15 @@ int32_t TaskQueue::add(int64_t tasks, int32_t needs) {
   return stages_++;
 }
 
-bool TaskQueue::take(Cursor& at) {
-  const int64_t taken = next_.fetch_add(1, std::memory_order_relaxed);
-  if (taken >= tasks()) return false;
+bool TaskQueue::take(Lane& lane, Cursor& at) {
+  const int64_t taken = lane.next.fetch_add(1, std::memory_order_relaxed);
+  if (taken >= lane.end) return false;
   while (taken >= end_[at.stage]) ++at.stage;
   at.task = taken - (at.stage == 0 ? 0 : end_[at.stage - 1]);
-  for (; at.ended < needs_[at.stage]; ++at.ended) wait_for_zero(left_[at.ended]);
+  if (at.waited == at.stage) return true;
+  const auto [begin, end] = needs_[at.stage];
+  for (int32_t stage = begin; stage < end; ++stage) wait_for_zero(left_[stage]);
+  at.waited = at.stage;
   return true;
 }
 

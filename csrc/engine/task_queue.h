@@ -1,9 +1,14 @@
 // The work of one batch of experts as one list of tasks, which the threads of one parallel region
 // take in order.
 //
-// There is no barrier: a stage names how many of the stages before it must have ended, and its
-// tasks wait for those alone. Nobody counts the threads, so one that comes late, or never, because
-// its core is busy elsewhere holds nothing up; the others have done its share.
+// There is no barrier: a stage names the stages before it that must have ended, and its tasks wait
+// for those alone. Nobody counts the threads, so one that comes late, or never, because its core is
+// busy elsewhere holds nothing up; the others have done its share.
+//
+// Where experts lie on several NUMA nodes the list is cut into lanes: a first one for everyone, one
+// for each node, a last one for everyone. A thread takes what its own node's lane has and then what
+// the others' have left. A stage needs stages of its own lane and of the first one, or stands in
+// the last: so all that a task waits for has been taken by somebody who runs.
 #pragma once
 
 #include <array>
@@ -25,22 +30,44 @@ constexpr int64_t tasks_for(int64_t items, int64_t per_task) {
 
 class TaskQueue {
  public:
-  static constexpr int32_t kMostStages = 40;
+  TaskQueue() { begin_lane(); }
 
-  // `needs` of the first stages must have ended before a task of this one begins. Returns its
-  // number.
-  int32_t add(int64_t tasks, int32_t needs);
+  static constexpr int32_t kMostStages = 40;
+  static constexpr int32_t kMostNodes = 16;
+
+  // Those numbered from `begin` to before `end`.
+  struct Stages {
+    int32_t begin, end;
+  };
+
+  // `needs` must have ended before a task of this stage begins. Returns its number.
+  int32_t add(int64_t tasks, Stages needs);
   int32_t stages() const { return stages_; }
   int64_t tasks() const { return stages_ == 0 ? 0 : end_[stages_ - 1]; }
+
+  // What is added from here on stands in a lane of its own. Never, or once for each of at most
+  // kMostNodes nodes and once for what comes last.
+  void next_lane();
 
   // body(stage, task within the stage) for every task; returns when all have ended. Once.
   template <typename Body>
   void run(const Runtime& runtime, int32_t threads, const Body& body) {
+    run(
+        runtime, threads, [] { return 0; }, body);
+  }
+  // current_node() says in which node's lane the calling thread begins; asked only if there are
+  // any.
+  template <typename CurrentNode, typename Body>
+  void run(const Runtime& runtime, int32_t threads, const CurrentNode& current_node,
+           const Body& body) {
+    end_lane();
     parallel_for(runtime, threads, threads, [&](int64_t, int64_t) {
-      Cursor at;
-      while (take(at)) {
-        const Ending ending{left_[at.stage]};
-        body(at.stage, at.task);
+      const int32_t nodes = lanes_ - 2;
+      take_all(0, body);
+      if (nodes > 0) {
+        const int32_t own = current_node();
+        for (int32_t i = 0; i < nodes; ++i) take_all(1 + (own + i) % nodes, body);
+        take_all(lanes_ - 1, body);
       }
     });
   }
@@ -49,7 +76,12 @@ class TaskQueue {
   struct Cursor {
     int32_t stage = 0;
     int64_t task = 0;
-    int32_t ended = 0;  // so many first stages are known to have
+    int32_t waited = -1;  // the stage whose needs are known to have ended
+  };
+  struct alignas(64) Lane {     // threads of other nodes write to their own
+    std::atomic<int64_t> next;  // in the list of all tasks
+    int64_t end;
+    int32_t first_stage;
   };
   // A task that throws ends too: nobody may wait for it for ever.
   struct Ending {
@@ -57,14 +89,26 @@ class TaskQueue {
     ~Ending() { left.fetch_sub(1, std::memory_order_release); }
   };
 
-  // The next task that nobody has taken, once what it needs has ended; false when there is none.
-  bool take(Cursor& at);
+  template <typename Body>
+  void take_all(int32_t lane, const Body& body) {
+    Cursor at{.stage = lanes_at_[lane].first_stage};
+    while (take(lanes_at_[lane], at)) {
+      const Ending ending{left_[at.stage]};
+      body(at.stage, at.task);
+    }
+  }
+  // The lane's next task that nobody has taken, once what it needs has ended; false when there is
+  // none.
+  bool take(Lane& lane, Cursor& at);
+  void begin_lane();
+  void end_lane() { lanes_at_[lanes_ - 1].end = tasks(); }
 
   int32_t stages_ = 0;
   std::array<int64_t, kMostStages> end_;  // of a stage's tasks in the list of all
-  std::array<int32_t, kMostStages> needs_;
+  std::array<Stages, kMostStages> needs_;
   std::array<std::atomic<int64_t>, kMostStages> left_;  // tasks that have not ended
-  std::atomic<int64_t> next_{0};
+  int32_t lanes_ = 0;
+  std::array<Lane, kMostNodes + 2> lanes_at_;
 };
 
 }  // namespace torch_mesh

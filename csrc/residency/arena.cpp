@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -45,26 +44,24 @@ std::string mebibytes(int64_t bytes) { return std::to_string(bytes >> 20) + " Mi
               {}, os_error);
 }
 
-using NodeMask = std::array<unsigned long, 16>;
-constexpr unsigned long kMaskBits = sizeof(NodeMask) * 8;
-
-// The nodes that this process may take memory from; none where the kernel does not say (seccomp, no
-// NUMA).
-NodeMask allowed_nodes() {
-  NodeMask nodes{};
-  if (syscall(SYS_get_mempolicy, nullptr, nodes.data(), kMaskBits, nullptr, MPOL_F_MEMS_ALLOWED) !=
-      0) {
-    return {};
-  }
-  return nodes;
+// Where this is refused the pages go where the kernel puts them.
+void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32_t> nodes) {
+  std::array<unsigned long, 16> mask{};
+  constexpr int32_t kBits = 8 * sizeof(unsigned long);
+  for (const int32_t node : nodes) mask[node / kBits] |= 1UL << node % kBits;
+  syscall(SYS_mbind, data, bytes, mode, mask.data(), sizeof(mask) * 8, 0);
 }
 
-// One node would serve every core's reads at the speed of its own memory; interleaving gives each
-// core the mean of all nodes. Where it is refused the pages go where the kernel puts them.
-void spread_over_nodes(void* data, size_t bytes) {
-  if (numa_nodes() < 2) return;
-  const NodeMask nodes = allowed_nodes();
-  syscall(SYS_mbind, data, bytes, MPOL_INTERLEAVE, nodes.data(), kMaskBits, 0);
+// A segment lies on one of the nodes that compute, or on the next when that is full. With threads
+// on one node alone, or nobody knows which, interleaving gives each core the mean of all nodes'
+// memory.
+void place(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
+  if (topology.nodes() > 1) {
+    const int32_t preferred = topology.kernel_node(node);
+    return prefer_nodes(data, bytes, MPOL_PREFERRED, {&preferred, 1});
+  }
+  const std::vector<int32_t> nodes = memory_nodes();
+  if (nodes.size() > 1) prefer_nodes(data, bytes, MPOL_INTERLEAVE, nodes);
 }
 
 // Returns 0 or an errno. Registered pages must exist, and a forward must not pay for page faults.
@@ -92,16 +89,24 @@ std::byte* map_aligned(size_t bytes) {
   return start + lead;
 }
 
+// Of arguments that are yet to be checked.
+int64_t pieces_per_segment(int64_t count, int64_t bytes, int32_t nodes) {
+  const int64_t fit = bytes > 0 ? kSegmentBytes / bytes : 1;
+  const int64_t share = count / nodes + (count % nodes != 0);
+  return std::max<int64_t>(1, std::min(fit, share));
+}
+
 void unmap(std::span<const MemoryRegion> segments) {
   for (const MemoryRegion& segment : segments) munmap(segment.data, segment.bytes);
 }
 
 }  // namespace
 
-Arena::Arena(int64_t count, int64_t bytes)
+Arena::Arena(int64_t count, int64_t bytes, const Topology& topology)
     : count_(count),
       piece_bytes_(bytes),
-      pieces_per_segment_(std::max<int64_t>(1, bytes > 0 ? kSegmentBytes / bytes : 1)) {
+      pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes())),
+      nodes_(topology.nodes()) {
   if (count < 1 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
     throw Error(ErrorKind::kInvalid,
                 "an arena holds at least one piece of a multiple of 4096 bytes; got " +
@@ -128,7 +133,7 @@ Arena::Arena(int64_t count, int64_t bytes)
       // Advice only: without huge pages or fork protection everything still works.
       madvise(data, size, MADV_HUGEPAGE);
       madvise(data, size, MADV_DONTFORK);
-      spread_over_nodes(data, size);
+      place(data, size, topology, node(first));
       error = fault_in(data, size);
     }
     if (error != 0) {
@@ -161,12 +166,6 @@ int64_t Arena::huge_page_bytes() const {
     }
   }
   return total;
-}
-
-int32_t numa_nodes() {
-  int32_t count = 0;
-  for (unsigned long word : allowed_nodes()) count += std::popcount(word);
-  return std::max(count, 1);
 }
 
 }  // namespace torch_mesh

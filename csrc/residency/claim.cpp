@@ -82,7 +82,7 @@ int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
     entry.state = kHeld;
     --claim.joined_;
     ++claim.held_;
-    ready[count++] = {static_cast<int32_t>(i), arena.piece(entry.slot)};
+    ready[count++] = {static_cast<int32_t>(i), arena.piece(entry.slot), arena.node(entry.slot)};
   }
   return count;
 }

@@ -90,7 +90,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       pack(std::move(given_pack)),
       layers(given_layers),
       experts(given_experts),
-      arena(options.slots, options.record_bytes),
+      arena(options.slots, options.record_bytes, options.topology),
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots})),
       loads(static_cast<size_t>(options.slots)),
@@ -124,7 +124,7 @@ void Pool::Impl::open() {
 
   std::span<const MemoryRegion> buffers = arena.segments();
   if (source.raw) {
-    staging_arena.emplace(options.staging, staging_bytes(source));
+    staging_arena.emplace(options.staging, staging_bytes(source), options.topology);
     buffers = staging_arena->segments();
     for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging.push_back(buffer);
   }
@@ -388,6 +388,7 @@ int64_t Pool::memory_bytes() const {
   return impl_->arena.bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
 }
 
+const Topology& Pool::topology() const { return impl_->options.topology; }
 const char* Pool::policy() const { return impl_->slots.policy().name(); }
 const Reader* Pool::reader() const { return impl_->reader.get(); }
 

@@ -29,6 +29,7 @@
 #include "base/runtime.h"
 #include "io/reader.h"
 #include "residency/policy.h"
+#include "residency/topology.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -43,7 +44,8 @@ struct PoolOptions {
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
   ReaderOptions reader;
-  int32_t staging = 4;  // buffers for raw records; ignored for a store
+  int32_t staging = 4;                              // buffers for raw records; ignored for a store
+  Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
 };
 
 // Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
@@ -116,6 +118,7 @@ class Pool {
   int32_t slots() const;
   int32_t pinned() const;        // slots with at least one pin
   int64_t memory_bytes() const;  // slots and staging buffers
+  const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
 
@@ -128,6 +131,7 @@ class Pool {
 struct ReadyExpert {
   int32_t index;  // position in the claim's list of experts
   const std::byte* record;
+  int32_t node;  // of the pool's topology, where the record lies
 };
 
 // The experts that one forward of one layer needs, handed out as they become ready: first all that

@@ -22,6 +22,7 @@ FEATURES = {
     "brgemm_bf16": "",
     "brgemm_int8": "",
     "numa_nodes": "1",
+    "numa_compute_nodes": "1",
 }
 
 
@@ -157,6 +158,15 @@ def test_direct_io(tmp_path: Path, engine: SimpleNamespace, alignment: int, stat
 
 def test_a_folder_that_takes_no_files(engine: SimpleNamespace) -> None:
     assert "cannot be written" in finding(Path("/proc"), "direct I/O").found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "compute_nodes", "found"),
+    [("1", "1", "one node"), ("2", "1", "interleaved"), ("4", "2", "one of 2 nodes")],
+)
+def test_numa(tmp_path: Path, engine: SimpleNamespace, nodes: str, compute_nodes: str, found: str) -> None:
+    engine.features = lambda: FEATURES | {"numa_nodes": nodes, "numa_compute_nodes": compute_nodes}
+    assert found in finding(tmp_path, "NUMA").found
 
 
 @pytest.mark.parametrize(

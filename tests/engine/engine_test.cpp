@@ -22,9 +22,11 @@
 
 #include "base/error.h"
 #include "engine/grouping.h"
+#include "engine/task_queue.h"
 #include "kernels/convert.h"
 #include "kernels_fixture.h"
 #include "store_fixture.h"
+#include "topology_fixture.h"
 
 namespace {
 thread_local int64_t allocations = 0;
@@ -89,6 +91,7 @@ class Model {
     int32_t threads = 1;
     int64_t workspace = int64_t{64} << 20;
     Faults faults = {};
+    Topology topology = {};
   };
 
   std::unique_ptr<Engine> open(const Options& options) const {
@@ -127,6 +130,7 @@ class Model {
     pool.reader.backend = options.reader;
     pool.reader.chunk_bytes = 8192;
     pool.reader.faults = options.faults;
+    pool.topology = options.topology;
     return pool;
   }
 
@@ -514,6 +518,35 @@ TEST(Engine, HowManyThreadsDoNotShowInTheOutput) {
       const auto team = model.open({.slots = 7, .threads = threads});
       EXPECT_TRUE(testing::same_bits(batch.run(*team, 1), expected));
       expect_at_rest(*team);
+    }
+  }
+}
+
+TEST(Engine, WhereExpertsLieDoesNotShowInTheOutput) {
+  static std::atomic<int32_t> calls;
+  for (const int32_t nodes : {2, 3, TaskQueue::kMostNodes + 3}) {
+    const testing::NodeFolder folder = testing::NodeFolder::with_one_cpu_each(nodes);
+    std::vector<int32_t> all(nodes);
+    std::iota(all.begin(), all.end(), 0);
+    // A thread is somewhere else each time it is asked.
+    const Topology topology = Topology::read(folder.path(), all, all, [] { return calls++ % 20; });
+    ASSERT_EQ(topology.nodes(), nodes);
+    for (const Format format : {Format::kBf16, Format::kInt8}) {
+      const Model model(small_shape(format));
+      const auto one_node = model.open_resident({});
+      for (const int32_t threads : {1, 2, 5}) {
+        const auto engine = model.open_resident({.threads = threads, .topology = topology});
+        const auto small = model.open({.slots = 5, .threads = threads, .topology = topology});
+        calls = 0;
+        for (const int32_t tokens : {1, 90}) {
+          const Batch batch(tokens, 4, model.shape().hidden, testing::seed());
+          const std::vector<float> expected = batch.run(*one_node, 1);
+          EXPECT_TRUE(testing::same_bits(batch.run(*engine, 1), expected));
+          EXPECT_TRUE(testing::same_bits(batch.run(*small, 1), expected));
+        }
+        EXPECT_GT(calls, 0);
+        expect_at_rest(*small);
+      }
     }
   }
 }

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -58,7 +59,7 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
   for (int32_t threads : {1, 2, 5}) {
     for (int round = 0; round < 30; ++round) {
       constexpr int64_t kTasks[] = {3, 0, 17, 1, 40};
-      constexpr int32_t kNeeds[] = {0, 0, 1, 3, 2};
+      constexpr TaskQueue::Stages kNeeds[] = {{0, 0}, {0, 0}, {0, 1}, {0, 3}, {1, 3}};
       TaskQueue queue;
       for (int stage = 0; stage < 5; ++stage) {
         ASSERT_EQ(queue.add(kTasks[stage], kNeeds[stage]), stage);
@@ -67,7 +68,7 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
       std::vector<std::vector<int>> runs;
       for (int64_t tasks : kTasks) runs.emplace_back(tasks, 0);
       queue.run(team(parallel_for_late_threads), threads, [&](int32_t stage, int64_t task) {
-        for (int32_t before = 0; before < kNeeds[stage]; ++before) {
+        for (int32_t before = kNeeds[stage].begin; before < kNeeds[stage].end; ++before) {
           for (int count : runs[before]) ASSERT_EQ(count, 1);
         }
         ++runs[stage][task];
@@ -82,8 +83,8 @@ TEST(TaskQueue, ATaskFindsEndedWhatItNeeds) {
 TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
   for (int32_t threads : {2, 4}) {
     TaskQueue queue;
-    queue.add(8, 0);
-    queue.add(8, 1);
+    queue.add(8, {0, 0});
+    queue.add(8, {0, 1});
     std::atomic<int> ended{0};
     EXPECT_THROW(queue.run(team(parallel_for_catching), threads,
                            [&](int32_t stage, int64_t task) {
@@ -95,10 +96,91 @@ TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
   }
 }
 
+// Lanes of nodes between a first stage, which all others need, and a last one, which needs all.
+struct NodeLanes {
+  explicit NodeLanes(const std::vector<int64_t>& tasks_of_node) {
+    queue.add(5, {0, 0});
+    for (int64_t tasks : tasks_of_node) {
+      queue.next_lane();
+      const int32_t up = queue.add(tasks, {0, 1});
+      queue.add(2 * tasks, {up, up + 1});
+    }
+    queue.next_lane();
+    queue.add(7, {0, queue.stages()});
+  }
+  TaskQueue queue;
+};
+
+thread_local int32_t node_of_this_thread = 0;
+std::atomic<int32_t> next_node{0};
+
+TEST(TaskQueue, LanesLoseNothingWhoeverComes) {
+  for (int32_t threads : {1, 2, 3, 7}) {
+    for (int round = 0; round < 30; ++round) {
+      const std::vector<int64_t> tasks = {4, 0, 11, 3};
+      NodeLanes lanes(tasks);
+      std::vector<std::vector<int>> runs(2 + 2 * tasks.size());
+      runs[0].assign(5, 0), runs.back().assign(7, 0);
+      for (size_t node = 0; node < tasks.size(); ++node) {
+        runs[1 + 2 * node].assign(tasks[node], 0);
+        runs[2 + 2 * node].assign(2 * tasks[node], 0);
+      }
+      const auto ended = [](const std::vector<int>& stage) {
+        return std::all_of(stage.begin(), stage.end(), [](int count) { return count == 1; });
+      };
+      // Some nodes have several threads, some none.
+      const auto node = [&] { return next_node.fetch_add(1) % threads; };
+      lanes.queue.run(team(parallel_for_late_threads), threads, node,
+                      [&](int32_t stage, int64_t task) {
+                        const int32_t last = static_cast<int32_t>(runs.size()) - 1;
+                        if (stage > 0 && stage < last) {
+                          ASSERT_TRUE(ended(runs[stage % 2 == 1 ? 0 : stage - 1]));
+                        }
+                        for (int32_t s = 0; stage == last && s < last; ++s) {
+                          ASSERT_TRUE(ended(runs[s]));
+                        }
+                        ++runs[stage][task];
+                      });
+      EXPECT_TRUE(std::all_of(runs.begin(), runs.end(), ended));
+    }
+  }
+}
+
+// Each node's thread waits in its first task for the others: all of them begin at home.
+TEST(TaskQueue, AThreadBeginsInTheLaneOfItsNode) {
+  constexpr int32_t kNodes = 3;
+  NodeLanes lanes({6, 6, 6});
+  std::atomic<int32_t> begun{0}, strangers{0};
+  next_node = 0;
+  const auto node = [] { return node_of_this_thread = next_node.fetch_add(1); };
+  lanes.queue.run(team(parallel_for_late_threads), kNodes, node, [&](int32_t stage, int64_t) {
+    if (stage == 0 || stage > 2 * kNodes) return;
+    if (begun < kNodes) {
+      if ((stage - 1) / 2 != node_of_this_thread) ++strangers;
+      ++begun;
+      while (begun < kNodes) std::this_thread::yield();
+    }
+  });
+  EXPECT_EQ(begun, kNodes);
+  EXPECT_EQ(strangers, 0);
+}
+
+TEST(TaskQueue, TheTasksOfANodeWithoutThreadsAreDoneByOthers) {
+  NodeLanes lanes({2, 3});
+  std::vector<int32_t> order;
+  lanes.queue.run(
+      team(nullptr), 1, [] { return 1; }, [&](int32_t stage, int64_t) { order.push_back(stage); });
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.begin() + 5));
+  EXPECT_EQ(order[5], 3);  // its own node's
+  EXPECT_EQ(order[5 + 9], 1);
+  EXPECT_EQ(order.back(), 5);
+  EXPECT_EQ(order.size(), 5u + 9 + 6 + 7);
+}
+
 TEST(TaskQueue, ATeamOfOneDoesAllOfIt) {
   TaskQueue queue;
-  queue.add(2, 0);
-  queue.add(3, 1);
+  queue.add(2, {0, 0});
+  queue.add(3, {0, 1});
   std::vector<int> order;
   // Asked for four threads, the runtime gives one.
   const Runtime alone = team(

@@ -159,7 +159,7 @@ def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
         _instruction_sets(features["isa"], features["isas"].split()),
         _brgemm("bf16", features["brgemm_bf16"]),
         _brgemm("int8", features["brgemm_int8"]),
-        _numa(int(features["numa_nodes"])),
+        _numa(int(features["numa_nodes"]), int(features["numa_compute_nodes"])),
     ]
 
 
@@ -222,8 +222,12 @@ def _brgemm(operands: str, obstacle: str) -> Finding:
     return Finding(f"brgemm, {operands}", "limited", f"{obstacle}; long prompts use torch_mesh's own matrix kernels")
 
 
-def _numa(nodes: int) -> Finding:
-    return Finding("NUMA", "ok", "one node" if nodes <= 1 else f"{nodes} nodes; resident experts are spread over them")
+def _numa(nodes: int, compute_nodes: int) -> Finding:
+    if nodes <= 1:
+        return Finding("NUMA", "ok", "one node")
+    if compute_nodes <= 1:
+        return Finding("NUMA", "ok", f"{nodes} nodes, one with processors for this process; experts are interleaved")
+    return Finding("NUMA", "ok", f"each resident expert lies on one of {compute_nodes} nodes and is computed there")
 
 
 def _huge_pages() -> Finding:

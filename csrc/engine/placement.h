@@ -1,0 +1,57 @@
+// In which order the experts of a batch stand in the list of tasks, and who is offered them first.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "engine/task_queue.h"
+#include "residency/pool.h"
+#include "residency/topology.h"
+
+namespace torch_mesh {
+
+// Experts computed between two looks at what else has landed. Enough that a decode step of any
+// model runs in one go, few enough that a prefill gives slots back while it computes.
+constexpr int32_t kReadyBatch = 16;
+
+static_assert(2 * kReadyBatch + 2 <= TaskQueue::kMostStages);
+
+// The experts of a batch, those of each NUMA node in a row.
+class Placement {
+ public:
+  Placement(const Topology& topology, std::span<const ReadyExpert> ready)
+      : topology_(topology), nodes_(std::min(topology.nodes(), TaskQueue::kMostNodes)) {
+    for (int32_t node = 0; node < nodes_; ++node) {
+      for (size_t i = 0; i < ready.size(); ++i) {
+        if (nodes_ > 1 && ready[i].node % nodes_ != node) continue;
+        order_[count_++] = static_cast<int32_t>(i);
+      }
+      end_[node] = count_;
+    }
+  }
+
+  int32_t operator[](int32_t place) const { return order_[place]; }
+
+  // lane(first place, end) for the experts of each node, in lanes of their own if there are nodes.
+  template <typename AddLane>
+  void add_lanes(TaskQueue& queue, const AddLane& add_lane) const {
+    for (int32_t node = 0; node < nodes_; ++node) {
+      if (nodes_ > 1) queue.next_lane();
+      add_lane(node == 0 ? 0 : end_[node - 1], end_[node]);
+    }
+    if (nodes_ > 1) queue.next_lane();
+  }
+
+  int32_t current_node() const { return topology_.current_node() % nodes_; }
+
+ private:
+  const Topology& topology_;
+  int32_t nodes_;
+  int32_t count_ = 0;
+  std::array<int32_t, kReadyBatch> order_;
+  std::array<int32_t, TaskQueue::kMostNodes> end_;
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,44 @@
+// The NUMA nodes that this process computes on. A resident expert lies on one of them, and the
+// threads that run there are offered its tasks first.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace torch_mesh {
+
+class Topology {
+ public:
+  // One node: nobody asks where a thread runs.
+  Topology() = default;
+
+  // As the kernel describes it in `folder` (/sys/devices/system/node): the nodes that have one of
+  // `cpus` and are among `memory`. Fewer than two such nodes, or a folder that cannot be read, are
+  // one node. `current_cpu` says which processor the calling thread runs on.
+  static Topology read(const std::string& folder, std::span<const int32_t> cpus,
+                       std::span<const int32_t> memory, int32_t (*current_cpu)());
+
+  // What this process may use, by its affinity and its cgroup, when first asked.
+  static const Topology& of_this_process();
+
+  int32_t nodes() const { return static_cast<int32_t>(kernel_nodes_.size()); }
+  int32_t kernel_node(int32_t node) const { return kernel_nodes_[node]; }
+  // In [0, nodes()). A thread may be moved at any time: this is where to begin, nothing more.
+  int32_t current_node() const;
+
+ private:
+  std::vector<int32_t> kernel_nodes_ = {0};
+  std::vector<int32_t> node_of_cpu_;  // -1: none of them
+  int32_t (*current_cpu_)() = nullptr;
+};
+
+// The nodes that this process may take memory from; none where the kernel does not say (seccomp, no
+// NUMA).
+std::vector<int32_t> memory_nodes();
+
+// "0-3,8" as in the kernel's files; empty for what is not such a list.
+std::vector<int32_t> parse_cpu_list(const std::string& text);
+
+}  // namespace torch_mesh
