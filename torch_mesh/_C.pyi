@@ -13,6 +13,20 @@ def features() -> dict[str, str]:
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
+def tokens_per_chunk(
+    format: str,
+    group_size: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+    bias: bool,
+    top_k: int,
+    workspace: int,
+) -> int:
+    """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
+
+MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
+
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
     """Bytes of what ``torch.ops.torch_mesh.pack_linear`` gives."""
 
@@ -48,6 +62,15 @@ class Source:
         raw_dtype: str | None = None,
         raw_views: dict[str, RawView] | None = None,
     ) -> None: ...
+
+class _DetailedStats(TypedDict):
+    """The phases' values are as those of ``Engine.stats``; ``experts`` has each field of ExpertStats as int64 [layers, experts]."""
+
+    none: dict[str, npt.NDArray[np.int64]]
+    prefill: dict[str, npt.NDArray[np.int64]]
+    decode: dict[str, npt.NDArray[np.int64]]
+    experts: dict[str, npt.NDArray[np.int64]]
+    prefetch_error: Exception | None
 
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts)."""
@@ -86,9 +109,18 @@ class Engine:
         """The sum, modulo 2**64, of distinct experts' records as words: a plain read on the engine's threads, for benchmarks."""
 
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Each field of LayerStats (csrc/residency/pool.h) as int64 [layers]."""
+        """Each field of LayerStats (csrc/residency/stats.h) as int64 [layers], over all phases."""
+
+    def detailed_stats(self) -> _DetailedStats:
+        """All counts of one moment."""
 
     def reset_stats(self) -> None: ...
+    def forwards(self, layer: int) -> int:
+        """Forwards of a layer that have ended since the engine was made; ``reset_stats`` leaves it alone."""
+
+    def wait_for_forwards(self, layer: int, forwards: int, patience: float) -> bool:
+        """Waits, for ``patience`` seconds at most, until ``forwards(layer)`` has come that far; False if it has not, or at ``close``."""
+
     def pinned(self) -> int: ...
     def validate(self) -> None: ...
     def drain(self) -> None: ...

@@ -80,13 +80,14 @@ class MeshExperts(PackedModule):
             ids, weights = ids.masked_fill(sentinels, 0), weights.masked_fill(sentinels, 0.0)
         sorted_ids, order = torch.sort(ids, stable=True)
         offsets = torch.searchsorted(sorted_ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
-        rows = hidden_states[order // top_k_index.size(-1)]
+        top_k = top_k_index.size(-1)
+        rows = hidden_states[order // top_k]
         rows = self._activate(
             torch.ops.torch_mesh.grouped_linear(
-                rows, offsets, self._mesh_handle, 0, self._mesh_pool.geometry.gate_up_features
+                rows, offsets, self._mesh_handle, 0, self._mesh_pool.geometry.gate_up_features, top_k
             )
         )
-        rows = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, 1, hidden_states.size(-1))
+        rows = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, 1, hidden_states.size(-1), top_k)
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
         products = rows.float() * weights[order].unsqueeze(-1)

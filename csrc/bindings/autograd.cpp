@@ -79,22 +79,23 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& ids, const at::Tensor&
 }
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,
-                                const at::Tensor& handle, int64_t projection,
-                                int64_t out_features) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                            int64_t, int64_t)>("torch_mesh::grouped_linear");
+                                const at::Tensor& handle, int64_t projection, int64_t out_features,
+                                int64_t top_k) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
+                         int64_t)>("torch_mesh::grouped_linear");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, offsets, handle, projection, out_features);
+  return op.call(x, offsets, handle, projection, out_features, top_k);
 }
 
 struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& offsets, const at::Tensor& handle, int64_t projection,
-                            int64_t out_features) {
+                            int64_t out_features, int64_t top_k) {
     context->save_for_backward({offsets, handle});
     context->saved_data["projection"] = projection;
     context->saved_data["in_features"] = x.sym_size(1).guard_int(__FILE__, __LINE__);
-    return grouped_linear_below(x, offsets, handle, projection, out_features);
+    return grouped_linear_below(x, offsets, handle, projection, out_features, top_k);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -105,14 +106,15 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
     const at::Tensor x_grad =
         op.call(grads[0], saved[0], saved[1], context->saved_data["projection"].toInt(),
                 context->saved_data["in_features"].toInt());
-    return {x_grad, Variable(), Variable(), Variable(), Variable()};
+    return {x_grad, Variable(), Variable(), Variable(), Variable(), Variable()};
   }
 };
 
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
-                          int64_t projection, int64_t out_features) {
-  return wants_gradient(x) ? GroupedLinear::apply(x, offsets, handle, projection, out_features)
-                           : grouped_linear_below(x, offsets, handle, projection, out_features);
+                          int64_t projection, int64_t out_features, int64_t top_k) {
+  return wants_gradient(x)
+             ? GroupedLinear::apply(x, offsets, handle, projection, out_features, top_k)
+             : grouped_linear_below(x, offsets, handle, projection, out_features, top_k);
 }
 
 at::Tensor linear_below(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,

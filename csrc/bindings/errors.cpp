@@ -37,18 +37,22 @@ py::object exception_class(ErrorKind kind) {
 
 void raise(const Error& error) {
   if (error.kind() == ErrorKind::kInterrupted && restore_interrupt()) return;
-  const py::object type = exception_class(error.kind());
-  const py::object exception = type(error.what());
+  const py::object exception = exception_of(error);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+}
+
+}  // namespace
+
+py::object exception_of(const Error& error) {
+  const py::object exception = exception_class(error.kind())(error.what());
   const ErrorPlace& place = error.place();
   if (place.layer >= 0) exception.attr("layer") = place.layer;
   if (place.expert >= 0) exception.attr("expert") = place.expert;
   if (!place.file.empty()) exception.attr("file") = place.file;
   if (place.offset >= 0) exception.attr("offset") = place.offset;
   if (error.kind() == ErrorKind::kRead) exception.attr("errno") = error.os_error();
-  PyErr_SetObject(type.ptr(), exception.ptr());
+  return exception;
 }
-
-}  // namespace
 
 void register_error_translator() {
   py::register_exception_translator([](std::exception_ptr pointer) {

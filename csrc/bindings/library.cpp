@@ -39,9 +39,10 @@ TORCH_LIBRARY(torch_mesh, m) {
   // x_sorted [R, in] with rows grouped by expert, offsets int64 [experts + 1]; projection 0 gives
   // [gate | up], 1 down; biases are added. The width of the result is an argument because a fake
   // kernel cannot look it up in the pool.
+  // top_k, how many rows each token has, tells statistics a decode step from a prompt.
   m.def(
       "grouped_linear(Tensor x_sorted, Tensor offsets, Tensor handle, int projection, "
-      "int out_features) -> Tensor",
+      "int out_features, int top_k=1) -> Tensor",
       unsafe);
   m.def(
       "grouped_linear_backward(Tensor grad, Tensor offsets, Tensor handle, int projection, "

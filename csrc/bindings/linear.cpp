@@ -28,7 +28,7 @@ at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t expe
 }
 
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
-                          int64_t projection, int64_t out_features) {
+                          int64_t projection, int64_t out_features, int64_t top_k) {
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
@@ -38,6 +38,8 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                     "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
   TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
                     "; projection ", which, " has ", engine.out_features(which));
+  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= engine.pool().experts(), "top_k is ", top_k,
+                    "; allowed: 1 to ", engine.pool().experts());
   const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts());
   at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
   if (x.size(0) == 0) return out;
@@ -46,6 +48,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                                    .projection = which,
                                    .x = const_rows(rows, "x_sorted"),
                                    .offsets = bounds.const_data_ptr<int64_t>(),
+                                   .top_k = static_cast<int32_t>(top_k),
                                    .out = mutable_rows(out, "x_sorted")});
   return out;
 }

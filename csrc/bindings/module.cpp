@@ -218,6 +218,53 @@ Verify verify_from(const std::string& name) {
   invalid("verify is '" + name + "'; allowed: 'first', 'always', 'never'");
 }
 
+py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
+  py::dict result;
+  const std::pair<const char*, int64_t LayerStats::*> fields[] = {
+      {"forwards", &LayerStats::forwards},
+      {"accesses", &LayerStats::accesses},
+      {"hits", &LayerStats::hits},
+      {"cold_misses", &LayerStats::cold_misses},
+      {"inflight_misses", &LayerStats::inflight_misses},
+      {"promoted", &LayerStats::promoted},
+      {"evicted", &LayerStats::evicted},
+      {"bytes_read", &LayerStats::bytes_read},
+      {"prefetches", &LayerStats::prefetches},
+      {"prefetches_used", &LayerStats::prefetches_used},
+      {"prefetches_wasted", &LayerStats::prefetches_wasted},
+      {"wasted_bytes", &LayerStats::wasted_bytes},
+      {"prefetches_failed", &LayerStats::prefetches_failed},
+      {"failed", &LayerStats::failed},
+      {"stall_nanoseconds", &LayerStats::stall_nanoseconds},
+      {"decision_nanoseconds", &LayerStats::decision_nanoseconds}};
+  for (const auto& [name, member] : fields) {
+    py::array_t<int64_t> values(static_cast<py::ssize_t>(layers.size()));
+    for (size_t i = 0; i < layers.size(); ++i) values.mutable_at(i) = layers[i].*member;
+    result[name] = values;
+  }
+  return result;
+}
+
+py::dict dict_of_experts(const std::vector<ExpertStats>& experts,
+                         const std::array<py::ssize_t, 2>& shape) {
+  py::dict result;
+  const std::pair<const char*, int64_t ExpertStats::*> fields[] = {
+      {"accesses", &ExpertStats::accesses},
+      {"hits", &ExpertStats::hits},
+      {"cold_misses", &ExpertStats::cold_misses},
+      {"inflight_misses", &ExpertStats::inflight_misses},
+      {"promoted", &ExpertStats::promoted},
+      {"evicted", &ExpertStats::evicted},
+      {"prefetches", &ExpertStats::prefetches}};
+  for (const auto& [name, member] : fields) {
+    py::array_t<int64_t> values(shape);
+    int64_t* to = values.mutable_data();
+    for (const ExpertStats& expert : experts) *to++ = expert.*member;
+    result[name] = values;
+  }
+  return result;
+}
+
 class PyEngine {
  public:
   PyEngine(int32_t layers, int32_t experts, const std::string& format, int32_t group_size,
@@ -305,29 +352,38 @@ class PyEngine {
     return record_sum(*live->engine, layer, experts);
   }
 
-  py::dict stats() {
-    const std::vector<LayerStats> layers = open()->engine->pool().stats();
+  py::dict stats() { return dict_of_layers(open()->engine->pool().stats()); }
+
+  py::dict detailed_stats() {
+    const std::shared_ptr<LiveEngine> live = open();
+    const Pool& pool = live->engine->pool();
+    const PoolStats stats = pool.detailed_stats();
     py::dict result;
-    const std::pair<const char*, int64_t LayerStats::*> fields[] = {
-        {"accesses", &LayerStats::accesses},
-        {"hits", &LayerStats::hits},
-        {"cold_misses", &LayerStats::cold_misses},
-        {"inflight_misses", &LayerStats::inflight_misses},
-        {"promoted", &LayerStats::promoted},
-        {"evicted", &LayerStats::evicted},
-        {"bytes_read", &LayerStats::bytes_read},
-        {"prefetches", &LayerStats::prefetches},
-        {"failed", &LayerStats::failed},
-        {"stall_nanoseconds", &LayerStats::stall_nanoseconds}};
-    for (const auto& [name, member] : fields) {
-      py::array_t<int64_t> values(static_cast<py::ssize_t>(layers.size()));
-      for (size_t i = 0; i < layers.size(); ++i) values.mutable_at(i) = layers[i].*member;
-      result[name] = values;
+    for (const auto& [name, phase] : {std::pair{"none", Phase::kNone},
+                                      {"prefill", Phase::kPrefill},
+                                      {"decode", Phase::kDecode}}) {
+      result[name] = dict_of_layers(stats.layers[static_cast<size_t>(phase)]);
     }
+    result["experts"] = dict_of_experts(stats.experts, {pool.layers(), pool.experts()});
+    result["prefetch_error"] = stats.prefetch_error ? exception_of(*stats.prefetch_error)
+                                                    : py::reinterpret_borrow<py::object>(Py_None);
     return result;
   }
 
   void reset_stats() { open()->engine->pool().reset_stats(); }
+
+  int64_t forwards(int32_t layer) { return open()->engine->pool().forwards(layer); }
+
+  bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) {
+    std::shared_ptr<LiveEngine> live = live_;
+    if (live == nullptr) return false;
+    const auto milliseconds = std::chrono::milliseconds(static_cast<int64_t>(patience * 1e3));
+    py::gil_scoped_release released;
+    const bool reached = live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
+    live.reset();  // without the GIL: the last owner waits for reads
+    return reached;
+  }
+
   int32_t pinned() { return open()->engine->pool().pinned(); }
   void validate() { open()->engine->pool().validate(); }
 
@@ -404,6 +460,16 @@ int64_t record_bytes(const std::string& format, int32_t group_size, int32_t hidd
       .bytes;
 }
 
+int32_t chunk_tokens(const std::string& format, int32_t group_size, int32_t hidden,
+                     int32_t intermediate, bool gated, bool bias, int32_t top_k,
+                     int64_t workspace) {
+  const RecordLayout layout =
+      RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
+  if (top_k < 1 || workspace < 1) invalid("top_k and workspace must be 1 or more");
+  const ExpertFfn ffn(layout, Activation::kSilu, torch_runtime(), kernel_table());
+  return tokens_per_chunk(ffn, layout, top_k, workspace);
+}
+
 int64_t linear_bytes(const std::string& format, int32_t group_size, int32_t in_features,
                      int32_t out_features) {
   return PackedMatrix::make(format_from_name(format), group_size, out_features, in_features)
@@ -438,6 +504,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("features", torch_mesh::features);
   m.def("record_bytes", torch_mesh::record_bytes, py::arg("format"), py::arg("group_size"),
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"));
+  m.def("tokens_per_chunk", torch_mesh::chunk_tokens, py::arg("format"), py::arg("group_size"),
+        py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"),
+        py::arg("top_k"), py::arg("workspace"));
+  m.attr("MOST_DECODE_ROWS") = torch_mesh::kMostDecodeRows;
   m.def("linear_bytes", torch_mesh::linear_bytes, py::arg("format"), py::arg("group_size"),
         py::arg("in_features"), py::arg("out_features"));
   m.def("record_checksum", torch_mesh::checksum, py::arg("store_id"), py::arg("layer"),
@@ -466,7 +536,11 @@ PYBIND11_MODULE(_C, m) {
       .def("read_record", &PyEngine::read_record, py::arg("layer"), py::arg("expert"))
       .def("sum_records", &PyEngine::sum_records, py::arg("layer"), py::arg("experts"))
       .def("stats", &PyEngine::stats)
+      .def("detailed_stats", &PyEngine::detailed_stats)
       .def("reset_stats", &PyEngine::reset_stats)
+      .def("forwards", &PyEngine::forwards, py::arg("layer"))
+      .def("wait_for_forwards", &PyEngine::wait_for_forwards, py::arg("layer"), py::arg("forwards"),
+           py::arg("patience"))
       .def("pinned", &PyEngine::pinned)
       .def("validate", &PyEngine::validate)
       .def("drain", &PyEngine::drain)

@@ -18,6 +18,16 @@ constexpr int64_t kReduceColumns = 1024;  // that one task adds up
 
 }  // namespace
 
+int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
+                         int64_t workspace) {
+  const int64_t per_choice =
+      int64_t{layout.hidden} * sizeof(float) + round_up(ffn.scratch_bytes(1), 64);
+  const int64_t per_token = ffn.prepared_bytes(1) + top_k * per_choice;
+  // The number of pairs is an int32.
+  const int64_t most = INT32_MAX / std::max(top_k, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, most));
+}
+
 Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
     : options_(options),
       runtime_(runtime),
@@ -44,15 +54,6 @@ int32_t Engine::out_features(int32_t projection) const {
   return projection == 0 ? layout().halves() * layout().intermediate : layout().hidden;
 }
 
-int32_t Engine::tokens_per_chunk(int32_t top_k) const {
-  const int64_t per_choice =
-      int64_t{layout().hidden} * sizeof(float) + round_up(ffn_.scratch_bytes(1), 64);
-  const int64_t per_token = ffn_.prepared_bytes(1) + top_k * per_choice;
-  // The number of pairs is an int32.
-  const int64_t most = INT32_MAX / std::max(top_k, 1);
-  return static_cast<int32_t>(std::clamp<int64_t>(options_.workspace / per_token, 1, most));
-}
-
 int32_t Engine::rows_per_chunk(int32_t projection) const {
   const int64_t prepared = projection == 0 ? ffn_.prepared_bytes(1) : ffn_.prepared_hidden_bytes(1);
   const int64_t per_row = prepared + int64_t{out_features(projection)} * sizeof(float);
@@ -65,7 +66,7 @@ void Engine::experts(const ExpertsCall& call) {
                 "these experts have an activation of their own; use grouped_linear");
   }
   WorkspacePool::Lease lease(workspaces_);
-  const int32_t chunk = tokens_per_chunk(call.top_k);
+  const int32_t chunk = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
     ExpertsCall part = call;
     part.tokens = std::min(chunk, call.tokens - begin);
@@ -74,11 +75,12 @@ void Engine::experts(const ExpertsCall& call) {
     part.ids += int64_t{begin} * call.top_k;
     part.weights += int64_t{begin} * call.top_k;
     if (begin > 0) part.reads_queued = nullptr;
-    experts_chunk(part, *lease);
+    const bool last = begin + part.tokens == call.tokens;
+    experts_chunk(part, {phase_of(call.tokens), last}, *lease);
   }
 }
 
-void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
+void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace) {
   Grouping& grouping = workspace.grouping;
   group_by_expert(call.ids, call.weights, call.tokens, call.top_k, pool_->experts(), call.sentinels,
                   grouping);
@@ -94,7 +96,7 @@ void Engine::experts_chunk(const ExpertsCall& call, Workspace& workspace) {
   }
   workspace.scratch.at_least(scratch);
 
-  Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
+  Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
   if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;
   int32_t computed = 0;
@@ -206,16 +208,22 @@ void Engine::grouped_linear(const LinearCall& call) {
     throw Error(ErrorKind::kInvalid, "projection is " + std::to_string(call.projection) +
                                          "; allowed: 0 (gate_up), 1 (down)");
   }
+  if (call.top_k < 1) {
+    throw Error(ErrorKind::kInvalid,
+                "top_k is " + std::to_string(call.top_k) + "; allowed: 1 or more");
+  }
   check_offsets(call.offsets, pool_->experts());
   WorkspacePool::Lease lease(workspaces_);
   const int64_t rows = call.offsets[pool_->experts()];
   const int64_t chunk = rows_per_chunk(call.projection);
+  const Phase phase = phase_of(rows / call.top_k);
   for (int64_t begin = 0; begin < rows; begin += chunk) {
-    linear_chunk(call, begin, std::min(begin + chunk, rows), *lease);
+    const int64_t end = std::min(begin + chunk, rows);
+    linear_chunk(call, begin, end, {phase, call.projection == 1 && end == rows}, *lease);
   }
 }
 
-void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end,
+void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, ForwardPart forward,
                           Workspace& workspace) {
   const auto rows = static_cast<int32_t>(end - begin);
   const int64_t width = out_features(call.projection);
@@ -234,7 +242,7 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end,
 
   const auto count = static_cast<int32_t>(grouping.experts.size());
   workspace.entries.resize(count);
-  Claim claim(*pool_, call.layer, grouping.experts, workspace.entries);
+  Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
   std::array<ReadyExpert, kReadyBatch> batch;
   LinearCall chunk = call;
   chunk.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);

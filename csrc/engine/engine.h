@@ -18,6 +18,11 @@
 
 namespace torch_mesh {
 
+// How many tokens a forward computes at a time: as many as have room for their operands and
+// products in `workspace` bytes, and at least one.
+int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
+                         int64_t workspace);
+
 struct EngineOptions {
   RecordLayout layout;
   std::optional<Activation> activation;  // none: grouped_linear is the only path
@@ -45,6 +50,7 @@ struct LinearCall {
   int32_t projection;      // 0: gate_up, 1: down
   ConstRows x;             // [rows][in], grouped by expert
   const int64_t* offsets;  // [experts + 1]
+  int32_t top_k = 1;       // rows of each token, which tell a decode step from a prompt
   MutableRows out;         // [rows][out]
 };
 
@@ -81,9 +87,8 @@ class Engine {
   }
 
  private:
-  int32_t tokens_per_chunk(int32_t top_k) const;
   int32_t rows_per_chunk(int32_t projection) const;
-  void experts_chunk(const ExpertsCall& call, Workspace& workspace);
+  void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
   // Which batch of a chunk's experts.
   struct Part {
     bool first, last;
@@ -93,7 +98,8 @@ class Engine {
   ExpertRows rows_of(const ReadyExpert& ready, Workspace& workspace) const;
   void reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64_t end,
               Workspace& workspace) const;
-  void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Workspace& workspace);
+  void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, ForwardPart forward,
+                    Workspace& workspace);
   void compute_linear(const LinearCall& call, int32_t rows, std::span<const ReadyExpert> ready,
                       Part part, Workspace& workspace) const;
 

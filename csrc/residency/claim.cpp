@@ -14,8 +14,6 @@ enum EntryState : uint8_t {
   kDone,
 };
 
-using Clock = std::chrono::steady_clock;
-
 }  // namespace
 
 // A claim that finds others queueing for slots takes nothing yet: pins on what happens to be
@@ -29,22 +27,23 @@ void Pool::Impl::reserve_for(Claim& claim, bool at_head_of_queue) {
     if (entry.state != kWaiting) continue;
     const ExpertId id = id_of(claim.layer_, claim.experts_[i]);
     const int32_t present = slots.find(id);  // a duplicate in the list
-    const int32_t slot = present >= 0 ? present : reserve(id);
+    const int32_t slot = present >= 0 ? present : reserve(id, claim.part_.phase);
     if (slot < 0) return;
     slots.pin(slot);
     entry = {slot, kJoined};
     --claim.waiting_;
     ++claim.joined_;
-    LayerStats& layer = stats[claim.layer_];
-    ++layer.accesses;
-    ++(present >= 0 ? layer.inflight_misses : layer.cold_misses);
-    if (present < 0) start_load(slot, Urgency::kDemand);
+    if (present >= 0) {
+      count_access(claim, i, &LayerStats::inflight_misses, &ExpertStats::inflight_misses);
+    } else {
+      count_access(claim, i, &LayerStats::cold_misses, &ExpertStats::cold_misses);
+      start_load(slot, Urgency::kDemand, claim.part_.phase);
+    }
   }
 }
 
 // Before any slot is reserved, so that no victim is an expert which this claim needs.
 void Pool::Impl::join_present(Claim& claim) {
-  LayerStats& layer = stats[claim.layer_];
   for (size_t i = 0; i < claim.entries_.size(); ++i) {
     if (claim.entries_[i].state != kWaiting) continue;
     const int32_t slot = slots.find(id_of(claim.layer_, claim.experts_[i]));
@@ -55,9 +54,21 @@ void Pool::Impl::join_present(Claim& claim) {
     claim.entries_[i] = {slot, kJoined};
     --claim.waiting_;
     ++claim.joined_;
-    ++layer.accesses;
-    ++(ready ? layer.hits : layer.inflight_misses);
+    if (ready) {
+      count_access(claim, i, &LayerStats::hits, &ExpertStats::hits);
+    } else {
+      count_access(claim, i, &LayerStats::inflight_misses, &ExpertStats::inflight_misses);
+    }
+    if (std::exchange(loads[slot].unused, false)) ++stats_of(slot).prefetches_used;
   }
+}
+
+void Pool::Impl::count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
+                              int64_t ExpertStats::*expert_how) {
+  LayerStats& layer = stats_of(claim.layer_, claim.part_.phase);
+  ExpertStats& expert = stats.experts[id_of(claim.layer_, claim.experts_[entry])];
+  ++layer.accesses, ++(layer.*how);
+  ++expert.accesses, ++(expert.*expert_how);
 }
 
 void Pool::Impl::unpin(int32_t slot) {
@@ -163,8 +174,9 @@ void Pool::Impl::validate_claims() const {
   }
 }
 
-Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch)
-    : pool_(pool), layer_(layer), experts_(experts) {
+Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
+             ForwardPart part)
+    : pool_(pool), layer_(layer), part_(part), experts_(experts) {
   Pool::Impl& impl = *pool.impl_;
   impl.check_process();
   impl.check_experts(layer, experts);
@@ -191,6 +203,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   next_alive_ = impl.claims;
   if (next_alive_ != nullptr) next_alive_->previous_alive_ = this;
   impl.claims = this;
+  const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   impl.slots.policy().tick(layer);
   impl.reserve_for(*this, false);
 }
@@ -204,6 +217,10 @@ Claim::~Claim() {
   }
   (previous_alive_ ? previous_alive_->next_alive_ : impl.claims) = next_alive_;
   if (next_alive_ != nullptr) next_alive_->previous_alive_ = previous_alive_;
+  if (part_.phase == Phase::kNone || !part_.last) return;
+  ++impl.stats_of(layer_, part_.phase).forwards;
+  ++impl.forwards[layer_];
+  if (impl.forward_waiters > 0) impl.forward_ended.notify_all();
 }
 
 int32_t Claim::next(std::span<ReadyExpert> ready) {
@@ -214,8 +231,11 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
   }
   Pool::Impl::Lock lock(impl.mutex);
   for (;;) {
-    impl.reserve_for(*this, false);
-    if (const int32_t count = impl.hand_out(*this, ready)) return count;
+    {
+      const Stopwatch decision(impl.stats_of(layer_, part_.phase).decision_nanoseconds);
+      impl.reserve_for(*this, false);
+      if (const int32_t count = impl.hand_out(*this, ready)) return count;
+    }
     if (waiting_ == 0 && joined_ == 0) return 0;
     if (joined_ == 0 && held_ > 0) {
       throw Error(ErrorKind::kInvalid, "no slot is left for the next expert of layer " +
@@ -223,11 +243,7 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
                                            std::to_string(held_) +
                                            "; release() those before next()");
     }
-    struct Stall {
-      int64_t& nanoseconds;
-      Clock::time_point begin = Clock::now();
-      ~Stall() { nanoseconds += std::chrono::nanoseconds(Clock::now() - begin).count(); }
-    } stall{impl.stats[layer_].stall_nanoseconds};
+    const Stopwatch stall(impl.stats_of(layer_, part_.phase).stall_nanoseconds);
     if (joined_ > 0) {
       impl.wait_for_reads(*this, lock);
     } else {
@@ -246,6 +262,7 @@ void Claim::release(int32_t index) {
                 "release(" + std::to_string(index) +
                     "): next() has not handed this one out, or it was released");
   }
+  const Stopwatch decision(impl.stats_of(layer_, part_.phase).decision_nanoseconds);
   entries_[index].state = kDone;
   --held_;
   impl.unpin(entries_[index].slot);

@@ -39,14 +39,18 @@ std::string read_failure_advice(int error) {
 
 }  // namespace
 
-void Pool::Impl::start_load(int32_t slot, Urgency urgency) {
+void Pool::Impl::start_load(int32_t slot, Urgency urgency, Phase phase) {
   Load& load = loads[slot];
   load.urgency = urgency;
   ++load.generation;
   load.reread = false;
+  load.phase = phase;
+  load.speculative = load.unused = urgency == Urgency::kPrefetch;
+  load.bytes = 0;
   if (urgency == Urgency::kPrefetch) {
     ++prefetching;
-    ++stats_of(slots[slot].expert).prefetches;
+    ++stats_of(slot).prefetches;
+    ++stats.experts[slots[slot].expert].prefetches;
   }
   if (!source.raw) {
     submit(slot);
@@ -135,11 +139,11 @@ void Pool::Impl::on_read(const ReadResult& result) {
     }
   }
   const Lock lock(mutex);
-  if (error) {
-    stats_of(slots[slot].expert).bytes_read += bytes;
+  count_read(slot, bytes);
+  if (!error) {
+    land(slot);
+  } else if (!begin_anew(slot, *error)) {
     fail(slot, std::move(*error));
-  } else {
-    land(slot, bytes);
   }
   submit_queued();
 }
@@ -201,22 +205,46 @@ bool Pool::Impl::read_again(int32_t slot, int64_t bytes) {
   const Lock lock(mutex);
   if (loads[slot].reread) return false;
   loads[slot].reread = true;
-  stats_of(slots[slot].expert).bytes_read += bytes;
+  count_read(slot, bytes);
   submit(slot);
   submit_queued();  // a submission that failed has given its staging buffer back
   return true;
 }
 
-void Pool::Impl::land(int32_t slot, int64_t bytes) {
-  LayerStats& layer = stats_of(slots[slot].expert);
-  ++layer.promoted;
-  layer.bytes_read += bytes;
+void Pool::Impl::count_read(int32_t slot, int64_t bytes) {
+  loads[slot].bytes += bytes;
+  stats_of(slot).bytes_read += bytes;
+}
+
+void Pool::Impl::land(int32_t slot) {
+  ++stats_of(slot).promoted;
+  ++stats.experts[slots[slot].expert].promoted;
   slots.land(slot);
   end_load(slot);
 }
 
+// A forward that has joined a prefetch must not fail for a read that nobody had asked for: it gets
+// the one that it would have had without the hint.
+bool Pool::Impl::begin_anew(int32_t slot, const Error& error) {
+  Load& load = loads[slot];
+  if (!load.speculative || slots[slot].pins == 0 || error.kind() == ErrorKind::kClosed)
+    return false;
+  keep_prefetch_error(slot, error);
+  load.speculative = false;
+  load.reread = false;
+  submit(slot);
+  return true;
+}
+
+void Pool::Impl::keep_prefetch_error(int32_t slot, const Error& error) {
+  ++stats_of(slot).prefetches_failed;
+  stats.prefetch_error = error;
+}
+
 void Pool::Impl::fail(int32_t slot, Error error) {
-  ++stats_of(slots[slot].expert).failed;
+  ++stats_of(slot).failed;
+  if (loads[slot].speculative) keep_prefetch_error(slot, error);
+  if (loads[slot].unused) count_wasted(slot);
   slots.fail(slot, std::move(error));
   end_load(slot);
 }
@@ -248,9 +276,25 @@ void Pool::Impl::validate_loads() const {
   check_invariant(
       !source.raw || staged + static_cast<int32_t>(free_staging.size()) == options.staging,
       "a staging buffer is lost");
-  for (const LayerStats& layer : stats) {
-    check_invariant(layer.hits + layer.cold_misses + layer.inflight_misses == layer.accesses,
-                    "hits and misses do not add up to accesses");
+  validate_stats();
+}
+
+void Pool::Impl::validate_stats() const {
+  std::vector<int64_t> unused(kPhases * static_cast<size_t>(layers));
+  for (int32_t slot = 0; slot < slots.size(); ++slot) {
+    if (!loads[slot].unused) continue;
+    check_invariant(slots[slot].state != SlotState::kEmpty, "an EMPTY slot holds a prefetch");
+    ++unused[static_cast<size_t>(loads[slot].phase) * layers + slots[slot].expert / experts];
+  }
+  for (size_t phase = 0; phase < kPhases; ++phase) {
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      const LayerStats& counts = stats.layers[phase][layer];
+      check_invariant(counts.hits + counts.cold_misses + counts.inflight_misses == counts.accesses,
+                      "hits and misses do not add up to accesses");
+      check_invariant(counts.prefetches == counts.prefetches_used + counts.prefetches_wasted +
+                                               unused[phase * layers + layer],
+                      "prefetches used, wasted and waiting do not add up to those issued");
+    }
   }
 }
 

@@ -94,7 +94,8 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots})),
       loads(static_cast<size_t>(options.slots)),
-      stats(static_cast<size_t>(layers)),
+      stats(layers, experts),
+      forwards(static_cast<size_t>(layers)),
       queue_links(options.slots),
       demand_queue(queue_links),
       prefetch_queue(queue_links) {}
@@ -181,13 +182,28 @@ ErrorPlace Pool::Impl::place_of(ExpertId id) const {
   return {layer, expert, source.files[extent.file].path, extent.offset};
 }
 
-int32_t Pool::Impl::reserve(ExpertId id) {
+int32_t Pool::Impl::reserve(ExpertId id, Phase phase) {
   if (!slots.has_empty()) {
-    const ExpertId victim = slots.evict_victim();
+    const ExpertId victim = slots.policy().victim();
     if (victim == kNoExpert) return -1;
-    ++stats_of(victim).evicted;
+    evict(slots.find(victim), phase);
   }
   return slots.reserve(id);
+}
+
+void Pool::Impl::evict(int32_t slot, Phase phase) {
+  const ExpertId id = slots[slot].expert;
+  if (loads[slot].unused) count_wasted(slot);
+  ++stats_of(id / experts, phase).evicted;
+  ++stats.experts[id].evicted;
+  slots.evict(slot);
+}
+
+void Pool::Impl::count_wasted(int32_t slot) {
+  LayerStats& layer = stats_of(slot);
+  ++layer.prefetches_wasted;
+  layer.wasted_bytes += loads[slot].bytes;
+  loads[slot].unused = false;
 }
 
 void Pool::Impl::wake_slot_waiters() {
@@ -266,7 +282,7 @@ void Pool::promote(int32_t layer, std::span<const int32_t> experts) {
   while (claim.next({&ready, 1}) > 0) claim.release(ready.index);
 }
 
-void Pool::prefetch(int32_t layer, std::span<const int32_t> experts) {
+void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   Impl& impl = *impl_;
   impl.check_process();
   impl.check_experts(layer, experts);
@@ -274,6 +290,7 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts) {
   impl.check_open();
   // Those that queue for slots come first.
   if (impl.memory_only() || impl.first_ticket != nullptr) return;
+  const Stopwatch decision(impl.stats_of(layer, phase).decision_nanoseconds);
   // What is wanted and here already must not make room for what is not.
   const auto for_each_ready = [&](void (SlotTable::*act)(int32_t)) {
     for (int32_t expert : experts) {
@@ -286,9 +303,9 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts) {
     if (impl.prefetching >= impl.slots.size() / 2) break;
     const ExpertId id = impl.id_of(layer, expert);
     if (impl.slots.find(id) >= 0) continue;
-    const int32_t slot = impl.reserve(id);
+    const int32_t slot = impl.reserve(id, phase);
     if (slot < 0) break;
-    impl.start_load(slot, Urgency::kPrefetch);
+    impl.start_load(slot, Urgency::kPrefetch, phase);
   }
   for_each_ready(&SlotTable::unpin);
 }
@@ -306,10 +323,9 @@ int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
   for (int32_t expert : experts) {
     const int32_t slot = impl.slots.find(impl.id_of(layer, expert));
     if (slot < 0 || !impl.slots.reusable(slot)) continue;
-    impl.slots.evict(slot);
+    impl.evict(slot, Phase::kNone);
     ++evicted;
   }
-  impl.stats[layer].evicted += evicted;
   if (evicted > 0) impl.wake_slot_waiters();
   return evicted;
 }
@@ -338,14 +354,52 @@ SlotState Pool::state(int32_t layer, int32_t expert) const {
 
 std::vector<LayerStats> Pool::stats() const {
   impl_->check_process();
+  std::vector<LayerStats> sum(static_cast<size_t>(layers()));
   const Impl::Lock lock(impl_->mutex);
-  return impl_->stats;
+  for (const std::vector<LayerStats>& phase : impl_->stats.layers) {
+    for (size_t layer = 0; layer < sum.size(); ++layer) sum[layer] += phase[layer];
+  }
+  return sum;
+}
+
+PoolStats Pool::detailed_stats() const {
+  impl_->check_process();
+  PoolStats copy(impl_->layers, impl_->experts);  // its memory, before the lock is taken
+  const Impl::Lock lock(impl_->mutex);
+  copy = impl_->stats;
+  return copy;
 }
 
 void Pool::reset_stats() {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  std::fill(impl_->stats.begin(), impl_->stats.end(), LayerStats{});
+  // In place: a forward that waits holds on to its counter.
+  PoolStats& stats = impl_->stats;
+  for (std::vector<LayerStats>& phase : stats.layers) {
+    std::fill(phase.begin(), phase.end(), LayerStats{});
+  }
+  std::fill(stats.experts.begin(), stats.experts.end(), ExpertStats{});
+  stats.prefetch_error.reset();
+  for (Load& load : impl_->loads) load.unused = false;
+}
+
+bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,
+                             std::chrono::milliseconds patience) const {
+  impl_->check_process();
+  impl_->check_experts(layer, {});
+  Impl::Lock lock(impl_->mutex);
+  ++impl_->forward_waiters;
+  const bool woken = impl_->forward_ended.wait_for(
+      lock, patience, [&] { return impl_->closed || impl_->forwards[layer] >= forwards; });
+  --impl_->forward_waiters;
+  return woken && !impl_->closed;
+}
+
+int64_t Pool::forwards(int32_t layer) const {
+  impl_->check_process();
+  impl_->check_experts(layer, {});
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->forwards[layer];
 }
 
 void Pool::drain() {
@@ -364,6 +418,7 @@ void Pool::close() {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
   impl_->closed = true;
+  impl_->forward_ended.notify_all();
 }
 
 void Pool::validate() const {

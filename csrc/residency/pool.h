@@ -29,6 +29,7 @@
 #include "base/runtime.h"
 #include "io/reader.h"
 #include "residency/policy.h"
+#include "residency/stats.h"
 #include "residency/topology.h"
 #include "store/source.h"
 
@@ -53,21 +54,6 @@ struct PoolOptions {
 using PackRecord =
     std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
 
-// Counts since the pool was opened or reset. "Access" is one distinct expert of one forward of a
-// layer.
-struct LayerStats {
-  int64_t accesses = 0;
-  int64_t hits = 0;             // was READY
-  int64_t cold_misses = 0;      // had to be read
-  int64_t inflight_misses = 0;  // was being read already: a prefetch, or another forward's demand
-  int64_t promoted = 0;         // reads that became READY
-  int64_t evicted = 0;
-  int64_t bytes_read = 0;
-  int64_t prefetches = 0;         // prefetch reads queued
-  int64_t failed = 0;             // reads that ended in an error
-  int64_t stall_nanoseconds = 0;  // forwards that had nothing to compute and waited
-};
-
 class Claim;
 
 // Every call throws Error(kForked) in a child of the process that opened the pool, and all but
@@ -90,8 +76,9 @@ class Pool {
   void promote(int32_t layer, std::span<const int32_t> experts);
   // Hint: queues prefetch reads into empty or evictable slots, and returns. Never throws for a full
   // pool. At most half of the slots are loading prefetches at a time, so that a wrong guess cannot
-  // hold up the forwards.
-  void prefetch(int32_t layer, std::span<const int32_t> experts);
+  // hold up the forwards. A read that fails is kept in stats() and reaches no forward: one that
+  // waits for it gets a read of its own.
+  void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
@@ -100,8 +87,14 @@ class Pool {
   // Throws Error(kForked) in a child of the process that opened the pool.
   void check_process() const;
   SlotState state(int32_t layer, int32_t expert) const;
-  std::vector<LayerStats> stats() const;
+  std::vector<LayerStats> stats() const;  // by layer, over all phases
+  PoolStats detailed_stats() const;
+  // What is prefetched and unused at this moment will count neither as used nor as wasted.
   void reset_stats();
+  // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
+  // pool is closed first, or at the end of `patience`.
+  bool wait_for_forwards(int32_t layer, int64_t forwards, std::chrono::milliseconds patience) const;
+  int64_t forwards(int32_t layer) const;  // that have ended since the pool was opened
   // Waits for all reads under way; for tests and for closing. Throws Error(kTimeout) and
   // Error(kInterrupted).
   void drain();
@@ -128,6 +121,12 @@ class Pool {
   std::unique_ptr<Impl> impl_;
 };
 
+// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
+struct ForwardPart {
+  Phase phase = Phase::kNone;
+  bool last = true;
+};
+
 struct ReadyExpert {
   int32_t index;  // position in the claim's list of experts
   const std::byte* record;
@@ -146,7 +145,8 @@ class Claim {
     int32_t slot;
     uint8_t state;  // private to the pool
   };
-  Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch);
+  Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
+        ForwardPart part = {});
   ~Claim();  // drops all pins; reads under way go on as if they were prefetches
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -164,6 +164,7 @@ class Claim {
  private:
   Pool& pool_;
   int32_t layer_;
+  ForwardPart part_;
   std::span<const int32_t> experts_;
   std::span<Entry> entries_;
   int32_t waiting_ = 0;          // not reserved yet

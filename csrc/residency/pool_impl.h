@@ -15,13 +15,32 @@
 
 namespace torch_mesh {
 
-// The read under way into a slot.
+// Adds the time from its making to its end.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int64_t& nanoseconds) : nanoseconds_(nanoseconds) {}
+  ~Stopwatch() { nanoseconds_ += std::chrono::nanoseconds(Clock::now() - begin_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  int64_t& nanoseconds_;
+  const Clock::time_point begin_ = Clock::now();
+};
+
+// The read under way into a slot, or that filled it.
 struct Load {
   Urgency urgency = Urgency::kDemand;
-  uint32_t generation = 0;  // so that a late hasten() cannot mean the slot's next read
-  int32_t staging = -1;     // index of the buffer that a raw record is read into; -1: none (yet)
-  bool queued = false;      // waits for a staging buffer
-  bool reread = false;      // the second read, after a wrong checksum
+  uint32_t generation = 0;     // so that a late hasten() cannot mean the slot's next read
+  int32_t staging = -1;        // index of the buffer that a raw record is read into; -1: none (yet)
+  bool queued = false;         // waits for a staging buffer
+  bool reread = false;         // the second read, after a wrong checksum
+  Phase phase = Phase::kNone;  // that queued it
+  bool speculative = false;    // begun as a prefetch; the forward that joins may begin it anew
+  // Read or being read by a prefetch that no forward has come for; stays while READY.
+  bool unused = false;
+  int64_t bytes = 0;  // read into the slot by this load
 };
 
 struct Pool::Impl {
@@ -38,7 +57,13 @@ struct Pool::Impl {
 
   bool memory_only() const { return reader == nullptr; }
   ExpertId id_of(int32_t layer, int32_t expert) const { return layer * experts + expert; }
-  LayerStats& stats_of(ExpertId id) { return stats[id / experts]; }
+  LayerStats& stats_of(int32_t layer, Phase phase) {
+    return stats.layers[static_cast<size_t>(phase)][layer];
+  }
+  // Those of the read under way into a slot, or of the one that filled it.
+  LayerStats& stats_of(int32_t slot) {
+    return stats_of(slots[slot].expert / experts, loads[slot].phase);
+  }
   void check_process() const;
   void check_open() const;  // with the lock
   void check_experts(int32_t layer, std::span<const int32_t> indices) const;
@@ -47,7 +72,10 @@ struct Pool::Impl {
 
   // pool.cpp, with the lock: an empty slot for `id`, evicting if it must; -1: all are pinned or
   // loading.
-  int32_t reserve(ExpertId id);
+  int32_t reserve(ExpertId id, Phase phase);
+  // READY and unpinned → EMPTY, counted.
+  void evict(int32_t slot, Phase phase);
+  void count_wasted(int32_t slot);
   void wake_slot_waiters();
   // How long a wait may last, and when to ask the interrupt hook next.
   struct Patience {
@@ -60,7 +88,7 @@ struct Pool::Impl {
   bool wait(Lock& lock, std::condition_variable& condition, Patience& patience) const;
 
   // landing.cpp. With the lock:
-  void start_load(int32_t slot, Urgency urgency);
+  void start_load(int32_t slot, Urgency urgency, Phase phase);
   void hasten(int32_t slot);
   // On the I/O thread, without the lock:
   void on_read(const ReadResult& result);
@@ -68,12 +96,15 @@ struct Pool::Impl {
   // claim.cpp, with the lock:
   void reserve_for(Claim& claim, bool at_head_of_queue);
   void join_present(Claim& claim);
+  void count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
+                    int64_t ExpertStats::*expert_how);
   void unpin(int32_t slot);
   int32_t hand_out(Claim& claim, std::span<ReadyExpert> ready);
   void wait_for_slots(Claim& claim, Lock& lock);
   void wait_for_reads(const Claim& claim, Lock& lock);
   void validate_claims() const;
   void validate_loads() const;
+  void validate_stats() const;
 
   const OwnerProcess owner;
   const PoolOptions options;
@@ -92,7 +123,10 @@ struct Pool::Impl {
   std::condition_variable idle;    // no read is under way
   SlotTable slots;
   std::vector<Load> loads;  // by slot
-  std::vector<LayerStats> stats;
+  PoolStats stats;
+  std::vector<int64_t> forwards;                  // by layer; never reset
+  mutable std::condition_variable forward_ended;  // or the pool is closed
+  mutable int32_t forward_waiters = 0;
   Claim* claims = nullptr;  // alive
   Ticket* first_ticket = nullptr;
   Ticket* last_ticket = nullptr;
@@ -121,8 +155,11 @@ struct Pool::Impl {
   ReadRequest request_for(int32_t slot) const;
   void submit_queued();
   void end_load(int32_t slot);
-  void land(int32_t slot, int64_t bytes);
+  void count_read(int32_t slot, int64_t bytes);
+  void land(int32_t slot);
+  void keep_prefetch_error(int32_t slot, const Error& error);
   void fail(int32_t slot, Error error);
+  bool begin_anew(int32_t slot, const Error& error);
   Error read_error(int32_t slot, const ReadResult& result) const;
   std::optional<Error> pack_record(int32_t slot);
   bool checksum_matches(int32_t slot);

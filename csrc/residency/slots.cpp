@@ -18,12 +18,6 @@ SlotTable::SlotTable(int32_t experts, int32_t slots, std::unique_ptr<Policy> pol
   for (int32_t slot = 0; slot < slots; ++slot) empty_.push_back(slot);
 }
 
-ExpertId SlotTable::evict_victim() {
-  const ExpertId id = policy_->victim();
-  if (id != kNoExpert) evict(slot_of_[id]);
-  return id;
-}
-
 int32_t SlotTable::reserve(ExpertId id) {
   const int32_t index = empty_.pop_front();
   Slot& slot = slots_[index];

@@ -32,10 +32,6 @@ class SlotTable {
   Policy& policy() { return *policy_; }
   const Policy& policy() const { return *policy_; }
 
-  // READY → EMPTY for the policy's victim, which is returned; kNoExpert when all are pinned or
-  // LOADING.
-  ExpertId evict_victim();
-
   int32_t reserve(ExpertId id);          // EMPTY → LOADING; there must be an empty slot
   void land(int32_t slot);               // LOADING → READY
   void fail(int32_t slot, Error error);  // LOADING → EMPTY

@@ -1,0 +1,298 @@
+// What the pool counts, for whom, and what becomes of prefetches that fail.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "residency/pool.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int64_t kRecord = 4096;
+
+std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  return std::vector<std::byte>(kRecord, static_cast<std::byte>(16 * layer + expert));
+}
+
+struct TestStore : testing::RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
+
+  Source raw() const {
+    Source source = this->source();
+    source.raw = true;
+    source.checksums.clear();
+    return source;
+  }
+};
+
+PoolOptions options_of(int32_t slots) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.policy = "lru";
+  options.reader.backend = "threads";
+  return options;
+}
+
+using Experts = std::vector<int32_t>;
+
+void forward(Pool& pool, int32_t layer, const Experts& experts, ForwardPart part) {
+  std::vector<Claim::Entry> entries(experts.size());
+  Claim claim(pool, layer, experts, entries, part);
+  ReadyExpert ready;
+  while (claim.next({&ready, 1}) > 0) {
+    ASSERT_EQ(ready.record[0], record_of(layer, experts[ready.index])[0]);
+    claim.release(ready.index);
+  }
+}
+
+const LayerStats& layer_of(const PoolStats& stats, Phase phase, int32_t layer = 0) {
+  return stats.layers[static_cast<size_t>(phase)][layer];
+}
+
+constexpr ForwardPart kDecodeStep{Phase::kDecode, true};
+constexpr ForwardPart kPrompt{Phase::kPrefill, true};
+
+TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(6), {}, store.source(), nullptr);
+  forward(pool, 0, {0, 1, 2, 3, 4}, {Phase::kPrefill, false});
+  forward(pool, 0, {4, 5}, kPrompt);
+  forward(pool, 1, {0, 1}, kDecodeStep);
+  forward(pool, 1, {0, 2}, kDecodeStep);
+  pool.promote(0, Experts{7});
+  const PoolStats stats = pool.detailed_stats();
+  EXPECT_EQ(layer_of(stats, Phase::kPrefill).forwards, 1);  // in two parts
+  EXPECT_EQ(layer_of(stats, Phase::kPrefill).accesses, 7);
+  EXPECT_EQ(layer_of(stats, Phase::kPrefill).hits, 1);
+  EXPECT_EQ(layer_of(stats, Phase::kPrefill).promoted, 6);
+  EXPECT_EQ(layer_of(stats, Phase::kDecode).accesses, 0);
+  EXPECT_EQ(layer_of(stats, Phase::kDecode, 1).forwards, 2);
+  EXPECT_EQ(layer_of(stats, Phase::kDecode, 1).cold_misses, 3);
+  // A victim is counted at its own layer, for who needed its slot.
+  EXPECT_EQ(layer_of(stats, Phase::kDecode).evicted, 3);
+  EXPECT_EQ(layer_of(stats, Phase::kNone).cold_misses, 1);
+  EXPECT_EQ(layer_of(stats, Phase::kNone).forwards, 0);
+  EXPECT_GT(layer_of(stats, Phase::kDecode, 1).decision_nanoseconds, 0);
+
+  const std::vector<LayerStats> sums = pool.stats();
+  for (int32_t layer = 0; layer < 2; ++layer) {
+    LayerStats sum;
+    ExpertStats experts;
+    for (Phase phase : {Phase::kNone, Phase::kPrefill, Phase::kDecode}) {
+      sum += layer_of(stats, phase, layer);
+    }
+    for (int32_t expert = 0; expert < 8; ++expert) {
+      const ExpertStats& one = stats.experts[layer * 8 + expert];
+      experts.accesses += one.accesses, experts.hits += one.hits;
+      experts.cold_misses += one.cold_misses, experts.promoted += one.promoted;
+      experts.evicted += one.evicted;
+    }
+    EXPECT_EQ(sum.accesses, sums[layer].accesses);
+    EXPECT_EQ(sum.bytes_read, sums[layer].bytes_read);
+    EXPECT_EQ(experts.accesses, sums[layer].accesses);
+    EXPECT_EQ(experts.hits, sums[layer].hits);
+    EXPECT_EQ(experts.cold_misses, sums[layer].cold_misses);
+    EXPECT_EQ(experts.promoted, sums[layer].promoted);
+    EXPECT_EQ(experts.evicted, sums[layer].evicted);
+  }
+  EXPECT_EQ(stats.experts[8].hits, 1);  // expert 0 of layer 1
+  pool.validate();
+}
+
+TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  pool.prefetch(0, Experts{0, 1, 2, 3}, Phase::kDecode);
+  pool.drain();
+  forward(pool, 0, {0, 1}, kPrompt);  // used; counted for who queued the reads
+  forward(pool, 0, {0, 1}, kDecodeStep);
+  pool.validate();
+  LayerStats decode = layer_of(pool.detailed_stats(), Phase::kDecode);
+  EXPECT_EQ(decode.prefetches, 4);
+  EXPECT_EQ(decode.prefetches_used, 2);
+  EXPECT_EQ(decode.prefetches_wasted, 0);
+  EXPECT_EQ(decode.bytes_read, 4 * kRecord);
+  EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kPrefill).hits, 2);
+
+  EXPECT_EQ(pool.evict(0, Experts{0, 2}), 2);  // 0 has been used
+  forward(pool, 1, {0, 1, 2, 3, 4, 5, 6, 7}, kPrompt);
+  pool.validate();
+  decode = layer_of(pool.detailed_stats(), Phase::kDecode);
+  EXPECT_EQ(decode.prefetches_used, 2);
+  EXPECT_EQ(decode.prefetches_wasted, 2);
+  EXPECT_EQ(decode.wasted_bytes, 2 * kRecord);
+  EXPECT_EQ(pool.detailed_stats().experts[2].prefetches, 1);
+}
+
+TEST(PoolStats, AResetForgetsPrefetchesThatWait) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  pool.prefetch(0, Experts{0, 1}, Phase::kDecode);
+  pool.drain();
+  pool.reset_stats();
+  pool.validate();
+  forward(pool, 0, {0}, kDecodeStep);
+  pool.evict(0, Experts{1});
+  const LayerStats decode = layer_of(pool.detailed_stats(), Phase::kDecode);
+  EXPECT_EQ(decode.prefetches_used, 0);
+  EXPECT_EQ(decode.prefetches_wasted, 0);
+  EXPECT_EQ(decode.hits, 1);
+  pool.validate();
+}
+
+TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
+  const TestStore store(2, 4);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  store.truncate(4 * kRecord);  // layer 1 is gone
+  pool.prefetch(1, Experts{0, 1}, Phase::kDecode);
+  pool.prefetch(0, Experts{0}, Phase::kDecode);
+  pool.drain();
+  PoolStats stats = pool.detailed_stats();
+  const LayerStats& failed = layer_of(stats, Phase::kDecode, 1);
+  EXPECT_EQ(failed.prefetches_failed, 2);
+  EXPECT_EQ(failed.prefetches_wasted, 2);
+  EXPECT_EQ(failed.wasted_bytes, 0);
+  EXPECT_EQ(failed.failed, 2);
+  ASSERT_TRUE(stats.prefetch_error);
+  EXPECT_EQ(stats.prefetch_error->kind(), ErrorKind::kRead);
+  EXPECT_EQ(stats.prefetch_error->place().layer, 1);
+  EXPECT_EQ(stats.prefetch_error->place().file, store.path());
+  EXPECT_EQ(pool.state(0, 0), SlotState::kReady);  // prefetching went on
+  forward(pool, 0, {0, 1}, kDecodeStep);
+  for (int32_t expert = 0; expert < 4; ++expert) {
+    store.write((4 + expert) * kRecord, record_of(1, expert));
+  }
+  forward(pool, 1, {0, 1}, kDecodeStep);
+  pool.reset_stats();
+  EXPECT_FALSE(pool.detailed_stats().prefetch_error);
+  pool.validate();
+}
+
+// The first packing of expert 2 fails, after a forward has come to wait for it.
+TEST(PoolStats, AForwardThatJoinsAFailingPrefetchGetsAReadOfItsOwn) {
+  const TestStore store(1, 4);
+  std::promise<void> joined;
+  std::atomic<int32_t> packings = 0;
+  const auto pack = [&](int32_t, std::span<const std::byte* const> pieces, std::byte* record) {
+    if (++packings == 1) {
+      joined.get_future().wait();
+      throw Error(ErrorKind::kInvalid, "not this time");
+    }
+    std::memcpy(record, pieces[0], kRecord);
+  };
+  Pool pool(options_of(4), {}, store.raw(), pack);
+  pool.prefetch(0, Experts{2}, Phase::kDecode);
+  const Experts experts{2};
+  std::array<Claim::Entry, 1> entries;
+  std::array<ReadyExpert, 1> ready;
+  {
+    Claim claim(pool, 0, experts, entries, kDecodeStep);
+    joined.set_value();
+    ASSERT_EQ(claim.next(ready), 1);
+    EXPECT_EQ(ready[0].record[0], record_of(0, 2)[0]);
+    claim.release(0);
+  }
+  const PoolStats stats = pool.detailed_stats();
+  const LayerStats& decode = layer_of(stats, Phase::kDecode);
+  ASSERT_TRUE(stats.prefetch_error);
+  EXPECT_NE(std::string(stats.prefetch_error->what()).find("not this time"), std::string::npos);
+  EXPECT_EQ(decode.prefetches_failed, 1);
+  EXPECT_EQ(decode.prefetches_used, 1);
+  EXPECT_EQ(decode.failed, 0);
+  EXPECT_EQ(decode.promoted, 1);
+  EXPECT_EQ(decode.inflight_misses, 1);
+  EXPECT_EQ(decode.bytes_read, 2 * kRecord);
+  pool.validate();
+}
+
+TEST(PoolStats, AForwardFailsForAReadOfItsOwn) {
+  const TestStore store(1, 4);
+  std::promise<void> joined;
+  std::atomic<int32_t> packings = 0;
+  const auto pack = [&](int32_t, std::span<const std::byte* const>, std::byte*) {
+    if (++packings == 1) joined.get_future().wait();
+    throw Error(ErrorKind::kInvalid, "never");
+  };
+  Pool pool(options_of(4), {}, store.raw(), pack);
+  pool.prefetch(0, Experts{2}, Phase::kDecode);
+  const Experts experts{2};
+  std::array<Claim::Entry, 1> entries;
+  std::array<ReadyExpert, 1> ready;
+  {
+    Claim claim(pool, 0, experts, entries, kDecodeStep);
+    joined.set_value();
+    EXPECT_THROW(claim.next(ready), Error);
+  }
+  EXPECT_EQ(packings, 2);
+  EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).failed, 1);
+  EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).forwards, 1);
+  EXPECT_EQ(pool.pinned(), 0);
+  pool.validate();
+}
+
+TEST(PoolStats, WaitingForForwardsEndsWithThemOrWithThePool) {
+  const TestStore store(2, 4);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  EXPECT_FALSE(pool.wait_for_forwards(1, 1, 1ms));
+  EXPECT_TRUE(pool.wait_for_forwards(1, 0, 1ms));
+  auto third = std::async(std::launch::async, [&] { return pool.wait_for_forwards(1, 3, 30s); });
+  forward(pool, 1, {0}, {Phase::kDecode, false});  // only a part of one
+  for (int32_t step = 0; step < 3; ++step) {
+    EXPECT_EQ(pool.forwards(1), step);
+    forward(pool, 0, {0}, kDecodeStep);
+    forward(pool, 1, {1}, kDecodeStep);
+    pool.reset_stats();
+  }
+  EXPECT_TRUE(third.get());
+  auto never = std::async(std::launch::async, [&] { return pool.wait_for_forwards(0, 9, 30s); });
+  pool.close();
+  EXPECT_FALSE(never.get());
+}
+
+// Counters are read and reset while forwards wait: under ThreadSanitizer this is the test.
+TEST(PoolStats, ResetsAndReadsAtAnyMomentLeaveSumsThatAddUp) {
+  const TestStore store(2, 8);
+  PoolOptions options = options_of(4);
+  options.reader.faults.delay = .5;
+  options.reader.faults.max_delay = 200us;
+  Pool pool(options, {}, store.source(), nullptr);
+  std::atomic<bool> stop = false;
+  std::thread reader([&] {
+    while (!stop) {
+      pool.validate();
+      const PoolStats stats = pool.detailed_stats();
+      const LayerStats& decode = layer_of(stats, Phase::kDecode);
+      EXPECT_EQ(decode.hits + decode.cold_misses + decode.inflight_misses, decode.accesses);
+      pool.reset_stats();
+    }
+  });
+  std::vector<std::thread> threads;
+  for (int32_t thread = 0; thread < 2; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int32_t step = 0; step < 60; ++step) {
+        const int32_t at = (3 * thread + step) % 8;
+        pool.prefetch(1 - thread, Experts{at, (at + 1) % 8}, Phase::kDecode);
+        forward(pool, thread, {at, (at + 2) % 8}, step % 2 == 0 ? kDecodeStep : kPrompt);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  stop = true;
+  reader.join();
+  pool.drain();
+  pool.validate();
+  EXPECT_EQ(pool.forwards(0) + pool.forwards(1), 120);
+}
+
+}  // namespace
+}  // namespace torch_mesh
