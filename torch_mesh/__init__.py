@@ -40,6 +40,7 @@ __all__ = [
     "reset_stats",
     "stats",
     "unpatch",
+    "watch",
 ]
 
 
@@ -77,6 +78,7 @@ else:
     from .experts import Experts
     from .patching import patch, unpatch
     from .stats import reset_stats, stats
+    from .watch import watch
 
 if not TYPE_CHECKING:
 

@@ -104,6 +104,20 @@ def _check_workspace(field: str, value: Any) -> str | int:
     return value
 
 
+def _check_stats_every(field: str, value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", str(value).strip()):
+        raise ValueError(f"{field}={value!r} is not a number of forwards: give a positive number.")
+    return int(value)
+
+
+def _check_stats_file(field: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError(f"{field}={value!r} is not a file: give a path, or None.")
+    return os.path.expanduser(os.fspath(value))
+
+
 def _check_timeout(field: str, value: Any) -> float:
     try:
         seconds = float(value)
@@ -128,7 +142,12 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threads": _check_threads,
     "workspace": _check_workspace,
     "timeout": _check_timeout,
+    "stats_file": _check_stats_file,
+    "stats_every": _check_stats_every,
 }
+
+# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to write.
+_LOCAL = ("stats_file", "stats_every")
 
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
@@ -144,6 +163,8 @@ _DEFAULTS: dict[str, Any] = {
     "threads": "auto",
     "workspace": "256MiB",
     "timeout": 30.0,
+    "stats_file": None,
+    "stats_every": 100,
 }
 
 
@@ -175,6 +196,9 @@ class MeshConfig(QuantizationConfigMixin):
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
         timeout: seconds that a read or a wait for a slot may take.
+        stats_file: a file to which statistics are appended, a line of JSON at a time: ``Stats.to_dict(experts=False)`` with
+            ``time`` and ``forward``. A write that fails is warned of once and disturbs nothing. Not kept in a checkpoint.
+        stats_every: forwards of the model between two such lines.
 
     Raises ValueError for an unknown field or value, saying what is allowed.
     """
@@ -192,6 +216,8 @@ class MeshConfig(QuantizationConfigMixin):
     threads: str | int
     workspace: str | int
     timeout: float
+    stats_file: str | None
+    stats_every: int
 
     def __init__(
         self,
@@ -209,6 +235,8 @@ class MeshConfig(QuantizationConfigMixin):
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,
+        stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,
+        stats_every: int = _NOT_GIVEN,
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _CHECKS and value is not _NOT_GIVEN}
@@ -230,7 +258,9 @@ class MeshConfig(QuantizationConfigMixin):
         return copy
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method} | {name: getattr(self, name) for name in _CHECKS}
+        return {"quant_method": self.quant_method} | {
+            name: getattr(self, name) for name in _CHECKS if name not in _LOCAL
+        }
 
     def __iter__(self) -> Any:
         return iter(self.to_dict().items())
@@ -254,7 +284,7 @@ class MeshConfig(QuantizationConfigMixin):
     def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         self.quant_method: Any = "mesh"
         self._given = _environment() | _checked(given)
-        stored = _checked({name: value for name, value in checkpoint.items() if name != "quant_method"})
+        stored = _checked({name: value for name, value in checkpoint.items() if name not in ("quant_method", *_LOCAL)})
         for name, value in (_DEFAULTS | stored | self._given).items():
             setattr(self, name, value)
 

@@ -87,7 +87,9 @@ class Experts(nn.Module):
         slots = pool_slots([described], config, stored_layers=1, **where)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
         source = _C.Source(**opened.source_arguments())
-        pool = ExpertPool(described.geometry, shape.layers, slots, config, exact=False, source=source, **where)
+        pool = ExpertPool(
+            described.geometry, shape.layers, slots, config, exact=False, source=source, last_layer=layer, **where
+        )
         install(described, pool, layer)
         return self
 

@@ -201,6 +201,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         group_size=records.group_size,
         exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
         source=_C.Source(**records.source_arguments),
+        last_layer=records.places[-1],
     )
 
 

@@ -14,6 +14,7 @@ from .config import MeshConfig
 from .errors import MeshError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .memory import resident_slots
+from .stats_log import StatsLog
 from .store.convert import pack_expert
 
 
@@ -50,7 +51,8 @@ class ExpertPool:
     closed when the last reference is gone.
 
     ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
-    ``source=None`` keeps all records in memory; they are put there by ``fill``.
+    ``source=None`` keeps all records in memory; they are put there by ``fill``. ``last_layer`` is the one of the pool's that
+    runs last in a forward of the model, if it is not the pool's last.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ExpertPool:
         group_size: int,
         exact: bool,
         source: _C.Source | None = None,
+        last_layer: int | None = None,
     ) -> None:
         self.geometry = geometry
         self.layers = layers
@@ -90,7 +93,11 @@ class ExpertPool:
             timeout=config.timeout,
             source=source,
         )
-        self._finalizer = weakref.finalize(self, _close, self.engine, os.getpid())
+        log = None
+        if config.stats_file is not None:
+            last = layers - 1 if last_layer is None else last_layer
+            log = StatsLog(self.engine, last, config.stats_every, config.stats_file)
+        self._finalizer = weakref.finalize(self, _close, self.engine, log, os.getpid())
 
     def handle(self, layer: int) -> torch.Tensor:
         """int64 [pool, layer, generation], by which the ops name a layer of this pool."""
@@ -141,6 +148,9 @@ def refuse_to_pickle() -> NoReturn:
     )
 
 
-def _close(engine: _C.Engine, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must not wait for its parent's reads
-        engine.close()
+def _close(engine: _C.Engine, log: StatsLog | None, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child must not wait for its parent's reads
+        return
+    engine.close()
+    if log is not None:
+        log.join()

@@ -1,0 +1,61 @@
+"""Statistics of one engine, which models share: phases of ops, prefetches that fail, what a dict holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_pools import OpenPool, Spec, routing
+
+import torch_mesh
+from torch_mesh.counters import engine_stats
+
+ops = torch.ops.torch_mesh
+
+SPEC = Spec(layers=2)
+
+
+def test_a_layer_by_projection_tells_tokens_from_rows(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4)
+    x = torch.randn(24, SPEC.hidden)
+    offsets = torch.arange(SPEC.experts + 1).clamp(max=6) * 4
+    for top_k, phase in ((2, "decode"), (1, "prefill")):
+        for projection, features in ((0, SPEC.gate_up_features), (1, SPEC.hidden)):
+            rows = x if projection == 0 else torch.randn(24, SPEC.intermediate)
+            ops.grouped_linear(rows, offsets, pool.handle(), projection, features, top_k)
+        assert pool.engine.detailed_stats()[phase]["forwards"][0] == 1
+    with pytest.raises(ValueError, match="top_k is 0; allowed: 1 to"):
+        ops.grouped_linear(x, offsets, pool.handle(), 0, SPEC.gate_up_features, 0)
+
+
+def test_a_failed_prefetch_is_shown_and_disturbs_no_forward(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=8, faults={"eio_always": 1.0, "seed": 3})
+    ops.prefetch(pool.handle(), torch.tensor([1]))
+    pool.engine.drain()
+    stats = engine_stats([pool.engine])
+    error = stats.prefetch_error
+    assert isinstance(error, torch_mesh.ReadError)
+    assert (error.layer, error.expert, error.errno) == (0, 1, 5)
+    assert (stats.prefetches_failed, stats.prefetches_wasted) == (1, 1)
+    shown = json.loads(json.dumps(stats.to_dict()))["prefetch_error"]
+    assert shown["type"] == "ReadError" and shown["file"] == error.file and shown["offset"] == error.offset
+    assert f"last failed prefetch: {error}" in str(stats)
+    pool.engine.reset_stats()
+    assert engine_stats([pool.engine]).prefetch_error is None
+
+
+def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=8)
+    ids, weights = routing(SPEC, 2, 2)
+    ops.experts(torch.randn(2, SPEC.hidden), ids, weights, pool.handle(0))
+    stats = engine_stats([pool.engine])
+    table = json.loads(json.dumps(stats.to_dict()))
+    assert set(table) == {field for field in vars(stats)} | {"hit_rate", "prefetch_accuracy"}
+    assert table["decode"]["accesses"] == table["accesses"] == len(set(ids.flatten().tolist()))
+    assert table["prefill"]["hit_rate"] is None and table["per_layer"][1]["hit_rate"] is None
+    assert len(table["per_layer"][0]["experts"]["hits"]) == SPEC.experts
+    assert "experts" not in stats.to_dict(experts=False)["per_layer"][0]
+    rows = {line.split()[0]: line.split()[1:] for line in str(stats).splitlines()}
+    assert set(rows["1"]) == {"-"}
+    assert rows["0"][0] == "0.0%" and "prefill" not in rows

@@ -1,0 +1,201 @@
+"""torch_mesh.stats, its file and its live view: what they count, and that they disturb nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.counters import MOST_DECODE_ROWS, Stats
+from torch_mesh.store.convert import convert
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
+
+
+@pytest.fixture
+def open_model(store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
+    def open_it(**fields: Any) -> PreTrainedModel:
+        config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
+        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+
+    yield open_it
+
+
+def _run(model: PreTrainedModel, rows: int, times: int = 1) -> torch.Tensor:
+    with torch.no_grad():
+        for _ in range(times):
+            logits = model(input_ids=torch.randint(0, 200, (1, rows)), use_cache=False).logits
+    return logits
+
+
+def test_phases_are_told_by_rows(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    _run(model, MOST_DECODE_ROWS, 3)
+    _run(model, MOST_DECODE_ROWS + 1)
+    stats = torch_mesh.stats(model)
+    assert (stats.forwards, stats.decode.forwards, stats.prefill.forwards) == (4, 3, 1)
+    for counters in (stats, *stats.per_layer):
+        assert counters.accesses == counters.decode.accesses + counters.prefill.accesses > 0
+        assert counters.accesses == counters.hits + counters.cold_misses + counters.inflight_misses
+        assert counters.bytes_read == counters.decode.bytes_read + counters.prefill.bytes_read
+        assert counters.decision_seconds > 0
+    assert stats.evicted == sum(layer.evicted for layer in stats.per_layer) > 0
+
+
+def test_experts_add_up_to_their_layer(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(prefetch="off")
+    _run(model, 4, 5)
+    for layer in torch_mesh.stats(model).per_layer:
+        for name, counts in vars(layer.experts).items():
+            assert (len(counts), sum(counts)) == (32, getattr(layer, name))
+        assert max(layer.experts.accesses) <= layer.forwards
+
+
+def test_prefetches_are_used_wasted_or_wait(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    _run(model, 1, 30)
+    stats = torch_mesh.stats(model)
+    assert stats.prefetches > 0
+    assert stats.prefetches - stats.prefetches_used - stats.prefetches_wasted in range(49)  # the slots
+    assert stats.prefetch_accuracy is not None and 0 < stats.prefetch_accuracy <= 1
+    assert stats.wasted_bytes % 4096 == 0
+    assert stats.prefetch_error is None
+
+
+def _lines(file: Path, count: int) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        if len(lines) >= count and lines[-1].endswith("\n"):
+            return [json.loads(line) for line in lines]
+        time.sleep(0.01)
+    raise AssertionError(f"{file} has not got {count} lines")
+
+
+def test_the_file_gets_a_line_every_so_many_forwards(
+    open_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    file = tmp_path / "stats.jsonl"
+    model = open_model(stats_file=file, stats_every=3)
+    _run(model, 2, 2)
+    for lines in (1, 2):
+        _run(model, 2, 1 if lines == 1 else 3)
+        written = _lines(file, lines)
+        assert [line["forward"] for line in written] == [3, 6][:lines]
+        torch_mesh.reset_stats(model)
+    assert [line["forwards"] for line in written] == [3, 3]  # since the reset
+    assert written[1]["decode"]["accesses"] > 0 and len(written[1]["per_layer"]) == 6
+    assert abs(written[1]["time"] - time.time()) < 60
+
+
+def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    file = tmp_path / "not there" / "stats.jsonl"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = open_model(stats_file=file, stats_every=1)
+        expected = torch_mesh.stats(model).forwards
+        for _ in range(5):
+            _run(model, 2)
+            expected += 1
+            time.sleep(0.05)
+        said = [str(warning.message) for warning in caught if "Statistics cannot be written" in str(warning.message)]
+        assert len(said) == 1 and str(file) in said[0]
+        assert torch_mesh.stats(model).forwards == expected
+        file.parent.mkdir()
+        _run(model, 2)
+        assert _lines(file, 1)[0]["forward"] == expected + 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_disturbs_no_forward(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(stats_file="/dev/full", stats_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _run(model, 2, 3)
+        time.sleep(0.5)
+    assert [str(warning.message)[:48] for warning in caught] == ["Statistics cannot be written to /dev/full: [Errn"]
+
+
+def test_a_checkpoint_cannot_name_a_file_to_write(tmp_path: Path) -> None:
+    config = MeshConfig(stats_file=tmp_path / "a", stats_every=7)
+    assert "stats_file" not in config.to_dict() and "stats_every" not in config.to_dict()
+    assert config.replace(resident=0.5).stats_file == str(tmp_path / "a")
+    stored = MeshConfig.from_dict({"quant_method": "mesh", "resident": 0.5, "stats_file": "/etc/passwd"})
+    assert (stored.resident, stored.stats_file, stored.stats_every) == (0.5, None, 100)
+    with pytest.raises(ValueError, match="stats_every=0 is not a number of forwards"):
+        MeshConfig(stats_every=0)
+    with pytest.raises(ValueError, match="stats_file=3 is not a file"):
+        MeshConfig(stats_file=3)
+
+
+def test_a_process_ends_well_while_it_writes(store: Path, tmp_path: Path) -> None:
+    program = f"""
+import torch, torch_mesh
+from transformers import AutoModelForCausalLM
+config = torch_mesh.MeshConfig(resident=0.5, stats_file={str(tmp_path / "stats.jsonl")!r}, stats_every=1)
+model = AutoModelForCausalLM.from_pretrained({str(store)!r}, quantization_config=config)
+for _ in range(5):
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+print("ended")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+def _console(**kind: Any) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=140, **kind), out
+
+
+def test_watch_without_a_terminal_prints_one_table_at_the_end(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    console, out = _console()
+    with torch_mesh.watch(model, console=console):
+        _run(model, 1, 4)
+        assert out.getvalue() == ""
+    shown = out.getvalue()
+    assert "\x1b" not in shown and shown.count("decode") == 1
+    prefill = next(line for line in shown.splitlines() if "prefill" in line)
+    assert "%" not in prefill and prefill.count("-") >= 7
+
+
+def test_watch_in_a_terminal_survives_the_model(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    console, out = _console(force_terminal=True)
+    with torch_mesh.watch(model, interval=0.02, console=console):
+        _run(model, 20)
+        _run(model, 1, 3)
+        time.sleep(0.2)
+        torch_mesh.reset_stats(model)
+        _run(model, 1, 3)
+        torch_mesh.unpatch(model, lossy=True)
+        time.sleep(0.2)
+    assert "hit rate by layer" in out.getvalue() and "MB/s" in out.getvalue()
+    with pytest.raises(torch_mesh.MeshError, match="not patched"), torch_mesh.watch(model):
+        pass
+
+
+def test_watch_wants_an_interval(open_model: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(ValueError, match="interval=0"), torch_mesh.watch(open_model(), interval=0):
+        pass
+
+
+def test_an_empty_stats_has_no_rates() -> None:
+    assert Stats().hit_rate is None and Stats().prefetch_accuracy is None

@@ -1,0 +1,228 @@
+"""What a pool counts: hits, misses, prefetches, bytes and waits, in all, per phase, layer and expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _C
+
+PHASES = ("prefill", "decode")
+# A forward of a layer with more rows than this is prefill, any other decode.
+MOST_DECODE_ROWS = _C.MOST_DECODE_ROWS
+
+_LayerCounts = Mapping[str, npt.NDArray[np.int64]]  # by counter: [layers]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counts since the model was patched, or since ``reset_stats``.
+
+    What is counted as an access is an expert that a forward of a layer uses, once, however many of its tokens chose it; where
+    a forward goes in chunks, or by projection, once for each. A read and what becomes of it belong to the phase that queued
+    the read, an eviction to the phase that needed the slot; both to the expert's own layer.
+    """
+
+    forwards: int = 0  # of a layer; of a model, the most that any of its layers has had
+    accesses: int = 0
+    hits: int = 0  # was resident
+    cold_misses: int = 0  # had to be read
+    inflight_misses: int = 0  # was being read already
+    prefetches: int = 0  # reads queued before any forward asked
+    prefetches_used: int = 0  # of those: a forward came for the expert
+    prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
+    wasted_bytes: int = 0  # read by those
+    prefetches_failed: int = 0  # prefetch reads that ended in an error
+    failed: int = 0  # reads that ended in an error
+    bytes_read: int = 0
+    stall_seconds: float = 0.0  # a forward had nothing to compute and waited
+    decision_seconds: float = 0.0  # under the pool's lock: choosing slots and victims, queueing reads
+    promoted: int = 0  # reads that made an expert resident
+    evicted: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per expert asked for; None when none was."""
+        return self.hits / self.accesses if self.accesses else None
+
+    @property
+    def prefetch_accuracy(self) -> float | None:
+        """Of the prefetches that were either used or wasted, the part that was used; None when there is none."""
+        settled = self.prefetches_used + self.prefetches_wasted
+        return self.prefetches_used / settled if settled else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts by name, ``hit_rate`` and ``prefetch_accuracy``; times in seconds, None where nothing was asked."""
+        counts = {name: getattr(self, name) for name in _NAMES}
+        return {**counts, "hit_rate": self.hit_rate, "prefetch_accuracy": self.prefetch_accuracy}
+
+
+_NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
+
+
+@dataclass(frozen=True)
+class ExpertCounters:
+    """Counts of each expert of a layer, in the order of the experts, over all phases."""
+
+    accesses: tuple[int, ...] = ()
+    hits: tuple[int, ...] = ()
+    cold_misses: tuple[int, ...] = ()
+    inflight_misses: tuple[int, ...] = ()
+    promoted: tuple[int, ...] = ()
+    evicted: tuple[int, ...] = ()
+    prefetches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PhaseCounters(Counters):
+    """Counters over all phases, and those of each. What belongs to neither phase, such as a backward, is in the sum alone."""
+
+    prefill: Counters = field(default_factory=Counters)  # forwards of more than MOST_DECODE_ROWS rows
+    decode: Counters = field(default_factory=Counters)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "prefill": self.prefill.to_dict(), "decode": self.decode.to_dict()}
+
+
+@dataclass(frozen=True)
+class LayerCounters(PhaseCounters):
+    """Counters of one MoE layer."""
+
+    experts: ExpertCounters = field(default_factory=ExpertCounters)
+
+    def to_dict(self, experts: bool = True) -> dict[str, Any]:
+        counts = super().to_dict()
+        if experts:
+            counts["experts"] = {name: list(values) for name, values in vars(self.experts).items()}
+        return counts
+
+
+@dataclass(frozen=True)
+class Stats(PhaseCounters):
+    """Counters of a whole model. ``str()`` is a table, in which what was never asked shows ``-``."""
+
+    per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
+    # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
+    # and ``offset`` say where. None: none has failed.
+    prefetch_error: Exception | None = None
+
+    def to_dict(self, experts: bool = True) -> dict[str, Any]:
+        """Everything, as JSON takes it; without ``experts``, all but the counts of each expert, which are most of it.
+
+        ``prefetch_error`` is None, or a dict of type, message and place.
+        """
+        return {
+            **super().to_dict(),
+            "prefetch_error": _error_dict(self.prefetch_error),
+            "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
+        }
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *(_row(str(index), counters) for index, counters in enumerate(self.per_layer))]
+        rows += [_row(name, getattr(self, name)) for name in PHASES if getattr(self, name).accesses]
+        rows.append(_row("all", self))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.prefetch_error is not None:
+            lines.append(f"last failed prefetch: {self.prefetch_error}")
+        return "\n".join(lines)
+
+
+def engine_stats(engines: Iterable[_C.Engine]) -> Stats:
+    """The counters of these engines together."""
+    return _combined([engine.detailed_stats() for engine in engines])
+
+
+def _combined(snapshots: Sequence[_C._DetailedStats]) -> Stats:
+    per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot)]
+    errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
+    return Stats(
+        **_sum(per_layer),
+        prefill=Counters(**_sum([layer.prefill for layer in per_layer])),
+        decode=Counters(**_sum([layer.decode for layer in per_layer])),
+        per_layer=per_layer,
+        prefetch_error=errors[-1] if errors else None,
+    )
+
+
+def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
+    counts = {name: sum(getattr(layer, name) for layer in layers) for name in _NAMES}
+    return {**counts, "forwards": max((layer.forwards for layer in layers), default=0)}
+
+
+def _layers(snapshot: _C._DetailedStats) -> Iterator[LayerCounters]:
+    prefill, decode = snapshot["prefill"], snapshot["decode"]
+    every = {name: snapshot["none"][name] + prefill[name] + decode[name] for name in prefill}
+    phases = [_by_layer(counts) for counts in (every, prefill, decode)]
+    experts = {name: counts.tolist() for name, counts in snapshot["experts"].items()}
+    for layer, (whole, in_prefill, in_decode) in enumerate(zip(*phases, strict=True)):
+        yield LayerCounters(
+            **whole,
+            prefill=Counters(**in_prefill),
+            decode=Counters(**in_decode),
+            experts=ExpertCounters(**{name: tuple(rows[layer]) for name, rows in experts.items()}),
+        )
+
+
+def _by_layer(counts: _LayerCounts) -> list[dict[str, Any]]:
+    """Arguments of Counters for each layer; the engine counts nanoseconds."""
+    columns: dict[str, list[Any]] = {}
+    for name, values in counts.items():
+        if name.endswith("_nanoseconds"):
+            columns[name.replace("_nanoseconds", "_seconds")] = (values / 1e9).tolist()
+        else:
+            columns[name] = values.tolist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _error_dict(error: Exception | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    place = {name: getattr(error, name, None) for name in ("layer", "expert", "file", "offset", "errno")}
+    return {"type": type(error).__name__, "message": str(error), **place}
+
+
+_HEADINGS = (
+    "layer",
+    "hit rate",
+    "hits",
+    "cold",
+    "in flight",
+    "prefetched",
+    "used",
+    "wasted",
+    "read",
+    "stalled",
+    "deciding",
+    "promoted",
+    "evicted",
+)
+
+
+def _row(name: str, counters: Counters) -> tuple[str, ...]:
+    if not any(getattr(counters, counter) for counter in _NAMES):
+        return (name, *("-" for _ in _HEADINGS[1:]))
+    return (
+        name,
+        percent(counters.hit_rate),
+        str(counters.hits),
+        str(counters.cold_misses),
+        str(counters.inflight_misses),
+        str(counters.prefetches),
+        percent(counters.prefetch_accuracy),
+        f"{counters.wasted_bytes / 2**20:.1f} MiB",
+        f"{counters.bytes_read / 2**20:.1f} MiB",
+        f"{counters.stall_seconds * 1e3:.1f} ms",
+        f"{counters.decision_seconds * 1e3:.1f} ms",
+        str(counters.promoted),
+        str(counters.evicted),
+    )
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

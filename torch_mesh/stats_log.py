@@ -1,0 +1,76 @@
+"""Statistics as lines of JSON in a file, every so many forwards, without a forward that waits for the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+
+from . import _C
+from .counters import engine_stats
+from .errors import PoolClosedError
+
+# How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
+_PATIENCE_SECONDS = 3600.0
+
+
+class StatsLog:
+    """Appends a line to ``path`` each time that ``layer``, the model's last, has seen ``every`` more forwards end.
+
+    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, and ``forward``, how many have ended. A thread
+    writes it, so that neither a slow disk nor a full one disturbs a forward: where forwards are faster than the file, lines
+    are left out; a write that fails is warned of once, and later ones are tried in silence. Ends with the engine.
+    """
+
+    def __init__(self, engine: _C.Engine, layer: int, every: int, path: str) -> None:
+        self._engine = engine
+        self._layer = layer
+        self._every = every
+        self._path = path
+        self._warned = False
+        self._cut_short = False  # the last line is not whole
+        self._thread = threading.Thread(target=self._run, name="torch_mesh statistics", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the thread, whose engine has been closed. A process that ended under it would abort."""
+        if threading.current_thread() is not self._thread:  # the garbage collector runs wherever it likes
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            ended = self._engine.forwards(self._layer)
+            while True:
+                goal = (ended // self._every + 1) * self._every
+                reached = self._engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
+                ended = self._engine.forwards(self._layer)
+                if reached:
+                    self._write(
+                        {"time": time.time(), "forward": ended} | engine_stats([self._engine]).to_dict(experts=False)
+                    )
+        except PoolClosedError:
+            pass
+
+    def _write(self, line: dict[str, object]) -> None:
+        text = ("\n" if self._cut_short else "") + json.dumps(line) + "\n"
+        data = text.encode()
+        try:
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                written = os.write(file, data)
+            finally:
+                os.close(file)
+            if written > 0:
+                self._cut_short = written < len(data)
+            if written < len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"Statistics cannot be written to {self._path}: {error}. This is said once.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
