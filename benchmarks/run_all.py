@@ -19,7 +19,15 @@ import synthetic
 from harness import Report, Row
 
 HERE = Path(__file__).resolve().parent
-OWN = ("error.py", "perplexity.py", "op_overhead.py", "attention_op.py", "decode_op.py", "prefill_op.py")
+OWN = (
+    "error.py",
+    "perplexity.py",
+    "op_overhead.py",
+    "attention_op.py",
+    "decode_op.py",
+    "prefill_op.py",
+    "stats_cost.py",
+)
 PEERS = ("weight_error.py", "layer_peers.py", "whole_model.py", "load.py", "cold_decode.py")
 ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py")
 

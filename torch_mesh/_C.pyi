@@ -62,6 +62,9 @@ class Source:
         raw_dtype: str | None = None,
         raw_views: dict[str, RawView] | None = None,
     ) -> None: ...
+    @property
+    def staging_bytes(self) -> int:
+        """Of the buffers that an engine's raw records are read into; 0 for a store."""
 
 class _DetailedStats(TypedDict):
     """The phases' values are as those of ``Engine.stats``; ``experts`` has each field of ExpertStats as int64 [layers, experts]."""

@@ -59,10 +59,11 @@ class MeshLinear(PackedModule, nn.Linear):
         return f"{super().extra_repr()}, weights={self._mesh_format}{group}"
 
 
-def find_dense(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.Linear]]:
+def find_dense(model: Any, layers: Sequence[ExpertsLayer], loaded: bool = True) -> list[tuple[str, nn.Linear]]:
     """What ``dense=`` packs: the linear layers of the stack that the experts are in, and the head, but no router or gate.
 
-    Raises UnsupportedModelError if there is none, or one that is not in the CPU's memory in a dtype that packs.
+    Raises UnsupportedModelError if there is none, or, of a model that is ``loaded``, one that is not in the CPU's memory in a
+    dtype that packs.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     stacks = tuple({_stack(layer.path) for layer in layers})
@@ -81,7 +82,7 @@ def find_dense(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear layers beside its experts: leave dense at 'none'."
         )
-    for path, module in found:
+    for path, module in found if loaded else ():
         if module.weight.device.type != "cpu" or module.weight.dtype not in WEIGHT_DTYPES:
             raise UnsupportedModelError(
                 f"{path}.weight is {module.weight.dtype} on {module.weight.device}. Packed layers compute on the CPU, from "
@@ -109,14 +110,17 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         change_class(module, MeshLinear)
 
 
-def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig) -> int:
-    """Bytes by which ``pack_dense`` will lessen the model; less than 0 if it adds more than it frees."""
+def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> int:
+    """Bytes by which ``pack_dense`` will lessen the model; less than 0 if it adds more than it frees.
+
+    A model that is not ``loaded`` is on the meta device.
+    """
     if config.dense == "none":
         return 0
     group_size = checked_group_size(config.dense, config.group_size)
     embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
     saving = 0
-    for _, linear in find_dense(model, layers):
+    for _, linear in find_dense(model, layers, loaded):
         saving -= _C.linear_bytes(config.dense, group_size, linear.in_features, linear.out_features)
         if linear.weight is not embedding:  # a head that is tied to the embedding frees nothing
             saving += linear.weight.nbytes

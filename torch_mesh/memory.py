@@ -20,36 +20,51 @@ def available_bytes(proc: Path = Path("/proc")) -> int:
     return max(0, min([_machine_available(proc), *_cgroups_available(proc)]))
 
 
+def auto_budget(available: int, reserved: int) -> int:
+    """Bytes of experts that ``resident="auto"`` keeps where ``available`` can be taken and ``reserved`` of those are spoken for.
+
+    Less than 0 where there is nothing for experts.
+    """
+    free = available - reserved
+    return free - max(_MARGIN_BYTES, free // _MARGIN_SHARE)
+
+
 def resident_slots(
-    resident: str | float, *, layers: int, experts: int, top_k: int, record_bytes: int, reserved: int = 0
+    resident: str | float,
+    *,
+    layers: int,
+    experts: int,
+    top_k: int,
+    record_bytes: int,
+    reserved: int = 0,
+    available: int | None = None,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
-    ``resident`` is that of MeshConfig; "auto" takes what is free now less ``reserved`` bytes and a margin.
+    ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin. ``available`` is what
+    can be taken; None: what this process can take now.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
     a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
     every = layers * experts
+    free = available_bytes() if available is None else available
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
-        return _affordable(slots, resident, record_bytes)
+        return _affordable(slots, resident, record_bytes, free)
     if resident == "auto":
-        free = available_bytes() - reserved
-        budget = free - max(_MARGIN_BYTES, free // _MARGIN_SHARE)
-        return min(every, max(top_k, budget // record_bytes))
+        return min(every, max(top_k, auto_budget(free, reserved) // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
     if slots < top_k:
         raise ValueError(
             f"resident={resident!r} holds {slots} experts of {record_bytes:,} bytes, but every token needs {top_k}: "
             f"give at least {top_k * record_bytes:,} bytes."
         )
-    return _affordable(min(every, slots), resident, record_bytes)
+    return _affordable(min(every, slots), resident, record_bytes, free)
 
 
-def _affordable(slots: int, resident: str | float, record_bytes: int) -> int:
-    """The slots, if there is memory for them at this moment: a pool is taken as a whole, before anything is freed."""
-    free = available_bytes()
+def _affordable(slots: int, resident: str | float, record_bytes: int, free: int) -> int:
+    """The slots, if there is memory for them: a pool is taken as a whole, before anything is freed."""
     if slots * record_bytes > free:
         raise MemoryError(
             f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts, but the machine and its "
@@ -108,7 +123,8 @@ def _cgroup_left(version: int, folder: Path) -> int | None:
         limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
         usage, prefix = _number(folder / "memory.current"), ""
     else:
-        limits = [_number(folder / "memory.limit_in_bytes")]
+        # Above the soft limit a cgroup is squeezed first when the machine runs short, as above v2's memory.high.
+        limits = [_number(folder / "memory.limit_in_bytes"), _number(folder / "memory.soft_limit_in_bytes")]
         usage, prefix = _number(folder / "memory.usage_in_bytes"), "total_"
     known = [limit for limit in limits if limit is not None]
     if not known or usage is None:

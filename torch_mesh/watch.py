@@ -57,18 +57,18 @@ class _View:
             now = (time.monotonic(), stats(self._model))
         except MeshError:  # unpatched, or closed: what was seen last stays
             return self._shown
-        self._shown = _render(self._last, now)
+        self._shown = render(self._last, now)
         self._last = now
         return self._shown
 
     def whole(self) -> RenderableType:
         try:
-            return _render(self._begin, (time.monotonic(), stats(self._model)))
+            return render(self._begin, (time.monotonic(), stats(self._model)))
         except MeshError as error:
             return Text(str(error))
 
 
-def _render(before: tuple[float, Stats], after: tuple[float, Stats]) -> RenderableType:
+def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> RenderableType:
     (begin, old), (end, new) = before, after
     if new.accesses < old.accesses:  # reset meanwhile
         old = Stats(per_layer=[type(layer)() for layer in new.per_layer])

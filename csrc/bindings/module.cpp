@@ -518,7 +518,10 @@ PYBIND11_MODULE(_C, m) {
   py::class_<PySource>(m, "Source")
       .def(py::init(&torch_mesh::make_source), py::arg("files"), py::arg("extents"),
            py::arg("checksums"), py::arg("store_id"), py::arg("raw_dtype") = py::none(),
-           py::arg("raw_views") = py::none());
+           py::arg("raw_views") = py::none())
+      .def_property_readonly("staging_bytes", [](const PySource& source) {
+        return torch_mesh::PoolOptions{}.staging * torch_mesh::staging_bytes(source.source);
+      });
 
   py::class_<PyEngine>(m, "Engine")
       .def(py::init<int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,

@@ -67,8 +67,10 @@ const Source& checked(const Source& source, const PackRecord& pack, const PoolOp
   return source;
 }
 
-// Room for the aligned supersets of the pieces of any one record.
+}  // namespace
+
 int64_t staging_bytes(const Source& source) {
+  if (!source.raw) return 0;
   int64_t largest = 0;
   for (size_t first = 0; first < source.extents.size(); first += source.pieces) {
     int64_t bytes = 0;
@@ -79,8 +81,6 @@ int64_t staging_bytes(const Source& source) {
   }
   return largest;
 }
-
-}  // namespace
 
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
                  PackRecord given_pack, int32_t given_layers, int32_t given_experts)

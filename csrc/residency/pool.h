@@ -49,6 +49,10 @@ struct PoolOptions {
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
 };
 
+// Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
+// store.
+int64_t staging_bytes(const Source& source);
+
 // Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
 // Called on the I/O thread.
 using PackRecord =

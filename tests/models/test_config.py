@@ -182,3 +182,29 @@ def test_free_memory_in_a_container_that_sees_its_cgroup_as_the_root(tmp_path: P
 
 def test_free_memory_of_this_machine() -> None:
     assert 0 < available_bytes() < 1 << 50
+
+
+def _limit(root: Path, file: str, value: str) -> None:
+    (root / "cgroup/a/b" / file).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "file"),
+    [(2, "memory.high"), (1, "memory.soft_limit_in_bytes")],
+)
+def test_free_memory_stops_at_the_limit_that_squeezes(tmp_path: Path, version: int, file: str) -> None:
+    proc = _machine(tmp_path, version, {"a/b": 7 << 30})
+    assert available_bytes(proc) == 6 << 30
+    _limit(tmp_path, file, str(4 << 30))
+    assert available_bytes(proc) == 3 << 30  # 2 GiB used, of which 1 is page cache
+    _limit(tmp_path, file, "max" if version == 2 else "9223372036854771712")
+    assert available_bytes(proc) == 6 << 30
+    _limit(tmp_path, file, str(1 << 30))
+    assert available_bytes(proc) == 0
+
+
+def test_auto_follows_what_is_given_as_available() -> None:
+    sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20}
+    assert resident_slots("auto", **sizes, available=(512 + 64 + 7) << 20, reserved=64 << 20) == 7
+    with pytest.raises(MemoryError, match="4,194,304 left"):
+        resident_slots(0.5, **sizes, available=4 << 20)

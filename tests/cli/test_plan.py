@@ -1,0 +1,224 @@
+"""torch-mesh plan: sizes that loading confirms, verdicts that say what to change, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import _C, MeshConfig
+from torch_mesh.cli import main
+from torch_mesh.plan import Plan, Speeds, expected_hit_rate, find_sizes, plan, token_seconds
+from torch_mesh.speed import disk_speed, measure_speeds
+from torch_mesh.store.convert import convert
+
+RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
+# Nothing is measured but what small functions cost.
+GIVEN = ["--disk-speed", "1GB/s", "--memory-speed", "20GB/s"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, *GIVEN, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(mesh_tiny, tmp_path_factory.mktemp("plan") / "int4", "int4").store.folder
+
+
+def test_a_checkpoint_and_its_store(mesh_tiny: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, weights, staging in ((mesh_tiny, "bf16", True), (store, "int4", False)):
+        planned = run(capsys, str(folder), "--resident", "0.25")
+        sizes = planned["sizes"]
+        assert (planned["status"], planned["slots"], planned["recommended_slots"]) == ("ok", 48, 48)
+        assert sizes["weights"] == weights
+        assert sizes["expert_bytes"] == _C.record_bytes(weights, 64, 192, 64, True, False)
+        assert planned["pool_bytes"] == 48 * sizes["expert_bytes"]
+        assert planned["chunk_bytes"] == 144 * sizes["expert_bytes"]
+        assert (sizes["staging_bytes"] > 0) == staging
+        assert planned["tokens_per_second"] > 0
+    # int4 from the original: what converting it would give.
+    assert run(capsys, str(mesh_tiny), "--weights", "int4")["sizes"]["expert_bytes"] == sizes["expert_bytes"]
+
+
+@pytest.mark.parametrize("dense", ["none", "int8"])
+@pytest.mark.parametrize("resident", ["0.25", "1.0"])
+def test_loading_takes_what_was_planned(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], dense: str, resident: str
+) -> None:
+    planned = run(capsys, str(mesh_tiny), "--resident", resident, "--dense", dense)
+    config = MeshConfig(resident=resident, dense=dense, io="threads")
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    module = next(module for module in model.modules() if hasattr(module, "_mesh_pool"))
+    held = module._mesh_pool.engine.describe()
+    assert held["slots"] == planned["slots"]
+    assert held["pool_bytes"] == planned["pool_bytes"] + planned["sizes"]["staging_bytes"]
+    packed = sum(module._mesh_packed.nbytes for module in model.modules() if hasattr(module, "_mesh_packed"))
+    plain = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    assert planned["sizes"]["dense_bytes"] == packed + plain
+    assert (packed > 0) == (dense != "none")
+
+
+def test_chunks_are_those_of_the_engine(mesh_tiny: Path) -> None:
+    config = MeshConfig(resident=0.25, workspace="1MiB", io="threads", prefetch="off")
+    tokens = plan(mesh_tiny, config).tokens_per_chunk
+    assert tokens is not None and 16 < tokens < 1000
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    # A chunk claims its experts anew: one token more than fits makes a second claim.
+    for rows, claims in ((tokens, 1), (tokens + 1, 2)):
+        torch_mesh.reset_stats(model)
+        ids = torch.full((1, rows), 65)  # one token, so that most rows want the same experts
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+        first = torch_mesh.stats(model).per_layer[0]
+        assert (first.forwards, sum(count > 1 for count in first.experts.accesses) > 0) == (1, claims == 2)
+
+
+def status_of(folder: Path, resident: str | float = "auto", memory: int | None = None, **fields: Any) -> Plan:
+    return plan(folder, MeshConfig(resident=resident, **fields), memory=memory)
+
+
+def test_each_status_says_what_to_change(mesh_tiny: Path, store: Path, tmp_path: Path) -> None:
+    assert status_of(mesh_tiny, 0.25).status == "ok"
+    assert status_of(mesh_tiny, 1.0).status == "nothing to do"
+    assert status_of(mesh_tiny, "auto", 1 << 36).status == "nothing to do"
+    below = status_of(mesh_tiny, 0.1)
+    assert below.status == "below recommended"
+    assert f"19 of 192 experts fit, 48 are recommended: give {48 * RECORD:,} bytes" in below.advice
+    assert "int8 or int4" in below.advice and "int4" not in status_of(store, 0.1).advice
+    for resident, memory, advice in (
+        ("auto", 1 << 20, "give more memory, or take weights in int8 or int4"),
+        (3 * RECORD, None, f"give at least {4 * RECORD:,} bytes"),
+        (0.5, 1 << 20, "give less, or 'auto'"),
+    ):
+        small = status_of(mesh_tiny, resident, memory)
+        assert (small.status, small.slots, small.peak_bytes, small.tokens_per_second) == ("too small", None, None, None)
+        assert advice in small.advice
+    records = tmp_path / "records"
+    records.mkdir()
+    for file in (*store.glob("mesh-*"), store / "mesh_manifest.json"):
+        shutil.copy(file, records)
+    unknown = status_of(records)
+    assert (unknown.status, unknown.peak_bytes) == ("unknown", None) and "--resident" in unknown.advice
+    assert status_of(records, 0.25).status == "ok"
+
+
+def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 400 << 20)
+    sizes = find_sizes(mesh_tiny, MeshConfig())
+    assert sizes.dense_bytes is not None
+    # The margin of "auto" is at least 512 MiB.
+    rest = (400 << 20) + sizes.dense_bytes + (256 << 20) + (512 << 20)
+    for slots in (4, 30, 191, 192, 400):
+        for spare in (0, RECORD - 1):
+            assert status_of(mesh_tiny, "auto", rest + slots * RECORD + spare).slots == min(slots, 192)
+    assert status_of(mesh_tiny, "auto", rest + 4 * RECORD - 1).status == "too small"
+    within = status_of(mesh_tiny, "auto", rest + 100 * RECORD)
+    assert within.peak_bytes == rest - (512 << 20) + 100 * RECORD + sizes.staging_bytes
+
+
+def test_what_to_expect_rises_with_what_is_resident() -> None:
+    shares = [index / 50 for index in range(51)]
+    rates = [expected_hit_rate(share) for share in shares]
+    assert all(rate.low <= rate.expected <= rate.high for rate in rates)
+    assert all(a.expected < b.expected for a, b in itertools.pairwise(rates))
+    assert (rates[0].expected, rates[-1].expected) == (0, 1)
+    assert expected_hit_rate(0.25).expected == pytest.approx(0.48)
+
+
+def test_time_is_bounded_by_the_disk_and_by_memory(mesh_tiny: Path) -> None:
+    sizes = find_sizes(mesh_tiny, MeshConfig())
+    used = 6 * 4 * sizes.expert_bytes
+    assert sizes.dense_bytes_per_token is not None
+    speeds = Speeds(disk=1e6, experts=1e9, dense=2e9, layer_seconds=1e-6, measured=())
+    dense = sizes.dense_bytes_per_token / 2e9 + 6e-6
+    assert token_seconds(sizes, speeds, 1.0, True) == pytest.approx(dense + used / 1e9)
+    assert token_seconds(sizes, speeds, 0.5, False) == pytest.approx(dense + 0.5 * used / 1e6)
+    for hits in (0.0, 0.5, 0.9):
+        assert token_seconds(sizes, speeds, hits, True) >= (1 - hits) * used / 1e6
+
+
+def test_a_known_hit_rate_replaces_the_expected(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--hit-rate", "0.9")
+    assert planned["hit_rate"] == {"expected": 0.9, "low": 0.9, "high": 0.9}
+    low, high = planned["tokens_per_second_range"]
+    assert low == high == planned["tokens_per_second"]
+
+
+def test_speeds_are_measured(store: Path) -> None:
+    config = MeshConfig(dense="int4")
+    sizes = find_sizes(store, config)
+    speeds = measure_speeds(sizes, config)
+    assert speeds is not None and speeds.measured == ("disk", "experts", "dense", "layer_seconds")
+    for speed in (speeds.disk, speeds.experts, speeds.dense):
+        assert 1e5 < speed < 1e13
+    assert 0 < speeds.layer_seconds < 1
+    assert disk_speed(sizes.files, 1 << 30) is None
+
+
+def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(mesh_tiny), "--resident", "0.1", *GIVEN]
+    assert main(arguments) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    for words in ("6 layers of 32, 4 per token, bf16", "19 experts, 9.9%", "48 experts, 25.0%", "below recommended"):
+        assert words in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["{none}"], 1, "is neither a folder nor a model"),
+        (["{empty}"], 1, "holds neither"),
+        (["{dense}"], 1, "Supported families"),
+        (["{model}", "--resident", "0"], 2, "resident=0.0 is not a fraction"),
+        (["{model}", "--weights", "int4", "--group-size", "32", "--resident", "x"], 2, "resident='x' is not a size"),
+        (["{model}", "--hit-rate", "2"], 2, "--hit-rate 2.0 must be in"),
+        (["{store}", "--weights", "int8"], 2, "are int4"),
+    ],
+)
+def test_bad_input_is_named(
+    mesh_tiny: Path,
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folders = {"none": tmp_path / "none", "empty": tmp_path / "empty", "dense": tmp_path / "dense"}
+    for name in ("empty", "dense"):
+        folders[name].mkdir()
+    shutil.copy(mesh_tiny / "model.safetensors", folders["dense"])
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
+    (folders["dense"] / "config.json").write_text(json.dumps(config))
+    filled = [argument.format(model=mesh_tiny, store=store, **folders) for argument in arguments]
+    assert main(["plan", *filled, *GIVEN]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--memory", "0"], ["--memory", "much"], ["--disk-speed", "fast"], ["--disk-speed", "0"]]
+)
+def test_impossible_sizes_are_wrong_usage(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(mesh_tiny), *wrong])
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_too_little_memory_is_a_failure_that_still_prints(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = run(capsys, str(mesh_tiny), "--memory", "1MiB", code=1)
+    assert planned["status"] == "too small"
+    assert "0 bytes are left for experts" in planned["advice"]

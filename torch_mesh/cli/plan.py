@@ -1,0 +1,143 @@
+"""``torch-mesh plan``: what a model will need and reach, before it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal as format_bytes
+from rich.markup import escape
+from rich.table import Table
+
+from torch_mesh.config import DENSE, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
+from torch_mesh.store.checkpoint import local_folder
+
+if TYPE_CHECKING:
+    from torch_mesh.plan import Plan
+
+_STATUS_STYLE = {"ok": "green", "nothing to do": "green", "below recommended": "yellow", "too small": "red"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what a model will need and reach here, and what to change",
+        description="Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
+        "will be. Reads headers, config and manifest, and for two seconds the disk's and the memory's speed. "
+        "Exits with 1 only where the model cannot run.",
+    )
+    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "--memory", type=_size, help="what the process may take in all (default: what it can take here)"
+    )
+    parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
+    parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
+    parser.add_argument(
+        "--hit-rate", type=float, help="a known one, of torch_mesh.stats for instance (default: expected)"
+    )
+    parser.add_argument("--resident", help="as MeshConfig has it: 'auto', a size, or a fraction of all experts")
+    parser.add_argument("--weights", choices=WEIGHTS, help="format of the experts' weights")
+    parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
+    parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share one scale")
+    parser.add_argument("--workspace", help="memory for products and activations, as a size")
+    parser.add_argument("--prefetch", choices=("auto", "off"), help="whether the next layer's experts are foretold")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit code."""
+    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    from torch_mesh.plan import find_sizes, plan
+    from torch_mesh.speed import measure_speeds
+
+    names = ("resident", "weights", "dense", "group_size", "workspace", "prefetch")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    config = MeshConfig(**given)
+    if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
+        raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
+    folder = local_folder(arguments.model)
+    speeds = measure_speeds(
+        find_sizes(folder, config), config, disk=arguments.disk_speed, memory=arguments.memory_speed
+    )
+    planned = plan(folder, config, memory=arguments.memory, speeds=speeds, hit_rate=arguments.hit_rate)
+    if arguments.json:
+        print(json.dumps(planned.to_dict()))
+    else:
+        _print_table(planned)
+    return 1 if planned.status == "too small" else 0
+
+
+def _print_table(planned: Plan) -> None:
+    sizes, shape = planned.sizes, planned.sizes.shape
+    every = shape.layers * shape.experts
+    table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
+    group = f", groups of {sizes.group_size}" if sizes.group_size else ""
+    table.add_row(
+        "experts", f"{shape.layers} layers of {shape.experts}, {shape.top_k} per token, {sizes.weights}{group}"
+    )
+    table.add_row(
+        "bytes", f"{format_bytes(sizes.expert_bytes)} an expert, {format_bytes(sizes.all_experts_bytes)} in all"
+    )
+    table.add_row("the rest", _bytes(sizes.dense_bytes))
+    table.add_row(
+        "memory",
+        f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",
+    )
+    if planned.slots is not None and planned.pool_bytes is not None:
+        share = f"{planned.slots} experts, {planned.slots / every:.1%}, {format_bytes(planned.pool_bytes)}"
+        table.add_row("resident", share)
+    share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
+    table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")
+    table.add_row("workspace", _workspace(planned))
+    table.add_row("memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache")
+    if planned.hit_rate is not None:
+        rate = planned.hit_rate
+        spread = "" if rate.low == rate.high else f" ({rate.low:.0%} to {rate.high:.0%}, by how local its routing is)"
+        table.add_row("hit rate", f"{rate.expected:.0%}{spread}")
+    if planned.speeds is not None:
+        speeds = planned.speeds
+        table.add_row(
+            "speeds",
+            f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, the rest "
+            f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms a layer besides",
+        )
+    if planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
+        low, high = planned.tokens_per_second_range
+        spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
+        table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}")
+    style = _STATUS_STYLE.get(planned.status, "yellow")
+    table.add_row("status", f"[{style}]{planned.status}[/]: {escape(planned.advice)}")
+    Console().print(table)
+
+
+def _workspace(planned: Plan) -> str:
+    text = format_bytes(planned.workspace_bytes)
+    if planned.tokens_per_chunk is None:
+        return text
+    text += f": prompts go in chunks of {planned.tokens_per_chunk} tokens"
+    if not planned.chunk_bytes:
+        return text
+    seconds = "" if planned.chunk_seconds is None else f", {planned.chunk_seconds:.1f} s"
+    return f"{text}, each of which reads up to {format_bytes(planned.chunk_bytes)}{seconds}"
+
+
+def _bytes(value: int | None) -> str:
+    return "unknown" if value is None else format_bytes(value)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(int(text) if text.isdigit() else text, "--memory")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _speed(text: str) -> float:
+    try:
+        return float(parse_size(re.sub(r"/s$", "", text.strip()), "speed"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed: give bytes per second, or 1.5GB/s") from None

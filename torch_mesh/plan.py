@@ -1,0 +1,355 @@
+"""What a model will need and reach on a machine, before it is loaded.
+
+Sizes come from headers, config and manifest, through the code that loading itself uses. Speeds are measured for a moment or
+given. What a model's own routing will do cannot be known beforehand: see ``expected_hit_rate``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+
+from . import _C
+from .config import MeshConfig
+from .dense import dense_saving
+from .families import ExpertsLayer, find_experts
+from .memory import auto_budget, available_bytes, resident_slots
+from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
+from .store.convert import checked_group_size
+from .store.header import weight_files
+from .store.manifest import Shape, is_store, open_store
+
+Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
+
+# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0002. The expectation is that
+# of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.
+_SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
+_EXPECTED_HITS = (0.0, 0.25, 0.48, 0.738, 1.0)
+_LOCAL_HITS = (0.0, 0.339, 0.671, 0.91, 1.0)
+
+# With lookahead about half of the time that demand reads would be waited for is left, and half as much again is read: the
+# tables of docs/decisions/0007.
+_PREFETCH_WAITING = 0.5
+_PREFETCH_READS = 1.5
+
+
+@dataclass(frozen=True)
+class HitRate:
+    """Hits per expert asked for. ``low`` and ``high`` are no bounds but what random and very local routing would give."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes per second, and seconds. ``measured`` names those that were measured on this machine and not given."""
+
+    disk: float  # reads of one record's size, several at a time
+    experts: float  # packed weights of experts, computed for one token
+    dense: float  # all other weights, likewise
+    layer_seconds: float  # what each layer takes besides, eagerly: attention, norms, router, Python
+    measured: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a checkpoint or store takes. Bytes."""
+
+    shape: Shape
+    weights: str
+    group_size: int | None
+    expert_bytes: int  # one record in the pool
+    all_experts_bytes: int
+    dense_bytes: (
+        int | None
+    )  # all other weights in memory, after ``dense=`` has packed them; None: no config.json says what
+    dense_bytes_loading: int | None  # the same before
+    dense_bytes_per_token: int | None  # those that a token reads: without the embedding
+    staging_bytes: int  # buffers of raw records
+    files: tuple[Path, ...]  # that experts are read from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``plan``'s answer. Bytes, seconds and shares; None where it cannot be known."""
+
+    folder: str
+    status: Status
+    advice: str
+    sizes: Sizes
+    memory_bytes: int  # what the process can have in all
+    process_bytes: int  # of those: the interpreter with torch and transformers
+    slots: int | None
+    pool_bytes: int | None
+    resident_share: float | None  # of all experts
+    recommended_slots: int  # twice the experts that a token takes in each layer (arXiv 2505.16056)
+    recommended_bytes: int
+    workspace_bytes: int
+    tokens_per_chunk: int | None  # a longer prompt goes in chunks; None for experts that run by projection
+    chunk_bytes: int | None  # that each chunk reads at most
+    peak_bytes: int | None  # without KV cache and the page cache
+    hit_rate: HitRate | None
+    speeds: Speeds | None
+    tokens_per_second: float | None  # decoding one sequence, eagerly
+    tokens_per_second_range: tuple[float, float] | None  # with the low and the high hit rate
+    chunk_seconds: float | None  # that reading for one chunk of a prompt takes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        table = dataclasses.asdict(self)
+        table["sizes"]["files"] = [str(file) for file in self.sizes.files]
+        return table
+
+
+def plan(
+    folder: Path,
+    config: MeshConfig,
+    *,
+    memory: int | None = None,
+    speeds: Speeds | None = None,
+    hit_rate: float | None = None,
+) -> Plan:
+    """What the model in ``folder`` needs with ``config`` and what it will reach.
+
+    ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``: a known
+    one, such as that of ``torch_mesh.stats`` or of a replayed trace, in place of the expected. Without ``speeds`` nothing is
+    said of time.
+
+    Raises StoreError, UnsupportedModelError and ValueError as loading would.
+    """
+    sizes = find_sizes(folder, config)
+    shape = sizes.shape
+    process = _process_bytes()
+    whole = memory if memory is not None else process + available_bytes()
+    available = None if sizes.dense_bytes is None else whole - process - sizes.dense_bytes
+    slots, problem = _slots(sizes, config, available)
+    every = shape.layers * shape.experts
+    recommended = shape.layers * min(shape.experts, 2 * shape.top_k)
+    share = None if slots is None else slots / every
+    rate = None if share is None else _hit_rate(share, hit_rate)
+    chunk = _tokens_per_chunk(sizes, config)
+    chunk_bytes = None if slots is None else max(0, every - slots) * sizes.expert_bytes
+    seconds = None
+    if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
+        prefetch = config.prefetch != "off"
+        seconds = [token_seconds(sizes, speeds, hits, prefetch) for hits in (rate.expected, rate.low, rate.high)]
+    status, advice = _verdict(sizes, slots, recommended, problem)
+    return Plan(
+        folder=str(folder),
+        status=status,
+        advice=advice,
+        sizes=sizes,
+        memory_bytes=whole,
+        process_bytes=process,
+        slots=slots,
+        pool_bytes=None if slots is None else slots * sizes.expert_bytes,
+        resident_share=share,
+        recommended_slots=recommended,
+        recommended_bytes=recommended * sizes.expert_bytes,
+        workspace_bytes=config.workspace_bytes,
+        tokens_per_chunk=chunk,
+        chunk_bytes=chunk_bytes,
+        peak_bytes=_peak(sizes, config, process, slots),
+        hit_rate=rate,
+        speeds=speeds,
+        tokens_per_second=None if seconds is None else 1 / seconds[0],
+        tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
+        chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
+    )
+
+
+def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store")
+    return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
+
+
+def expected_hit_rate(share: float) -> HitRate:
+    """What to expect with that share of all experts resident, with policy "auto" and before any prefetch.
+
+    Interpolated between what was measured on DeepSeek-V2-Lite. Models differ: mesh-tiny's own text hits far more often
+    (``high``), experts drawn at random would hit as often as they are resident (``low``).
+    """
+    expected, high = (float(np.interp(share, _SHARES, hits)) for hits in (_EXPECTED_HITS, _LOCAL_HITS))
+    return HitRate(expected=expected, low=share, high=high)
+
+
+def token_seconds(sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool) -> float:
+    """Seconds that one token of one sequence takes.
+
+    Every layer takes its dense time, and the longer of reading what is cold and computing its experts; with ``prefetch`` reads
+    overlap the dense part too.
+    """
+    shape = sizes.shape
+    assert sizes.dense_bytes_per_token is not None
+    used = shape.layers * shape.top_k * sizes.expert_bytes
+    reading = (1 - hits) * used / speeds.disk
+    computing = used / speeds.experts
+    dense = sizes.dense_bytes_per_token / speeds.dense + shape.layers * speeds.layer_seconds
+    if not prefetch:
+        return dense + max(reading, computing)
+    return max(_PREFETCH_READS * reading, dense + computing + _PREFETCH_WAITING * reading)
+
+
+def _process_bytes() -> int:
+    """What Python, torch and transformers take, as any process that runs a model has them."""
+    return psutil.Process().memory_info().rss
+
+
+def _hit_rate(share: float, given: float | None) -> HitRate:
+    if given is None or share == 1:
+        return expected_hit_rate(share)
+    if not 0 <= given <= 1:
+        raise ValueError(f"hit_rate={given} must be in [0, 1]")
+    return HitRate(given, given, given)
+
+
+def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    manifest = open_store(folder).manifest
+    if config.weights not in ("auto", manifest.weights):
+        raise ValueError(
+            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or give the "
+            "original checkpoint."
+        )
+    dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    if (folder / "config.json").is_file():
+        described = read_config(folder)
+        dtype = getattr(described.get_text_config(), "dtype", None)
+        model = meta_model(described)
+        dense = _dense_bytes(model, find_experts(model), config, dtype or torch.bfloat16)
+    return _sizes(
+        manifest.shape,
+        manifest.weights,
+        manifest.group_size,
+        dense,
+        staging_bytes=0,
+        files=tuple(folder / file.name for file in manifest.record_files),
+    )
+
+
+def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    weight_files(folder)  # says that there are no weights before the config is looked at
+    model = meta_model(read_config(folder))
+    layers = find_experts(model)
+    experts = find_checkpoint_experts(folder, model)
+    raw = config.weights in ("auto", "bf16") and config.store is None
+    weights = "bf16" if config.weights == "auto" else config.weights
+    used = sorted(set(experts.extents[..., 0].flatten().tolist()))
+    return _sizes(
+        shape_of(layers),
+        weights,
+        checked_group_size(weights, config.group_size),
+        _dense_bytes(model, layers, config, TORCH_DTYPES[experts.dtype]),
+        staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
+        files=tuple(Path(experts.files[index][0]) for index in used),
+    )
+
+
+def _sizes(
+    shape: Shape,
+    weights: str,
+    group_size: int,
+    dense: tuple[int | None, int | None, int | None],
+    staging_bytes: int,
+    files: tuple[Path, ...],
+) -> Sizes:
+    record = shape.record_bytes(weights, group_size)
+    return Sizes(
+        shape=shape,
+        weights=weights,
+        group_size=group_size or None,
+        expert_bytes=record,
+        all_experts_bytes=record * shape.layers * shape.experts,
+        dense_bytes=dense[0],
+        dense_bytes_loading=dense[1],
+        dense_bytes_per_token=dense[2],
+        staging_bytes=staging_bytes,
+        files=files,
+    )
+
+
+def _dense_bytes(
+    model: Any, layers: list[ExpertsLayer], config: MeshConfig, dtype: torch.dtype
+) -> tuple[int, int, int]:
+    """What is not experts of a model on the meta device: packed, as it is loaded, and what a token reads of it."""
+    model.to(dtype)
+    experts = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
+    loading = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in experts)
+    packed = loading - dense_saving(model, layers, config, loaded=False)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding and config.dense == "none"
+    return packed, loading, packed - (0 if tied else embedding.nbytes)
+
+
+def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int | None, str]:
+    """How many experts will be resident, or None and why that cannot be."""
+    shape = sizes.shape
+    least = shape.top_k * sizes.expert_bytes
+    if config.resident == "auto":
+        if available is None:
+            return None, ""
+        if (budget := auto_budget(available, config.workspace_bytes)) < least:
+            left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
+            return None, f"{left}: give more memory{_smaller(sizes)}."
+    try:
+        return resident_slots(
+            config.resident,
+            layers=shape.layers,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            record_bytes=sizes.expert_bytes,
+            reserved=config.workspace_bytes,
+            # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
+            available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
+        ), ""
+    except (ValueError, MemoryError) as error:
+        return None, str(error)
+
+
+def _tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
+    shape = sizes.shape
+    if shape.activation is None:
+        return None
+    layout = (sizes.weights, sizes.group_size or 0, shape.hidden, shape.intermediate, shape.gated, shape.bias)
+    return _C.tokens_per_chunk(*layout, shape.top_k, config.workspace_bytes)
+
+
+def _peak(sizes: Sizes, config: MeshConfig, process: int, slots: int | None) -> int | None:
+    if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
+        return None
+    running = sizes.dense_bytes + slots * sizes.expert_bytes + sizes.staging_bytes + config.workspace_bytes
+    return process + max(running, sizes.dense_bytes_loading)
+
+
+def _verdict(sizes: Sizes, slots: int | None, recommended: int, problem: str) -> tuple[Status, str]:
+    every = sizes.shape.layers * sizes.shape.experts
+    if slots is None and not problem:
+        return "unknown", (
+            "The folder has records and no config.json, so what the rest of the model takes is not known: give --resident, or a "
+            "converted checkpoint."
+        )
+    if slots is None:
+        return "too small", problem
+    if slots == every:
+        return "nothing to do", "All experts fit into memory: nothing will be read after the first forwards."
+    if slots >= recommended:
+        return "ok", "Enough experts are resident: more memory makes it faster, and nothing needs to change."
+    return "below recommended", (
+        f"{slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
+        f"experts{_smaller(sizes)}. It works, and waits for the disk more often."
+    )
+
+
+def _smaller(sizes: Sizes) -> str:
+    smaller = {"bf16": "int8 or int4", "int8": "int4"}.get(sizes.weights)
+    return f", or take weights in {smaller}" if smaller else ""

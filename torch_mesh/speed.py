@@ -1,0 +1,178 @@
+"""How fast this machine reads records and computes one token, measured in about two seconds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import _C
+from .config import MeshConfig
+from .plan import Sizes, Speeds
+
+_SECONDS = 0.4  # for each of the measurements
+_BYTES = 256 << 20  # that are gone through, so that no cache holds them
+_READERS = 8
+
+# A decoder layer, eagerly, takes as long as so many calls of a small torch function besides its products: measured with
+# mesh-tiny, whose weights take no time.
+_SMALL_CALLS_PER_LAYER = 170
+
+
+def measure_speeds(
+    sizes: Sizes, config: MeshConfig, *, disk: float | None = None, memory: float | None = None
+) -> Speeds | None:
+    """Speeds for a model of these sizes. ``disk`` and ``memory`` (bytes per second) are taken as given, the rest is measured.
+
+    None where the disk is not given and too little stands on it to be measured.
+    """
+    measured = [name for name, given in (("disk", disk), ("experts", memory), ("dense", memory)) if given is None]
+    reads = disk if disk is not None else disk_speed(sizes.files, sizes.expert_bytes)
+    if reads is None:
+        return None
+    return Speeds(
+        disk=reads,
+        experts=memory if memory is not None else _experts_speed(sizes),
+        dense=memory if memory is not None else _dense_speed(sizes, config.dense, config.group_size),
+        layer_seconds=_SMALL_CALLS_PER_LAYER * _small_call_seconds(),
+        measured=(*measured, "layer_seconds"),
+    )
+
+
+def disk_speed(files: Sequence[Path], block: int) -> float | None:
+    """Bytes per second of direct reads of ``block`` bytes at random places of ``files``, several at a time.
+
+    Where the file system refuses direct I/O the page cache is in the way, and its speed is the answer. None for less data than
+    eight blocks.
+    """
+    block = -(-block // 4096) * 4096
+    places = [(file, at) for file in files for at in range(0, file.stat().st_size - block + 1, block)]
+    if len(places) < _READERS:
+        return None
+    # Each place once: what a buffered read leaves in the page cache must not be read again.
+    order = np.random.default_rng().permutation(len(places))
+    with _open(files) as descriptors, ThreadPoolExecutor(_READERS) as readers:
+        deadline = time.monotonic() + _SECONDS
+        begin = time.perf_counter()
+        parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
+        done = sum(readers.map(lambda part: _read(descriptors, part, block, deadline), parts))
+        return done / (time.perf_counter() - begin)
+
+
+class _open:
+    """Descriptors of files, for direct reads where the file system has them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> dict[Path, int]:
+        for file in self._files:
+            direct = _C.direct_io_alignment(str(file)) >= 0
+            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+            self._descriptors[file] = os.open(file, flags)
+        return self._descriptors
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], block: int, deadline: float) -> int:
+    done = 0
+    with mmap.mmap(-1, block) as buffer:  # aligned, as direct reads want it
+        for file, offset in places:
+            if time.monotonic() > deadline:
+                break
+            done += os.preadv(descriptors[file], [buffer], offset)
+    return done
+
+
+def _experts_speed(sizes: Sizes) -> float:
+    """Of one token's experts, through the op that a model calls, in a pool in memory."""
+    shape = sizes.shape
+    experts = min(shape.experts, max(shape.top_k, _BYTES // sizes.expert_bytes))
+    layers = max(1, min(_BYTES // (experts * sizes.expert_bytes), 256))
+    engine = _C.Engine(
+        layers=layers,
+        experts=experts,
+        format=sizes.weights,
+        group_size=sizes.group_size or 0,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        gated=shape.gated,
+        bias=shape.bias,
+        activation=shape.activation or "silu",  # which one does not show
+        slots=layers * experts,
+        policy="lru",
+        verify="never",
+        io="auto",
+        threads=0,
+        workspace=64 << 20,
+        timeout=30.0,
+        source=None,
+    )
+    try:
+        record = np.zeros(sizes.expert_bytes, dtype=np.uint8)
+        for layer in range(layers):
+            for expert in range(experts):
+                engine.fill(layer, expert, record)
+        handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(layers)]
+        x = torch.randn(1, shape.hidden, dtype=torch.bfloat16)
+        weights = torch.full((1, shape.top_k), 1 / shape.top_k)
+        steps = iter(range(1 << 30))
+
+        def step() -> None:
+            index = next(steps)
+            first = index // layers * shape.top_k
+            ids = (torch.arange(first, first + shape.top_k) % experts).view(1, -1)
+            torch.ops.torch_mesh.experts(x, ids, weights, handles[index % layers])
+
+        return shape.top_k * sizes.expert_bytes / _seconds_per_call(step)
+    finally:
+        engine.close()
+
+
+def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
+    """Of one row times a large matrix, as ``dense=`` computes it."""
+    hidden = sizes.shape.hidden
+    rows = max(64, _BYTES // (2 * hidden) // 64 * 64)
+    x = torch.randn(1, hidden, dtype=torch.bfloat16)
+    if form == "none":
+        weight = torch.zeros(rows, hidden, dtype=torch.bfloat16)
+        return weight.nbytes / _seconds_per_call(lambda: torch.nn.functional.linear(x, weight))
+    group = 0 if form == "bf16" else group_size
+    packed = torch.zeros(_C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
+    return packed.nbytes / _seconds_per_call(
+        lambda: torch.ops.torch_mesh.linear(x, packed, None, hidden, rows, form, group)
+    )
+
+
+def _small_call_seconds() -> float:
+    x = torch.randn(1, 1024, dtype=torch.bfloat16)
+
+    def calls() -> None:
+        for _ in range(100):
+            torch.nn.functional.silu(x)
+
+    return _seconds_per_call(calls, 0.1) / 100
+
+
+def _seconds_per_call(call: Callable[[], object], seconds: float = _SECONDS) -> float:
+    """The median, which a busy moment does not move."""
+    times: list[float] = []
+    with torch.no_grad():
+        call()
+        end = time.monotonic() + seconds
+        while len(times) < 3 or time.monotonic() < end:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
