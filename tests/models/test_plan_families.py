@@ -1,0 +1,36 @@
+"""torch_mesh.plan's sizes are those that loading takes, whatever the family does with its embeddings, routers and dtypes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM
+
+from torch_mesh import MeshConfig
+from torch_mesh.plan import plan
+
+FAMILIES = (
+    "DeepseekV3Experts",
+    "GptOssExperts",
+    "MixtralExperts",
+    "Qwen3MoeExperts",
+    "GraniteMoeExperts",
+    "JambaExperts",
+)
+
+
+@pytest.mark.parametrize("dense", ["none", "int4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sizes_are_those_of_loading(name: str, dense: str, tmp_path: Path) -> None:
+    TINY_MODELS[name].build().save_pretrained(tmp_path)
+    config = MeshConfig(resident=0.5, dense=dense, io="threads")
+    sizes = plan(tmp_path, config).sizes
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    packed = sum(module._mesh_packed.nbytes for module in model.modules() if hasattr(module, "_mesh_packed"))
+    plain = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    assert sizes.dense_bytes == packed + plain
+    embedding = model.get_input_embeddings().weight
+    tied = dense == "none" and model.get_output_embeddings().weight is embedding
+    assert sizes.dense_bytes_per_token == packed + plain - (0 if tied else embedding.nbytes)
