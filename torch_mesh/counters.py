@@ -133,13 +133,13 @@ class Stats(PhaseCounters):
         return "\n".join(lines)
 
 
-def engine_stats(engines: Iterable[_C.Engine]) -> Stats:
-    """The counters of these engines together."""
-    return _combined([engine.detailed_stats() for engine in engines])
+def engine_stats(engines: Iterable[_C.Engine], experts: bool = True) -> Stats:
+    """The counters of these engines together; without ``experts``, all but those of each expert, which take longest."""
+    return _combined([engine.detailed_stats() for engine in engines], experts)
 
 
-def _combined(snapshots: Sequence[_C._DetailedStats]) -> Stats:
-    per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot)]
+def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool) -> Stats:
+    per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot, with_experts)]
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
         **_sum(per_layer),
@@ -155,11 +155,11 @@ def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
     return {**counts, "forwards": max((layer.forwards for layer in layers), default=0)}
 
 
-def _layers(snapshot: _C._DetailedStats) -> Iterator[LayerCounters]:
+def _layers(snapshot: _C._DetailedStats, with_experts: bool) -> Iterator[LayerCounters]:
     prefill, decode = snapshot["prefill"], snapshot["decode"]
     every = {name: snapshot["none"][name] + prefill[name] + decode[name] for name in prefill}
     phases = [_by_layer(counts) for counts in (every, prefill, decode)]
-    experts = {name: counts.tolist() for name, counts in snapshot["experts"].items()}
+    experts = {name: counts.tolist() for name, counts in snapshot["experts"].items() if with_experts}
     for layer, (whole, in_prefill, in_decode) in enumerate(zip(*phases, strict=True)):
         yield LayerCounters(
             **whole,

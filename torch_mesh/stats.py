@@ -17,17 +17,17 @@ def stats(model: nn.Module) -> Stats:
 
     Raises MeshError for a model that is not patched.
     """
-    return engine_stats(_engines(model))
+    return engine_stats(engines_of(model))
 
 
 def reset_stats(model: nn.Module) -> None:
     """Sets the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
-    for engine in _engines(model):
+    for engine in engines_of(model):
         engine.reset_stats()
 
 
-def _engines(model: nn.Module) -> Iterator[_C.Engine]:
-    """The engine of each pool of a patched model, once."""
+def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
+    """The engine of each pool of a patched model, once. Raises MeshError for a model that is not patched."""
     pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
     if not pools:
         raise MeshError(f"{type(model).__name__} is not patched: it has no statistics. See torch_mesh.patch.")

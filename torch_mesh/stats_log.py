@@ -48,7 +48,8 @@ class StatsLog:
                 ended = self._engine.forwards(self._layer)
                 if reached:
                     self._write(
-                        {"time": time.time(), "forward": ended} | engine_stats([self._engine]).to_dict(experts=False)
+                        {"time": time.time(), "forward": ended}
+                        | engine_stats([self._engine], experts=False).to_dict(experts=False)
                     )
         except PoolClosedError:
             pass

@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from .counters import PHASES, Counters, Stats, percent
+from .counters import PHASES, Counters, Stats, engine_stats, percent
 from .errors import MeshError
-from .stats import stats
+from .stats import engines_of
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @contextmanager
-def watch(model: nn.Module, *, interval: float = 1.0, console: Console | None = None) -> Iterator[None]:
+def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = None) -> Iterator[None]:
     """Shows hit rates, reads and waits of a patched model while the body runs, anew every ``interval`` seconds.
 
     >>> with torch_mesh.watch(model):
@@ -44,17 +44,21 @@ def watch(model: nn.Module, *, interval: float = 1.0, console: Console | None = 
         yield
 
 
+def _look(model: nn.Module) -> Stats:
+    return engine_stats(engines_of(model), experts=False)
+
+
 class _View:
     """``latest`` compares with what the one before saw, ``whole`` with the beginning."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._begin = self._last = (time.monotonic(), stats(model))
+        self._begin = self._last = (time.monotonic(), _look(model))
         self._shown: RenderableType = ""
 
     def latest(self) -> RenderableType:
         try:
-            now = (time.monotonic(), stats(self._model))
+            now = (time.monotonic(), _look(self._model))
         except MeshError:  # unpatched, or closed: what was seen last stays
             return self._shown
         self._shown = render(self._last, now)
@@ -63,7 +67,7 @@ class _View:
 
     def whole(self) -> RenderableType:
         try:
-            return render(self._begin, (time.monotonic(), stats(self._model)))
+            return render(self._begin, (time.monotonic(), _look(self._model)))
         except MeshError as error:
             return Text(str(error))
 
