@@ -120,7 +120,7 @@ def plan(
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
     ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``: a known
-    one, such as that of ``torch_mesh.stats`` or of a replayed trace, in place of the expected. Without ``speeds`` nothing is
+    one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. Without ``speeds`` nothing is
     said of time.
 
     Raises StoreError, UnsupportedModelError and ValueError as loading would.

@@ -35,9 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
-    parser.add_argument(
-        "--hit-rate", type=float, help="a known one, of torch_mesh.stats for instance (default: expected)"
-    )
+    parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
     parser.add_argument("--resident", help="as MeshConfig has it: 'auto', a size, or a fraction of all experts")
     parser.add_argument("--weights", choices=WEIGHTS, help="format of the experts' weights")
     parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
