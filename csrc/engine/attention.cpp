@@ -172,8 +172,8 @@ void decode_attention(const AttentionCall& call, const Runtime& runtime, int32_t
   const Plan plan(call, *lease);
   const KernelTable& table = kernel_table();
   TaskQueue queue;
-  const int32_t attend = queue.add(plan.parts(), 0);
-  queue.add(plan.groups(), 1);
+  const int32_t attend = queue.add(plan.parts(), {0, 0});
+  queue.add(plan.groups(), {attend, attend + 1});
   queue.run(runtime, team_for(plan.multiply_adds(), threads), [&](int32_t stage, int64_t task) {
     if (stage == attend) return plan.attend(table, task);
     plan.combine(task);
