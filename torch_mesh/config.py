@@ -19,7 +19,7 @@ DENSE = ("none", "bf16", "int8", "int4", "lut4")
 ATTENTION = ("auto", "model", "mesh")
 GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads")
-POLICIES = ("auto", "lru", "lfu", "slru")
+POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat")
 VERIFY = ("first", "always", "never")
 PREFETCH = ("auto", "off")
 
@@ -190,7 +190,7 @@ class MeshConfig(QuantizationConfigMixin):
         store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
             formats are converted once into the cache folder.
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
-        policy: ``"auto"``, ``"lru"``, ``"lfu"`` or ``"slru"``.
+        policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.

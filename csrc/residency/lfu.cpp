@@ -71,7 +71,7 @@ class Lfu final : public Policy {
     restore_order(layer);
   }
 
-  void tick(int32_t layer) override {
+  void tick(int32_t layer, std::span<const int32_t>) override {
     weight_[layer] /= kDecay;
     if (weight_[layer] < kLargestWeight) return;
     // A power of two: relative heat stays as it was, until it is too small for a number and ties go

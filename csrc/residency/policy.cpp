@@ -14,14 +14,19 @@ struct NamedPolicy {
   std::unique_ptr<Policy> (*make)(const PolicyOptions&);
 };
 
-constexpr std::array<NamedPolicy, 3> kPolicies{{
+constexpr std::array<NamedPolicy, 8> kPolicies{{
     {"lru", make_lru},
     {"lfu", make_lfu},
     {"slru", make_slru},
+    {"2q", make_two_queues},
+    {"sieve", make_sieve},
+    {"s3fifo", make_s3fifo},
+    {"wtinylfu", make_wtinylfu},
+    {"heat", make_heat},
 }};
 
-// What "auto" stands for: docs/decisions/0002-default-policy.md.
-constexpr std::string_view kDefaultPolicy = "lfu";
+// What "auto" stands for: docs/decisions/0013-heat.md.
+constexpr std::string_view kDefaultPolicy = "heat";
 
 }  // namespace
 

@@ -34,8 +34,10 @@ class Policy {
   // Router scores of one token over all experts of a layer (probabilities). Most policies have no
   // use for them.
   virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }
-  // One forward of a layer begins: the clock of policies that decay.
-  virtual void tick(int32_t layer) { (void)layer; }
+  // One forward of a layer begins and needs these experts, resident or not, each once: the clock of
+  // policies that decay, and all that policies which predict learn from. Scores of its tokens are
+  // observed before.
+  virtual void tick(int32_t layer, std::span<const int32_t> experts) { (void)layer, (void)experts; }
 };
 
 struct PolicyOptions {
@@ -44,7 +46,7 @@ struct PolicyOptions {
   int32_t slots;
 };
 
-// "lru", "lfu" (decayed) or "slru"; "auto" is the one that wins on traces. Else Error(kInvalid).
+// By name, see policy.cpp; "auto" is the one that wins on traces. Else Error(kInvalid).
 std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& options);
 std::vector<std::string_view> policy_names();  // "auto" first
 

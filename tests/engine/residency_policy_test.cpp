@@ -51,13 +51,13 @@ TEST(Policy, LfuForgetsAtThreeHundredthsPerTick) {
   auto policy = make_policy("lfu", {1, 8, 4});
   for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
   // Two uses are worth one after ln 2 / -ln 0.97 = 22.8 ticks.
-  for (int tick = 0; tick < 22; ++tick) policy->tick(0);
+  for (int tick = 0; tick < 22; ++tick) policy->tick(0, {});
   use(*policy, 1);
   EXPECT_EQ(policy->victim(), 1);
   policy->remove(1);
   policy = make_policy("lfu", {1, 8, 4});
   for (int use_count = 0; use_count < 2; ++use_count) use(*policy, 0);
-  for (int tick = 0; tick < 23; ++tick) policy->tick(0);
+  for (int tick = 0; tick < 23; ++tick) policy->tick(0, {});
   use(*policy, 1);
   EXPECT_EQ(policy->victim(), 0);
 }
@@ -75,19 +75,19 @@ TEST(Policy, LfuRemembersHeatBeyondEviction) {
 TEST(Policy, LfuComparesLayersByTheirOwnClocks) {
   auto policy = make_policy("lfu", {2, 4, 4});
   use(*policy, 0);
-  for (int tick = 0; tick < 100; ++tick) policy->tick(0);
+  for (int tick = 0; tick < 100; ++tick) policy->tick(0, {});
   use(*policy, 4);
   EXPECT_EQ(policy->victim(), 0);
-  for (int tick = 0; tick < 200; ++tick) policy->tick(1);
+  for (int tick = 0; tick < 200; ++tick) policy->tick(1, {});
   EXPECT_EQ(policy->victim(), 4);
 }
 
 TEST(Policy, LfuOrderSurvivesRescalingOfItsWeights) {
   auto policy = make_policy("lfu", {1, 4, 3});
   constexpr int kTicks = 9105;  // the weight passes 2^400 after 9103
-  for (int tick = 0; tick < kTicks - 20; ++tick) policy->tick(0);
+  for (int tick = 0; tick < kTicks - 20; ++tick) policy->tick(0, {});
   for (ExpertId id : {0, 1, 1, 2, 2, 2}) use(*policy, id);
-  for (int tick = 0; tick < 40; ++tick) policy->tick(0);
+  for (int tick = 0; tick < 40; ++tick) policy->tick(0, {});
   use(*policy, 0);
   // 1 has 2 * .97^40 = .59, 2 has .89, 0 has 1.30.
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
@@ -116,10 +116,112 @@ TEST(Policy, SlruSendsOverflowBackToProbation) {
   EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 0, 1, 2}));
 }
 
+TEST(Policy, TwoQueuesIgnoreUsesInTheFirstAndRememberWhatLeftIt) {
+  auto policy = make_policy("2q", {1, 16, 8});  // the first queue may have two, four are remembered
+  for (ExpertId id : {0, 1, 2, 0, 0}) use(*policy, id);
+  EXPECT_EQ(policy->victim(), 0);
+  policy->remove(0);
+  use(*policy, 0);  // a ghost: enters the main queue
+  use(*policy, 3);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 0, 2, 3}));
+}
+
+TEST(Policy, TwoQueuesForgetGhostsBeyondHalfOfTheSlots) {
+  auto policy = make_policy("2q", {1, 16, 4});
+  for (ExpertId id : {0, 1, 2}) {
+    use(*policy, id);
+    policy->remove(id);
+  }
+  for (ExpertId id : {0, 2, 5}) use(*policy, id);  // 0 is forgotten, 2 is not
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 2, 5}));
+}
+
+TEST(Policy, SieveSparesWhatWasUsedSinceTheHandPassed) {
+  auto policy = make_policy("sieve", {1, 8, 4});
+  for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
+  EXPECT_EQ(policy->victim(), 0);  // all were marked: the hand has gone round
+  policy->remove(0);
+  use(*policy, 1);
+  use(*policy, 4);
+  EXPECT_EQ(policy->victim(), 2);
+  policy->remove(2);
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{3, 1, 4}));
+}
+
+TEST(Policy, SieveDoesNotTakeNewcomersFirst) {
+  auto policy = make_policy("sieve", {1, 8, 4});
+  for (ExpertId id : {0, 1, 2, 3}) use(*policy, id);
+  policy->remove(policy->victim());
+  use(*policy, 4);
+  EXPECT_EQ(policy->victim(), 1);
+}
+
+TEST(Policy, S3FifoKeepsWhatIsUsedAgainAndRemembersTheRest) {
+  auto policy = make_policy("s3fifo", {1, 64, 20});  // two in the small queue
+  for (ExpertId id : {0, 1, 2, 3, 0, 0}) use(*policy, id);
+  EXPECT_EQ(policy->victim(), 1);  // 0 came back twice and has moved on
+  policy->remove(1);
+  use(*policy, 1);  // a ghost: enters the main queue
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{0, 1, 2, 3}));
+}
+
+TEST(Policy, WTinyLfuAdmitsOnlyWhatIsUsedMoreOften) {
+  auto policy = make_policy("wtinylfu", {1, 16, 4});  // a window of one before a main part of three
+  for (ExpertId id : {0, 1, 2, 0, 1, 2, 3}) use(*policy, id);
+  use(*policy, 4);
+  EXPECT_EQ(policy->victim(), 3);  // used once, against the two uses of what it would replace
+  policy->remove(3);
+  for (int i = 0; i < 3; ++i) use(*policy, 4);
+  use(*policy, 5);
+  EXPECT_EQ(policy->victim(), 2);  // on probation: its second use came in the window
+}
+
+TEST(Policy, HeatExpectsTheNextLayerFirst) {
+  auto policy = make_policy("heat", {3, 2, 6});
+  for (int32_t layer : {0, 1, 2, 0}) {
+    policy->tick(layer, std::vector<int32_t>{0});
+    if (!policy->resident(layer * 2)) use(*policy, layer * 2);
+  }
+  // All three were used by every forward; layer 0 has just run, layer 1 is next.
+  EXPECT_EQ(policy->victim(), 4);
+}
+
+TEST(Policy, HeatGivesUpWhatIsUsedLeast) {
+  auto policy = make_policy("heat", {1, 4, 4});
+  for (ExpertId id : {0, 1, 2}) use(*policy, id);
+  for (int step = 0; step < 40; ++step) {
+    policy->tick(0, step % 4 == 0 ? std::vector<int32_t>{0, 1} : std::vector<int32_t>{0});
+  }
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{2, 1, 0}));
+}
+
+TEST(Policy, HeatLearnsWhatFollowsWhat) {
+  // 0 and 1 take turns, 2 comes at random with the same share: after 0, 1 is due.
+  auto policy = make_policy("heat", {1, 3, 3});
+  for (ExpertId id : {0, 1, 2}) use(*policy, id);
+  for (int step = 0; step < 4000; ++step) policy->tick(0, std::vector<int32_t>{step % 2});
+  EXPECT_EQ(policy->victim(), 2);
+  policy->tick(0, std::vector<int32_t>{0});
+  policy->remove(2);
+  EXPECT_EQ(policy->victim(), 0);
+  policy->tick(0, std::vector<int32_t>{1});
+  EXPECT_EQ(policy->victim(), 1);
+}
+
+TEST(Policy, HeatTakesScoresForTheNextForward) {
+  auto policy = make_policy("heat", {1, 4, 4});
+  for (ExpertId id : {0, 1, 2}) use(*policy, id);
+  for (int step = 0; step < 10; ++step) {
+    policy->observe(0, std::vector<float>{.5f, .1f, .3f, .1f});
+    policy->tick(0, std::vector<int32_t>{3});
+  }
+  EXPECT_EQ(victims(*policy), (std::vector<ExpertId>{1, 2, 0}));
+}
+
 TEST(Policy, NamesAreThoseThatMakePolicyTakes) {
   for (std::string_view name : policy_names()) {
     const auto policy = make_policy(name, {1, 4, 2});
-    EXPECT_EQ(policy->name(), name == "auto" ? std::string_view("lfu") : name);
+    EXPECT_EQ(policy->name(), name == "auto" ? std::string_view("heat") : name);
   }
   try {
     make_policy("mru", {1, 4, 2});
@@ -244,7 +346,7 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
       const int32_t layer = id / experts;
       switch (below(6)) {
         case 0:
-          policy->tick(layer), model.tick(layer);
+          policy->tick(layer, {}), model.tick(layer);
           break;
         case 1: {
           std::vector<float> scores(experts);
@@ -283,6 +385,76 @@ TEST_P(PolicyModel, EqualsTheModelUnderRandomOperations) {
 
 INSTANTIATE_TEST_SUITE_P(All, PolicyModel, ::testing::Values("lru", "lfu", "slru"),
                          [](const auto& info) { return info.param; });
+
+// What holds for every policy, whatever it prefers.
+class EveryPolicy : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(EveryPolicy, GivesUpOnlyWhatIsResidentAndUnpinned) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  const auto below = [&](int32_t n) { return static_cast<int32_t>(random() % n); };
+  for (int round = 0; round < 20; ++round) {
+    const int32_t layers = 1 + below(4), experts = 2 + below(40),
+                  slots = 1 + below(layers * experts);
+    auto policy = make_policy(GetParam(), {layers, experts, slots});
+    std::set<ExpertId> resident, pinned;
+    for (int step = 0; step < 1500; ++step) {
+      const ExpertId id = below(layers * experts);
+      switch (below(7)) {
+        case 0: {
+          std::vector<int32_t> wanted;
+          for (int32_t expert = 0; expert < experts; ++expert) {
+            if (below(4) == 0) wanted.push_back(expert);
+          }
+          policy->tick(id / experts, wanted);
+          break;
+        }
+        case 1: {
+          std::vector<float> scores(experts);
+          for (float& score : scores) score = static_cast<float>(below(1000)) / 1000.f;
+          policy->observe(id / experts, scores);
+          break;
+        }
+        case 2:
+          if (pinned.erase(id) > 0) policy->unpin(id);
+          break;
+        case 3:
+          if (resident.contains(id) && !pinned.contains(id)) {
+            policy->remove(id), resident.erase(id);
+          }
+          break;
+        default:
+          if (!resident.contains(id)) {
+            if (static_cast<int32_t>(resident.size()) == slots) {
+              const ExpertId victim = policy->victim();
+              if (victim == kNoExpert) break;
+              policy->remove(victim), resident.erase(victim);
+            }
+            policy->admit(id), resident.insert(id);
+          }
+          if (below(5) == 0) break;  // a prefetch that nobody used yet
+          policy->touch(id);
+          if (below(2) == 0 && pinned.insert(id).second) policy->pin(id);
+      }
+      const ExpertId victim = policy->victim();
+      if (resident.size() == pinned.size()) {
+        ASSERT_EQ(victim, kNoExpert);
+      } else {
+        ASSERT_TRUE(resident.contains(victim) && !pinned.contains(victim)) << victim;
+      }
+      ASSERT_EQ(policy->victim(), victim) << "asking twice changed the answer";
+      ASSERT_EQ(policy->resident(id), resident.contains(id));
+      ASSERT_EQ(policy->pinned(id), pinned.contains(id));
+    }
+    ASSERT_EQ(victims(*policy).size(), resident.size() - pinned.size());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, EveryPolicy,
+                         ::testing::Values("lru", "lfu", "slru", "2q", "sieve", "s3fifo",
+                                           "wtinylfu", "heat"),
+                         [](const auto& info) { return "p" + info.param; });
 
 }  // namespace
 }  // namespace torch_mesh

@@ -1,0 +1,261 @@
+// Gives up the expert whose next use is expected last (docs/decisions/0013-heat.md).
+//
+// An expert that its layer will use with probability p per forward is expected back after
+//     distance + (1/p - 1) * layers
+// layer steps, where `distance` is how far its layer is ahead in the cycle. p is linear in
+// - how often the expert was used, seen through seven windows and over its whole life: some are
+//   subtracted, so that the sum can be steeper or flatter than any one decay;
+// - what the layer used a moment ago: which expert follows which one, a table that is learned while
+//   it is used, by the error of the last prediction (least mean squares; Widrow and Hoff, 1960).
+// The weights of the windows are a least-squares fit of the next uses on prompts 0-34 of the
+// DeepSeek-V2-Lite trace; the decision has the figures.
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "residency/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr size_t kWindows = 7;
+constexpr std::array<float, kWindows> kDecays{.5f, .8f, .9f, .95f, .98f, .99f, .995f};
+constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305f, -.072f, .118f};
+constexpr float kLifeWeight = .100f;
+// Of the share of its layer's experts that a forward uses.
+constexpr float kPriorWeight = .117f;
+constexpr float kLeastProbability = 1e-4f;
+// How much of a use's weight is taken from the router's scores, where there are any.
+constexpr float kScoreShare = .5f;
+constexpr float kLearningRate = .001f;
+// What follows tells of the next forward alone, while an expert that stays does so for longer: the
+// whole of it gains at a tenth of the experts and loses at half.
+constexpr float kFollowTrust = .5f;
+// A forward of many tokens uses a large part of its layer and says little of what follows what.
+constexpr int32_t kMostLearned = 32;
+
+class Heat final : public Policy {
+ public:
+  explicit Heat(const PolicyOptions& options)
+      : layers_(options.layers),
+        experts_(options.experts),
+        ticks_(static_cast<size_t>(layers_), 0),
+        share_(ticks_.size(), 0.f),
+        observed_(ticks_.size(), 0),
+        last_count_(ticks_.size(), 0),
+        coldest_(ticks_.size(), kNoExpert),
+        stale_(ticks_.size(), false),
+        evictable_(ticks_.size(), 0),
+        windows_(ticks_.size() * experts_ * kWindows, 0.f),
+        life_(ticks_.size() * experts_, 0.f),
+        scores_(life_.size(), 0.f),
+        predicted_(life_.size(), 0.f),
+        probability_(life_.size(), 0.f),
+        last_(ticks_.size() * kMostLearned, 0),
+        follows_(life_.size() * experts_, 0.f),
+        use_(static_cast<size_t>(experts_), 0.f),
+        place_(life_.size(), Place::kAbsent) {}
+
+  const char* name() const override { return "heat"; }
+
+  void admit(ExpertId id) override {
+    place_[id] = Place::kEvictable;
+    gained(id);
+  }
+
+  void remove(ExpertId id) override {
+    if (place_[id] == Place::kEvictable) lost(id);
+    place_[id] = Place::kAbsent;
+  }
+
+  // tick() has said it.
+  void touch(ExpertId) override {}
+
+  void pin(ExpertId id) override {
+    place_[id] = Place::kPinned;
+    lost(id);
+  }
+
+  void unpin(ExpertId id) override { admit(id); }
+
+  ExpertId victim() override {
+    ExpertId last = kNoExpert;
+    float longest = -1.f;
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      if (evictable_[layer] == 0) continue;
+      if (stale_[layer]) find_coldest(layer);
+      const float wait = expected_wait(coldest_[layer], layer);
+      if (wait <= longest) continue;
+      longest = wait;
+      last = coldest_[layer];
+    }
+    return last;
+  }
+
+  void observe(int32_t layer, std::span<const float> scores) override {
+    float* sum = &scores_[static_cast<size_t>(layer) * experts_];
+    for (int32_t expert = 0; expert < experts_; ++expert) sum[expert] += scores[expert];
+    ++observed_[layer];
+  }
+
+  void tick(int32_t layer, std::span<const int32_t> experts) override {
+    now_ = layer;
+    read_use(layer, experts);
+    learn(layer);
+    remember(layer, experts);
+    predict(layer);
+    stale_[layer] = true;
+  }
+
+  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
+  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
+
+ private:
+  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
+
+  float expected_wait(ExpertId id, int32_t layer) const {
+    const int32_t ahead = layer - now_;
+    const auto distance = static_cast<float>(ahead > 0 ? ahead : ahead + layers_);
+    const float p = std::max(probability_[id], kLeastProbability);
+    return distance + (1.f / p - 1.f) * static_cast<float>(layers_);
+  }
+
+  void gained(ExpertId id) {
+    const int32_t layer = id / experts_;
+    ++evictable_[layer];
+    if (evictable_[layer] == 1) {
+      coldest_[layer] = id;
+      stale_[layer] = false;
+    } else if (!stale_[layer] && probability_[id] < probability_[coldest_[layer]]) {
+      coldest_[layer] = id;
+    }
+  }
+
+  void lost(ExpertId id) {
+    const int32_t layer = id / experts_;
+    --evictable_[layer];
+    if (coldest_[layer] == id) stale_[layer] = true;
+  }
+
+  void find_coldest(int32_t layer) {
+    ExpertId coldest = kNoExpert;
+    float least = std::numeric_limits<float>::infinity();
+    for (ExpertId id = layer * experts_; id < (layer + 1) * experts_; ++id) {
+      if (place_[id] != Place::kEvictable || probability_[id] >= least) continue;
+      least = probability_[id];
+      coldest = id;
+    }
+    coldest_[layer] = coldest;
+    stale_[layer] = false;
+  }
+
+  // use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
+  void read_use(int32_t layer, std::span<const int32_t> experts) {
+    std::fill(use_.begin(), use_.end(), 0.f);
+    for (int32_t expert : experts) use_[expert] = 1.f;
+    if (observed_[layer] == 0) return;
+    // As much in all as the uses are; an expert is used once at most, however many tokens want it.
+    float* scores = &scores_[static_cast<size_t>(layer) * experts_];
+    const float scale = static_cast<float>(experts.size()) / static_cast<float>(observed_[layer]);
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      const float score = std::min(1.f, scores[expert] * scale);
+      use_[expert] += kScoreShare * (score - use_[expert]);
+      scores[expert] = 0.f;
+    }
+    observed_[layer] = 0;
+  }
+
+  float* row(int32_t layer, int32_t expert) {
+    return &follows_[(static_cast<size_t>(layer) * experts_ + expert) * experts_];
+  }
+
+  void learn(int32_t layer) {
+    const float* predicted = &predicted_[static_cast<size_t>(layer) * experts_];
+    for (int32_t i = 0; i < last_count_[layer]; ++i) {
+      float* follows = row(layer, last_[layer * kMostLearned + i]);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        follows[expert] += kLearningRate * (use_[expert] - predicted[expert]);
+      }
+    }
+  }
+
+  void remember(int32_t layer, std::span<const int32_t> experts) {
+    ++ticks_[layer];
+    const float share = static_cast<float>(experts.size()) / static_cast<float>(experts_);
+    share_[layer] += (share - share_[layer]) / static_cast<float>(ticks_[layer]);
+    float* life = &life_[static_cast<size_t>(layer) * experts_];
+    const float step = 1.f / static_cast<float>(ticks_[layer]);
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      life[expert] += step * (use_[expert] - life[expert]);
+    }
+    for (size_t window = 0; window < kWindows; ++window) {
+      float* mean = window_of(layer, window);
+      const float fresh = 1.f - kDecays[window];
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        mean[expert] += fresh * (use_[expert] - mean[expert]);
+      }
+    }
+    const bool learnable = experts.size() <= static_cast<size_t>(kMostLearned);
+    last_count_[layer] = learnable ? static_cast<int32_t>(experts.size()) : 0;
+    if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMostLearned]);
+  }
+
+  void predict(int32_t layer) {
+    const size_t first = static_cast<size_t>(layer) * experts_;
+    float* predicted = &predicted_[first];
+    const float* life = &life_[first];
+    const float prior = kPriorWeight * share_[layer];
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      predicted[expert] = prior + kLifeWeight * life[expert];
+    }
+    for (size_t window = 0; window < kWindows; ++window) {
+      const float* mean = window_of(layer, window);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        predicted[expert] += kWeights[window] * mean[expert];
+      }
+    }
+    float* probability = &probability_[first];
+    std::copy(predicted, predicted + experts_, probability);
+    for (int32_t i = 0; i < last_count_[layer]; ++i) {
+      const float* follows = row(layer, last_[layer * kMostLearned + i]);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        predicted[expert] += follows[expert];
+        probability[expert] += kFollowTrust * follows[expert];
+      }
+    }
+  }
+
+  float* window_of(int32_t layer, size_t window) {
+    return &windows_[(static_cast<size_t>(layer) * kWindows + window) * experts_];
+  }
+
+  int32_t layers_;
+  int32_t experts_;
+  int32_t now_ = 0;  // the layer that runs
+  // By layer.
+  std::vector<int64_t> ticks_;
+  std::vector<float> share_;       // of the layer's experts that a forward uses, on average
+  std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
+  std::vector<int32_t> last_count_;
+  std::vector<ExpertId> coldest_;  // among the evictable, unless stale_
+  std::vector<bool> stale_;
+  std::vector<int32_t> evictable_;
+  // [layers][windows][experts], then by expert id.
+  std::vector<float> windows_;
+  std::vector<float> life_;
+  std::vector<float> scores_;
+  std::vector<float> predicted_;    // of the next forward: what the table is learned from
+  std::vector<float> probability_;  // what victims are chosen by
+  std::vector<int32_t> last_;       // [layers][kMostLearned]: what the last forward used
+  std::vector<float> follows_;      // [layers][experts][experts]
+  std::vector<float> use_;          // [experts], of the forward that begins
+  std::vector<Place> place_;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_heat(const PolicyOptions& options) {
+  return std::make_unique<Heat>(options);
+}
+
+}  // namespace torch_mesh
