@@ -1,6 +1,6 @@
 """The control plane: what Python asks of the engine outside of a forward. The data plane is torch.ops.torch_mesh."""
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,29 @@ def record_checksum(
     store_id: bytes, layer: int, expert: int, record: memoryview | bytes | npt.NDArray[np.uint8]
 ) -> int: ...
 def policy_names() -> list[str]: ...
+def predictor_names() -> list[str]: ...
+def replay(
+    ids: npt.NDArray[np.int32],
+    *,
+    experts: int,
+    policy: str,
+    slots: int,
+    scores: npt.NDArray[np.float32] | None = None,
+    lookahead: npt.NDArray[np.float32] | None = None,
+    sequences: npt.NDArray[np.int64] | None = None,
+    predictor: str = "off",
+    prefetch: int = 0,
+    recall: float = 0.75,
+    seed: int = 0,
+    read_seconds: float = 1.0,
+    layer_seconds: float = 1.0,
+) -> dict[str, Any]:
+    """Recorded routing through the pool's own policies, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` int64 [tokens].
+
+    ``ids`` [tokens, layers, top_k], ``scores`` and ``lookahead`` [tokens, layers, experts], ``sequences`` the first token of each.
+    Raises ValueError for ids out of range or doubled, and for options that make no sense.
+    """
+
 def direct_io_alignment(path: str) -> int:
     """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""
 

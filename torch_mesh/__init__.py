@@ -37,6 +37,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "patch",
+    "record_trace",
     "reset_stats",
     "stats",
     "unpatch",
@@ -78,6 +79,7 @@ else:
     from .experts import Experts
     from .patching import patch, unpatch
     from .stats import reset_stats, stats
+    from .traces import record_trace
     from .watch import watch
 
 if not TYPE_CHECKING:

@@ -14,6 +14,7 @@
 #include "bindings/errors.h"
 #include "bindings/record_sum.h"
 #include "bindings/registry.h"
+#include "bindings/replay.h"
 #include "bindings/runtime.h"
 #include "io/reader.h"
 #include "kernels/pack.h"
@@ -513,6 +514,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("record_checksum", torch_mesh::checksum, py::arg("store_id"), py::arg("layer"),
         py::arg("expert"), py::arg("record"));
   m.def("policy_names", torch_mesh::policies);
+  torch_mesh::define_replay(m);
   m.def("direct_io_alignment", torch_mesh::direct_io_alignment, py::arg("path"));
 
   py::class_<PySource>(m, "Source")

@@ -1,0 +1,91 @@
+#include "bindings/replay.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+
+#include "base/error.h"
+#include "residency/predictor.h"
+#include "residency/replay.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+template <typename T>
+std::span<const T> span_of(const Array<T>& array) {
+  return {array.data(), static_cast<size_t>(array.size())};
+}
+
+int32_t dimension(const py::array& array, int axis) {
+  const py::ssize_t size = array.shape(axis);
+  if (size > INT32_MAX) throw Error(ErrorKind::kInvalid, "a trace of 2^31 tokens or more");
+  return static_cast<int32_t>(size);
+}
+
+py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::string& policy,
+                      int32_t slots, const std::optional<Array<float>>& scores,
+                      const std::optional<Array<float>>& lookahead,
+                      const std::optional<Array<int64_t>>& sequences, const std::string& predictor,
+                      int32_t prefetch, double recall, uint64_t seed, double read_seconds,
+                      double layer_seconds) {
+  if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
+  const RoutingTrace trace{
+      .tokens = dimension(ids, 0),
+      .layers = dimension(ids, 1),
+      .experts = experts,
+      .top_k = dimension(ids, 2),
+      .ids = span_of(ids),
+      .scores = scores ? span_of(*scores) : std::span<const float>(),
+      .lookahead = lookahead ? span_of(*lookahead) : std::span<const float>(),
+      .sequences = sequences ? span_of(*sequences) : std::span<const int64_t>()};
+  const ReplayOptions options{.policy = policy,
+                              .slots = slots,
+                              .predictor = predictor,
+                              .prefetch = prefetch,
+                              .recall = recall,
+                              .seed = seed,
+                              .read_seconds = read_seconds,
+                              .layer_seconds = layer_seconds};
+  ReplayResult result;
+  {
+    py::gil_scoped_release released;
+    result = replay(trace, options);
+  }
+  py::dict counts;
+  counts["hits"] =
+      py::array_t<int64_t>(static_cast<py::ssize_t>(result.hits.size()), result.hits.data());
+  counts["accesses"] = result.accesses;
+  counts["inflight_misses"] = result.inflight_misses;
+  counts["cold_misses"] = result.cold_misses;
+  counts["prefetched"] = result.prefetched;
+  counts["prefetch_used"] = result.prefetch_used;
+  counts["predicted_right"] = result.predicted_right;
+  counts["virtual_seconds"] = result.virtual_seconds;
+  counts["stalled_seconds"] = result.stalled_seconds;
+  counts["decision_seconds"] = result.decision_seconds;
+  return counts;
+}
+
+std::vector<std::string> predictors() {
+  const std::vector<std::string_view> names = predictor_names();
+  return {names.begin(), names.end()};
+}
+
+}  // namespace
+
+void define_replay(py::module_& module) {
+  module.def("predictor_names", predictors);
+  module.def("replay", replay_trace, py::arg("ids"), py::kw_only(), py::arg("experts"),
+             py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
+             py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
+             py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
+             py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.);
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,109 @@
+"""Recording traces, and reading files that nobody vouches for."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh.traces import Trace, load_trace, save_trace
+
+
+def _written(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_a_trace_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    ids = np.stack([rng.permutation(300)[:5] for _ in range(21)]).reshape(7, 3, 5).astype(np.int32)
+    scores = rng.random((7, 3, 300)).astype(np.float16).astype(np.float32)
+    trace = Trace("t", ids, np.array([0, 2, 7]), 300, scores=scores)
+    save_trace(trace, tmp_path / "t.npz")
+    read = load_trace(tmp_path / "t.npz")
+    assert (read.ids == ids).all() and (read.offsets == [0, 2, 7]).all() and read.experts == 300
+    assert (read.scores == scores).all() and read.lookahead is None
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+GOOD = {"ids": np.array([[[0, 1]], [[2, 1]]]), "offsets": np.array([0, 2]), "experts": np.int64(4)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"ids": np.zeros((2, 2))}, "integers"),
+        ({"ids": np.zeros((0, 1, 2), int)}, "integers"),
+        ({"ids": np.array([[[0, 0]], [[2, 1]]])}, "token 0 uses an expert of layer 0 twice"),
+        ({"ids": np.array([[[0, 4]], [[2, 1]]])}, "allowed: 0 to 3"),
+        ({"ids": np.array([[[0, -1]], [[2, 1]]])}, "allowed: 0 to 3"),
+        ({"offsets": np.array([0, 3])}, "rise from 0"),
+        ({"offsets": np.array([0, 2, 2])}, "rise from 0"),
+        ({"offsets": np.array([0.0, 2.0])}, "rise from 0"),
+        ({"experts": np.int64(0)}, "from 1 to"),
+        ({"experts": np.array([4, 4])}, "one integer"),
+        ({"scores": np.zeros((2, 1, 3), np.float32)}, "floats"),
+        ({"scores": np.full((2, 1, 4), np.nan, np.float32)}, "finite"),
+        ({"ids": np.array([{}], dtype=object)}, "no routing trace"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
+    load_trace(_written(tmp_path / "good.npz", **GOOD))
+    with pytest.raises(torch_mesh.MeshError, match=words):
+        load_trace(_written(tmp_path / "wrong.npz", **{**GOOD, **wrong}))
+
+
+def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    whole = _written(tmp_path / "t.npz", **GOOD).read_bytes()
+    for _ in range(60):
+        damaged = bytearray(whole[: rng.integers(1, len(whole) + 1)])
+        for _ in range(4):
+            damaged[rng.integers(len(damaged))] = rng.integers(256)
+        (tmp_path / "d.npz").write_bytes(damaged)
+        try:
+            load_trace(tmp_path / "d.npz")
+        except torch_mesh.MeshError:
+            pass  # anything else fails the test
+    (tmp_path / "text.npz").write_text("ids")
+    with pytest.raises(torch_mesh.MeshError, match="no routing trace"):
+        load_trace(tmp_path / "text.npz")
+    with zipfile.ZipFile(tmp_path / "empty.npz", "w"):
+        pass
+    with pytest.raises(torch_mesh.MeshError, match="missing"):
+        load_trace(tmp_path / "empty.npz")
+
+
+def test_recording_says_what_the_routers_chose(tmp_path: Path, mesh_tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    prompts = [torch.arange(3, 12)[None], torch.arange(40, 45)[None]]
+    for name in ("plain", "patched"):
+        if name == "patched":
+            torch_mesh.patch(model, resident=0.25, weights="bf16")
+        with torch_mesh.record_trace(model, tmp_path / f"{name}.npz", scores=True, lookahead=True):
+            for prompt in prompts:
+                model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        trace = load_trace(tmp_path / f"{name}.npz")
+        assert trace.offsets.tolist() == [0, 12, 20]  # the last token of each is never an input
+        assert (trace.layers, trace.experts, trace.top_k) == (6, 32, 4)
+        assert trace.scores is not None and trace.lookahead is not None
+        chosen = np.take_along_axis(trace.scores, trace.ids, 2)
+        assert (np.sort(chosen, 2) >= np.sort(trace.scores, 2)[..., -4:] - 1e-3).all()
+        assert np.allclose(trace.scores.sum(2), 1, atol=1e-2)
+        guessed = np.argsort(-trace.lookahead[:, 1:], 2)[..., :4]
+        assert (guessed[..., None] == trace.ids[:, 1:, None, :]).any(-1).mean() > 0.5
+        assert not trace.lookahead[:, 0].any()
+
+
+def test_recording_refuses_batches_and_leaves_no_hooks(tmp_path: Path, mesh_tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    with pytest.raises(ValueError, match="one sequence"), torch_mesh.record_trace(model, tmp_path / "t.npz"):
+        model(torch.arange(8).view(2, 4))
+    with pytest.raises(torch_mesh.MeshError, match="No forward"), torch_mesh.record_trace(model, tmp_path / "t.npz"):
+        pass
+    assert not list(tmp_path.iterdir())
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,142 @@
+"""``torch-mesh simulate``: hit rates of policies and pool sizes on recorded routing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torch_mesh.config import parse_size
+from torch_mesh.simulation import Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.synthetic import synthetic_trace
+from torch_mesh.traces import Trace, load_trace
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="replay recorded routing against policies and pool sizes",
+        description="Replays traces (torch_mesh.record_trace) through the policies of the pool.",
+    )
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="an .npz file")
+    parser.add_argument(
+        "--synthetic",
+        metavar="SHAPE",
+        help="made-up routing of LAYERS,EXPERTS,TOP_K[,OVERLAP], such as 48,128,8,0.39 (OVERLAP: with the next token)",
+    )
+    parser.add_argument("--resident", default="0.1,0.25,0.5", help="fractions of all experts, with commas between them")
+    parser.add_argument("--policy", default="auto,belady", help=f"all, or some of {', '.join(policy_names())}")
+    parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits are counted (all are replayed)")
+    parser.add_argument("--no-scores", action="store_true", help="leave the trace's router scores aside")
+    parser.add_argument("--prefetch", default="off", choices=predictor_names(), help="what foretells the next layer")
+    parser.add_argument("--fetch", type=int, help="experts to ask for ahead of each layer (as many as a token uses)")
+    parser.add_argument("--recall", type=float, default=0.75, help="of the stand-in predictor")
+    parser.add_argument("--seed", type=int, default=0, help="of the stand-in predictor and of --synthetic")
+    parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
+    parser.add_argument("--other-bytes", help="of all weights but the experts")
+    parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
+    parser.add_argument("--memory-speed", help="bytes per second, such as 30GB")
+    parser.add_argument("--json", metavar="OUT", help='write {"rows": [...]} to this file')
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a table and writes the JSON; returns the exit code."""
+    policies = policy_names() if arguments.policy == "all" else arguments.policy.split(",")
+    if arguments.prefetch != "off" and arguments.policy == "all":
+        policies.remove("belady")  # the bound is one without prefetch
+    hardware = _hardware(arguments)
+    rows = [
+        simulate(
+            trace,
+            policy,
+            resident,
+            prompts=_prompts(arguments.prompts),
+            predictor=arguments.prefetch,
+            prefetch=arguments.fetch,
+            recall=arguments.recall,
+            seed=arguments.seed,
+            use_scores=not arguments.no_scores,
+            hardware=hardware,
+        )
+        for trace in _traces(arguments)
+        for resident in _fractions(arguments.resident)
+        for policy in policies
+    ]
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    _print_table(rows)
+    return 0
+
+
+def _traces(arguments: argparse.Namespace) -> list[Trace]:
+    traces = [load_trace(path) for path in arguments.traces]
+    if arguments.synthetic is not None:
+        traces.append(_synthetic(arguments.synthetic, arguments.seed))
+    if not traces:
+        raise ValueError("nothing to simulate: name a trace, or a shape with --synthetic")
+    return traces
+
+
+def _synthetic(shape: str, seed: int) -> Trace:
+    layers, experts, top_k, *overlap = parts if len(parts := shape.split(",")) in (3, 4) else ["?"] * 3
+    try:
+        sizes = {"layers": int(layers), "experts": int(experts), "top_k": int(top_k)}
+        given = float(overlap[0]) if overlap else None
+    except ValueError:
+        raise ValueError(f"--synthetic is '{shape}'; allowed: LAYERS,EXPERTS,TOP_K[,OVERLAP]") from None
+    return synthetic_trace(**sizes, overlap=given, seed=seed)
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--resident is '{text}'; allowed: fractions such as 0.1,0.25,0.5") from None
+
+
+def _prompts(text: str | None) -> slice | None:
+    if text is None:
+        return None
+    try:
+        first, end = (int(part) if part else None for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"--prompts is '{text}'; allowed: FIRST:END, such as 35:70") from None
+    return slice(first, end)
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware | None:
+    given = [arguments.expert_bytes, arguments.disk_speed, arguments.memory_speed]
+    if not any(given):
+        return None
+    if not all(given):
+        raise ValueError("tokens/s needs --expert-bytes, --disk-speed and --memory-speed, all three")
+    names = ["--expert-bytes", "--disk-speed", "--memory-speed"]
+    expert, disk, memory = (parse_size(text, name) for text, name in zip(given, names, strict=True))
+    if min(expert, disk, memory) <= 0:
+        raise ValueError("--expert-bytes, --disk-speed and --memory-speed must be positive")
+    other = arguments.other_bytes
+    return Hardware(expert, disk, memory, 0 if other is None else parse_size(other, "--other-bytes"))
+
+
+def _print_table(rows: list[Row]) -> None:
+    ahead = any(row.prefetch != "off" for row in rows)
+    timed = any(row.tokens_per_second is not None for row in rows)
+    table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
+    for name in ["waits", "recall", "prefetched", "wasted"] if ahead else []:
+        table.add_column(name)
+    for name in ["MB/token", "tokens/s"] if timed else []:
+        table.add_column(name)
+    for row in rows:
+        cells = [row.trace, f"{row.resident:g}", row.policy, f"{row.hit_rate:.1%}"]
+        cells += [f"{row.reads_per_token:.1f}", f"{row.decision_ns:.0f}"]
+        if ahead:
+            cells += [f"{row.wait_rate:.1%}", "-" if row.recall is None else f"{row.recall:.1%}"]
+            cells += [str(row.prefetched), str(row.prefetch_wasted)]
+        if row.bytes_per_token is not None and row.tokens_per_second is not None:
+            cells += [f"{row.bytes_per_token / 1e6:.1f}", f"{row.tokens_per_second:.2f}"]
+        table.add_row(*cells)
+    Console(width=120).print(table, markup=False)

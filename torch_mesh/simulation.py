@@ -1,0 +1,130 @@
+"""What a pool of a given size would have done with recorded routing: the pool's own policies in a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from . import _C
+from .traces import Trace
+
+BOUND = "belady"  # knows the future, so it can be simulated but not chosen
+
+
+def policy_names() -> list[str]:
+    """Every policy that can be simulated: "auto", what a pool can use, and the bound."""
+    return [*_C.policy_names(), BOUND]
+
+
+def predictor_names() -> list[str]:
+    return ["off", *_C.predictor_names(), "lookahead", "standin"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``disk_speed`` and ``memory_speed`` in bytes/s, ``expert_bytes`` of one packed expert, ``other_bytes`` of all other weights.
+
+    None for unknown: then times are in units of one expert's read, and a layer takes as long as reading top_k / 2.
+    """
+
+    expert_bytes: float
+    disk_speed: float
+    memory_speed: float
+    other_bytes: float = 0.0
+
+    def read_seconds(self) -> float:
+        return self.expert_bytes / self.disk_speed
+
+    def layer_seconds(self, trace: Trace) -> float:
+        return (trace.top_k * self.expert_bytes + self.other_bytes / trace.layers) / self.memory_speed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One replay. Rates are shares of all accesses, an access being one expert of one token in one layer."""
+
+    trace: str
+    policy: str
+    resident: float
+    slots: int
+    hit_rate: float  # were resident when their layer began
+    wait_rate: float  # were not
+    reads_per_token: float  # demand and prefetch
+    bytes_per_token: float | None
+    prefetch: str
+    prefetched: int  # reads
+    prefetch_used: int
+    prefetch_wasted: int
+    recall: float | None  # of the predictor, at as many experts as it was asked for
+    decision_ns: float  # processor time per access, in policy, predictor and slot table
+    tokens_per_second: float | None
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def simulate(
+    trace: Trace,
+    policy: str,
+    resident: float,
+    *,
+    prompts: slice | None = None,
+    predictor: str = "off",
+    prefetch: int | None = None,
+    recall: float = 0.75,
+    seed: int = 0,
+    use_scores: bool = True,
+    hardware: Hardware | None = None,
+) -> Row:
+    """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
+
+    ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
+    are asked of ``predictor`` ahead of each layer, top_k by default. Tokens per second are those of the virtual clock: a layer
+    takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
+
+    Raises ValueError for unknown names and for a fraction outside (0, 1].
+    """
+    if not 0 < resident <= 1:
+        raise ValueError(f"resident must be in (0, 1]; got {resident}")
+    if predictor not in predictor_names():
+        raise ValueError(f"predictor is '{predictor}'; allowed: {', '.join(predictor_names())}")
+    asked = 0 if predictor == "off" else trace.top_k if prefetch is None else prefetch
+    slots = max(trace.top_k, int(resident * trace.layers * trace.experts + 1e-9))
+    counts = _C.replay(
+        trace.ids,
+        experts=trace.experts,
+        policy=policy,
+        slots=slots,
+        scores=trace.scores if use_scores else None,
+        lookahead=trace.lookahead if predictor == "lookahead" else None,
+        sequences=trace.offsets[:-1],
+        predictor=predictor,
+        prefetch=asked,
+        recall=recall,
+        seed=seed,
+        read_seconds=hardware.read_seconds() if hardware else 1.0,
+        layer_seconds=hardware.layer_seconds(trace) if hardware else trace.top_k / 2,
+    )
+    first, stop, _ = (prompts or slice(None)).indices(len(trace.offsets) - 1)
+    if first >= stop:
+        raise ValueError(f"no prompts from {first} to {stop}; the trace has {len(trace.offsets) - 1}")
+    begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
+    hits = int(counts["hits"][begin:end].sum())
+    accesses = counts["accesses"]
+    reads = (counts["cold_misses"] + counts["prefetched"]) / trace.tokens
+    return Row(
+        trace=trace.name,
+        policy=policy,
+        resident=resident,
+        slots=slots,
+        hit_rate=hits / ((end - begin) * trace.layers * trace.top_k),
+        wait_rate=(counts["cold_misses"] + counts["inflight_misses"]) / accesses,
+        reads_per_token=reads,
+        bytes_per_token=reads * hardware.expert_bytes if hardware else None,
+        prefetch=predictor,
+        prefetched=counts["prefetched"],
+        prefetch_used=counts["prefetch_used"],
+        prefetch_wasted=counts["prefetched"] - counts["prefetch_used"],
+        recall=counts["predicted_right"] / accesses if asked else None,
+        decision_ns=1e9 * counts["decision_seconds"] / accesses,
+        tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,
+    )

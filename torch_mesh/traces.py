@@ -1,0 +1,222 @@
+"""Recorded routing: which experts each token used, layer by layer. docs/traces.md describes the file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from .errors import MeshError
+from .families import find_experts
+from .lookahead import find_router
+
+_LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
+_MOST_EXPERTS = 65536
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Routing of ``len(offsets) - 1`` sequences, one after the other.
+
+    ``ids`` int32 [tokens, layers, top_k], distinct within a layer; ``offsets`` int64 [sequences + 1], the first token of each
+    sequence and the number of tokens; ``scores`` and ``lookahead`` float32 [tokens, layers, experts] or None: the router's
+    probabilities, and what the router of a layer makes of the hidden states one layer before (0 where nobody asked).
+    """
+
+    name: str
+    ids: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    experts: int
+    scores: npt.NDArray[np.float32] | None = None
+    lookahead: npt.NDArray[np.float32] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def layers(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[2]
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Reads and checks a trace. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
+    path = Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > _LARGEST_FILE:
+            raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
+        with np.load(path, allow_pickle=False) as arrays:
+            held = {
+                name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead") if name in arrays
+            }
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError) as error:
+        raise MeshError(f"{path} is no routing trace (an .npz file, see docs/traces.md): {error}") from error
+    return _checked(path, held)
+
+
+def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
+    def refuse(message: str) -> MeshError:
+        return MeshError(f"{path}: {message}; docs/traces.md has the format.")
+
+    ids = held.get("ids")
+    if ids is None or ids.ndim != 3 or ids.size == 0 or ids.dtype.kind not in "iu":
+        found = "missing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
+        raise refuse(f"'ids' must be integers [tokens, layers, top_k], none of them 0; it is {found}")
+    experts = held.get("experts", ids.max() + 1)
+    if experts.shape != () or experts.dtype.kind not in "iu" or not 1 <= int(experts) <= _MOST_EXPERTS:
+        raise refuse(f"'experts' must be one integer from 1 to {_MOST_EXPERTS}; it is {experts}")
+    if int(ids.min()) < 0 or int(ids.max()) >= int(experts):
+        raise refuse(f"'ids' go from {ids.min()} to {ids.max()}; allowed: 0 to {int(experts) - 1}")
+    ordered = np.sort(ids, axis=2)
+    doubled = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+    if len(doubled):
+        raise refuse(f"token {doubled[0][0]} uses an expert of layer {doubled[0][1]} twice")
+    offsets = held.get("offsets", np.array([0, len(ids)]))
+    rising = offsets.ndim == 1 and offsets.size >= 2 and offsets.dtype.kind in "iu"
+    offsets = offsets.astype(np.int64) if rising else offsets
+    if not rising or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+        raise refuse(f"'offsets' must rise from 0 to the number of tokens, {len(ids)}")
+    floats = {}
+    for name in ("scores", "lookahead"):
+        values = held.get(name)
+        if values is None:
+            continue
+        shape = (*ids.shape[:2], int(experts))
+        if values.dtype.kind != "f" or values.shape != shape:
+            raise refuse(f"'{name}' must be floats {list(shape)}; it is {values.dtype} {list(values.shape)}")
+        floats[name] = values.astype(np.float32)
+        if not np.isfinite(floats[name]).all() or (floats[name] < 0).any():
+            raise refuse(f"'{name}' must be finite and not negative")
+    return Trace(path.stem, ids.astype(np.int32), offsets, int(experts), **floats)
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Writes a trace: the file appears when it is complete."""
+    path = Path(path)
+    arrays: dict[str, Any] = {
+        "ids": trace.ids.astype(np.min_scalar_type(trace.experts - 1)),
+        "offsets": trace.offsets.astype(np.int64),
+        "experts": np.int64(trace.experts),
+    }
+    for name in ("scores", "lookahead"):
+        if getattr(trace, name) is not None:
+            arrays[name] = getattr(trace, name).astype(np.float16)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            np.savez_compressed(file, **arrays)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+@contextmanager
+def record_trace(
+    model: nn.Module, path: str | os.PathLike[str], *, scores: bool = False, lookahead: bool = False
+) -> Iterator[None]:
+    """Records the routing of every forward of ``model`` within the block, and writes it to ``path`` (.npz) at its end.
+
+    ``scores`` adds the probabilities of all experts, ``lookahead`` those that each layer's router makes of the hidden states
+    one layer before. A forward of more than one token begins a new sequence. Works for patched and for plain models; one
+    sequence at a time, so that a batch raises ValueError. Nothing is written when the block raises, or ran no forward:
+    then MeshError.
+    """
+    recorder = _Recorder(model, scores, lookahead)
+    handles = recorder.install()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    save_trace(recorder.trace(Path(path).stem), path)
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module, scores: bool, lookahead: bool) -> None:
+        self.model = model
+        self.layers = find_experts(model)
+        self.routers = [find_router(model, layer) if scores or lookahead else None for layer in self.layers]
+        if (scores or lookahead) and None in self.routers:
+            lacking = self.layers[self.routers.index(None)].path
+            raise MeshError(
+                f"{lacking} has no router with a plain weight beside it: record without scores and lookahead."
+            )
+        self.with_scores, self.with_lookahead = scores, lookahead
+        self.experts = max(layer.num_experts for layer in self.layers)
+        self.starts: list[int] = []
+        self.tokens = 0
+        self.ids: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
+        self.scores: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
+        self.lookahead: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
+
+    def install(self) -> list[Any]:
+        def begin(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = named.get("input_ids", arguments[0] if arguments else None)
+            given = named.get("inputs_embeds") if given is None else given
+            if isinstance(given, torch.Tensor) and given.size(0) != 1:
+                raise ValueError(f"a trace holds one sequence at a time; got a batch of {given.size(0)}")
+            count = given.size(1) if isinstance(given, torch.Tensor) else 1
+            if count > 1 or not self.starts:
+                self.starts.append(self.tokens)
+            self.tokens += count
+
+        def layer_hook(index: int) -> Any:
+            def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+                given = [*arguments, *named.values()]
+                self.record(index, given[0], given[1])
+
+            return hook
+
+        handles: list[Any] = [self.model.register_forward_pre_hook(begin, with_kwargs=True)]
+        for index, layer in enumerate(self.layers):
+            module: Any = layer.module
+            handles.append(module.register_forward_pre_hook(layer_hook(index), with_kwargs=True))
+        return handles
+
+    @torch.no_grad()
+    def record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
+        self.ids[index].append(ids.cpu().numpy())
+        if self.with_scores:
+            self.scores[index].append(self.asked(index, hidden))
+        if self.with_lookahead and index == 0:
+            self.lookahead[0].append(np.zeros((ids.size(0), self.experts), np.float16))
+        if self.with_lookahead and index + 1 < len(self.layers):
+            self.lookahead[index + 1].append(self.asked(index + 1, hidden))
+
+    def asked(self, index: int, hidden: torch.Tensor) -> npt.NDArray[Any]:
+        """The probabilities of a layer's router [tokens, experts]. Its weight, not the module: that may be hooked."""
+        weight: Any = self.routers[index].weight  # type: ignore[union-attr]
+        logits = torch.nn.functional.linear(hidden.float(), weight.float())
+        return torch.softmax(logits, -1).half().cpu().numpy()
+
+    def trace(self, name: str) -> Trace:
+        if self.tokens == 0 or not self.ids[0]:
+            raise MeshError("No forward ran while the trace was recorded: there is nothing to write.")
+
+        def stacked(parts: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
+            return np.stack([np.concatenate(layer) for layer in parts], axis=1)
+
+        return Trace(
+            name,
+            stacked(self.ids).astype(np.int32),
+            np.array([*self.starts, self.tokens], np.int64),
+            self.experts,
+            stacked(self.scores) if self.with_scores else None,
+            stacked(self.lookahead) if self.with_lookahead else None,
+        )
