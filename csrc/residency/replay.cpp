@@ -242,7 +242,11 @@ class Replay {
   }
 
   int32_t reserve(ExpertId id) {
-    if (!slots_.has_empty() && slots_.evict_victim() == kNoExpert) return -1;
+    if (!slots_.has_empty()) {
+      const ExpertId victim = slots_.policy().victim();
+      if (victim == kNoExpert) return -1;
+      slots_.evict(slots_.find(victim));
+    }
     return slots_.reserve(id);
   }
 
