@@ -27,11 +27,11 @@ from .store.manifest import Shape, is_store, open_store
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
 
-# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0002. The expectation is that
+# Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0013. The expectation is that
 # of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.
 _SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
-_EXPECTED_HITS = (0.0, 0.25, 0.48, 0.738, 1.0)
-_LOCAL_HITS = (0.0, 0.339, 0.671, 0.91, 1.0)
+_EXPECTED_HITS = (0.0, 0.312, 0.535, 0.761, 1.0)
+_LOCAL_HITS = (0.0, 0.359, 0.684, 0.911, 1.0)
 
 # With lookahead about half of the time that demand reads would be waited for is left, and half as much again is read: the
 # tables of docs/decisions/0007.

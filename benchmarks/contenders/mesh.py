@@ -17,7 +17,8 @@ from torch_mesh.modules import patched_modules
 class Mesh(CompiledSteps):
     def __init__(self, request: dict[str, Any]) -> None:
         torch.set_num_threads(request["threads"])
-        config = torch_mesh.MeshConfig(resident=request["resident"], dense=request["dense"])
+        options = {name: request[name] for name in ("resident", "dense", "prefetch") if name in request}
+        config = torch_mesh.MeshConfig(**options)
         model = AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
         super().__init__(model, length=request["prompt"] + request["warm_up"] + request["measured"])
 

@@ -11,9 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 33
+SAMPLES = 35
 MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency"}
-FUNCTIONAL = {"experts", "experts_backward", "grouped_linear", "grouped_linear_backward", "linear", "linear_backward"}
+FUNCTIONAL = {
+    "experts",
+    "experts_backward",
+    "grouped_linear",
+    "grouped_linear_backward",
+    "linear",
+    "linear_backward",
+    "attention",
+}
 WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
 
 
@@ -55,6 +63,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("pack", (None, up.bfloat16(), down.bfloat16(), None, torch.randn(40), torch.randn(72), "bf16", 32)),
         ("unpack", (pool.weights.records[0][0], *SPEC.record_layout)),
         *_linear_samples(x),
+        *_attention_samples(),
     ]
 
 
@@ -70,6 +79,14 @@ def _linear_samples(x: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
         ("linear_backward", (torch.randn(2, 3, 40), packed, *about)),
         ("pack_linear", (weight.bfloat16(), "int4", 64)),
         ("unpack_linear", (packed, *about)),
+    ]
+
+
+def _attention_samples() -> list[tuple[str, tuple[Any, ...]]]:
+    query, key, value = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 9, 32), torch.randn(2, 2, 9, 16)
+    return [
+        ("attention", (query, key, value, None, 0.2)),
+        ("attention", (query.bfloat16(), key.bfloat16(), value.bfloat16(), torch.rand(2, 1, 1, 9) < 0.5, 0.2)),
     ]
 
 

@@ -1,0 +1,48 @@
+"""torch_mesh with the experts that a recorded trace names, whatever the random model's own routers say.
+
+Foresight by routers would foretell other experts than come, so prefetching is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import session
+import torch
+from mesh import Mesh
+
+from torch_mesh.modules import patched_modules
+from torch_mesh.traces import load_trace
+
+
+class MeshReplay(Mesh):
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
+        trace = load_trace(request["trace"])
+        self.routing = torch.from_numpy(trace.ids).long()  # [tokens, layers, top_k]
+        self.chosen = torch.zeros(trace.layers, 1, trace.top_k, dtype=torch.long)
+        for layer, module in enumerate(patched_modules(self.model)):
+            module.register_forward_pre_hook(self._force(layer))
+
+    def _force(self, layer: int) -> Any:
+        def hook(_module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, _ids, weights = arguments
+            return hidden, self.chosen[layer], weights
+
+        return hook
+
+    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        wanted = self.routing[self.position : self.position + len(tokens)].transpose(0, 1)
+        if wanted.shape == self.chosen.shape:
+            self.chosen.copy_(wanted)  # in place: compiled steps have it as an input
+        else:
+            self.chosen = wanted.contiguous()
+        logits = super().forward(tokens)
+        if self.chosen.size(1) != 1:
+            self.chosen = self.chosen[:, :1].clone()
+        return logits
+
+
+if __name__ == "__main__":
+    session.run(MeshReplay)
