@@ -48,6 +48,7 @@ class Row:
     slots: int
     hit_rate: float  # were resident when their layer began
     wait_rate: float  # were not
+    stall_share: float  # of the time of the virtual clock, spent waiting for reads
     reads_per_token: float  # demand and prefetch
     bytes_per_token: float | None
     prefetch: str
@@ -118,6 +119,7 @@ def simulate(
         slots=slots,
         hit_rate=hits / ((end - begin) * trace.layers * trace.top_k),
         wait_rate=(counts["cold_misses"] + counts["inflight_misses"]) / accesses,
+        stall_share=counts["stalled_seconds"] / counts["virtual_seconds"],
         reads_per_token=reads,
         bytes_per_token=reads * hardware.expert_bytes if hardware else None,
         prefetch=predictor,

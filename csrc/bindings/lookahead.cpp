@@ -43,8 +43,9 @@ void Lookahead::prefetch() const {
   const bool all_resident = pool.slots() == pool.layers() * pool.experts();
   if (x_.size(0) == 0 || x_.size(0) > kMostRows || all_resident) return;
   const at::Tensor scores = at::mm(x_.to(router_weight_.scalar_type()), router_weight_.t());
-  pool.prefetch(next_.layer, distinct_ids(std::get<1>(at::topk(scores, top_k_)), pool.experts()),
-                Phase::kDecode);
+  // By rank: the likeliest first, whatever row it is of.
+  const at::Tensor ranked = std::get<1>(at::topk(scores, top_k_)).t();
+  pool.expect(next_.layer, distinct_ids(ranked, pool.experts()), Phase::kDecode);
 }
 
 }  // namespace torch_mesh

@@ -204,6 +204,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   if (next_alive_ != nullptr) next_alive_->previous_alive_ = this;
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
+  impl.expected.begin(layer);
   impl.slots.policy().tick(layer, experts);
   impl.reserve_for(*this, false);
 }

@@ -146,6 +146,7 @@ void Pool::Impl::on_read(const ReadResult& result) {
     fail(slot, std::move(*error));
   }
   submit_queued();
+  read_ahead();
 }
 
 Error Pool::Impl::read_error(int32_t slot, const ReadResult& result) const {

@@ -94,6 +94,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots})),
       loads(static_cast<size_t>(options.slots)),
+      expected(experts),
       stats(layers, experts),
       forwards(static_cast<size_t>(layers)),
       queue_links(options.slots),
@@ -206,6 +207,22 @@ void Pool::Impl::count_wasted(int32_t slot) {
   loads[slot].unused = false;
 }
 
+void Pool::Impl::read_ahead() {
+  // As many chunks as the reader lets prefetches have, and a record to follow; a slot that is taken
+  // sooner is an eviction that may prove needless.
+  const ReaderOptions& io = options.reader;
+  const int64_t chunks = (options.record_bytes + io.chunk_bytes - 1) / io.chunk_bytes;
+  const int64_t most =
+      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.size() / 2});
+  // Those that queue for slots come first.
+  while (!closed && prefetching < most && first_ticket == nullptr) {
+    const auto reserve_one = [this](ExpertId id) { return reserve(id, expected_phase); };
+    const int32_t slot = expected.reserve_next(slots, reserve_one);
+    if (slot < 0) return;
+    start_load(slot, Urgency::kPrefetch, expected_phase);
+  }
+}
+
 void Pool::Impl::wake_slot_waiters() {
   if (first_ticket != nullptr) freed.notify_all();
 }
@@ -308,6 +325,19 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
     impl.start_load(slot, Urgency::kPrefetch, phase);
   }
   for_each_ready(&SlotTable::unpin);
+}
+
+void Pool::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
+  Impl& impl = *impl_;
+  impl.check_process();
+  impl.check_experts(layer, experts);
+  const Impl::Lock lock(impl.mutex);
+  impl.check_open();
+  if (impl.memory_only()) return;
+  const Stopwatch decision(impl.stats_of(layer, phase).decision_nanoseconds);
+  impl.expected.set(layer, experts);
+  impl.expected_phase = phase;
+  impl.read_ahead();
 }
 
 int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {

@@ -83,6 +83,10 @@ class Pool {
   // hold up the forwards. A read that fails is kept in stats() and reaches no forward: one that
   // waits for it gets a read of its own.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
+  // Hint of a forward: `layer` is the next one, and likely to use these, the likeliest first.
+  // Prefetches them one after the other as reads end, until the layer begins or another one is
+  // foretold; then what has not begun is dropped. Else as prefetch().
+  void expect(int32_t layer, std::span<const int32_t> experts, Phase phase = Phase::kNone);
   // Gives up the READY and unpinned ones among `experts`; returns how many. A memory-only pool
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);

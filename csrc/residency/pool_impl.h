@@ -10,6 +10,7 @@
 
 #include "base/owner_process.h"
 #include "residency/arena.h"
+#include "residency/expected.h"
 #include "residency/pool.h"
 #include "residency/slots.h"
 
@@ -77,6 +78,8 @@ struct Pool::Impl {
   void evict(int32_t slot, Phase phase);
   void count_wasted(int32_t slot);
   void wake_slot_waiters();
+  // Begins as many of the expected reads as the reader keeps under way.
+  void read_ahead();
   // How long a wait may last, and when to ask the interrupt hook next.
   struct Patience {
     std::chrono::steady_clock::time_point deadline;
@@ -123,6 +126,8 @@ struct Pool::Impl {
   std::condition_variable idle;    // no read is under way
   SlotTable slots;
   std::vector<Load> loads;  // by slot
+  Expected expected;
+  Phase expected_phase = Phase::kNone;  // of the forward that foretold
   PoolStats stats;
   std::vector<int64_t> forwards;                  // by layer; never reset
   mutable std::condition_variable forward_ended;  // or the pool is closed

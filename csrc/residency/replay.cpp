@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "residency/belady.h"
+#include "residency/expected.h"
 #include "residency/predictor.h"
 #include "residency/slots.h"
 
@@ -154,10 +155,11 @@ class Replay {
                options.policy == "belady"
                    ? make_belady(trace)
                    : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
-        loads_(options.slots),
+        unused_(options.slots, false),
         foresight_(trace, options),
         guess_(options.prefetch),
-        guessed_(trace.layers * trace.experts, -1) {
+        guessed_(trace.layers * trace.experts, -1),
+        expected_(trace.experts) {
     result_.hits.assign(trace.tokens, 0);
   }
 
@@ -181,17 +183,12 @@ class Replay {
   }
 
  private:
-  // As in the pool: of each slot.
-  struct Load {
-    bool demand = false;
-    bool prefetched = false;  // and not used yet
-  };
-
-  // One forward of a layer by one token, in the order of Claim and Pool::prefetch().
+  // One forward of a layer by one token, in the order of Claim and Pool::expect().
   void forward(int64_t step, bool has_next) {
     const auto layer = static_cast<int32_t>(step % trace_.layers);
     const std::span<const int32_t> experts = trace_.ids.subspan(step * trace_.top_k, trace_.top_k);
     read_until(now_);
+    expected_.begin(layer);
     if (!trace_.scores.empty()) {
       slots_.policy().observe(layer, trace_.scores.subspan(step * trace_.experts, trace_.experts));
     }
@@ -211,10 +208,10 @@ class Replay {
       check_invariant(slot >= 0, "a replayed forward holds no pin and finds no slot");
       slots_.pin(slot);
       joined_.push_back(slot);
-      loads_[slot] = {.demand = true, .prefetched = false};
+      unused_[slot] = false;
       demand_.push_back(slot);
     }
-    if (has_next && options_.predictor != "off") prefetch(step + 1);
+    if (has_next && options_.predictor != "off") expect(step + 1);
     finish();
     now_ = std::max(now_, end);
   }
@@ -234,9 +231,8 @@ class Replay {
       const bool ready = slots_[slot].state == SlotState::kReady;
       slots_.pin(slot);
       joined_.push_back(slot);
-      result_.prefetch_used += loads_[slot].prefetched;
-      loads_[slot].prefetched = false;
-      if (!ready) hasten(slot);
+      result_.prefetch_used += unused_[slot];
+      unused_[slot] = false;
       ++(ready ? result_.hits[step / trace_.layers] : result_.inflight_misses);
     }
   }
@@ -250,41 +246,12 @@ class Replay {
     return slots_.reserve(id);
   }
 
-  void hasten(int32_t slot) {
-    loads_[slot].demand = true;
-    --prefetching_;
-    const auto queued = std::find(ahead_.begin(), ahead_.end(), slot);
-    if (queued == ahead_.end()) return;  // is being read
-    ahead_.erase(queued);
-    demand_.push_back(slot);
-  }
-
-  void prefetch(int64_t step) {
+  void expect(int64_t step) {
     const auto layer = static_cast<int32_t>(step % trace_.layers);
     const int32_t count = foresight_.predict(step, guess_);
     const std::span<const int32_t> guess = std::span<const int32_t>(guess_).first(count);
-    held_.clear();
-    for (int32_t expert : guess) {
-      const ExpertId id = layer * trace_.experts + expert;
-      guessed_[id] = step;
-      const int32_t slot = slots_.find(id);
-      if (slot >= 0 && slots_[slot].state == SlotState::kReady) {
-        slots_.hold(slot);
-        held_.push_back(slot);
-      }
-    }
-    for (int32_t expert : guess) {
-      if (prefetching_ >= slots_.size() / 2) break;
-      const ExpertId id = layer * trace_.experts + expert;
-      if (slots_.find(id) >= 0) continue;
-      const int32_t slot = reserve(id);
-      if (slot < 0) break;
-      loads_[slot] = {.demand = false, .prefetched = true};
-      ahead_.push_back(slot);
-      ++prefetching_;
-      ++result_.prefetched;
-    }
-    for (int32_t slot : held_) slots_.unpin(slot);
+    for (int32_t expert : guess) guessed_[layer * trace_.experts + expert] = step;
+    expected_.set(layer, guess);
   }
 
   // Waits for what this forward has joined, and lets go of it.
@@ -299,16 +266,21 @@ class Replay {
   // The disk reads one expert after the other, those that a forward waits for first.
   bool start_read() {
     if (reading_ >= 0) return true;
-    std::deque<int32_t>& queue = demand_.empty() ? ahead_ : demand_;
-    if (queue.empty()) return false;
-    reading_ = queue.front();
-    queue.pop_front();
+    if (demand_.empty()) {
+      if (slots_.size() / 2 < 1) return false;  // half of the slots at most, as in the pool
+      reading_ = expected_.reserve_next(slots_, [this](ExpertId id) { return reserve(id); });
+      if (reading_ < 0) return false;
+      unused_[reading_] = true;
+      ++result_.prefetched;
+    } else {
+      reading_ = demand_.front();
+      demand_.pop_front();
+    }
     read_end_ = std::max(read_end_, queued_at_) + options_.read_seconds;
     return true;
   }
 
   void land() {
-    if (!loads_[reading_].demand) --prefetching_;
     slots_.land(reading_);
     reading_ = -1;
   }
@@ -326,14 +298,14 @@ class Replay {
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
   SlotTable slots_;
-  std::vector<Load> loads_;  // by slot
+  std::vector<bool> unused_;  // by slot: was prefetched, and no forward has come for it
   Foresight foresight_;
   std::vector<int32_t> guess_;
-  std::vector<int64_t> guessed_;        // by expert id: the last step that it was foretold for
-  std::vector<int32_t> joined_, held_;  // slots
+  std::vector<int64_t> guessed_;  // by expert id: the last step that it was foretold for
+  Expected expected_;
+  std::vector<int32_t> joined_;  // slots
   std::vector<ExpertId> missing_;
-  std::deque<int32_t> demand_, ahead_;  // queued reads
-  int32_t prefetching_ = 0;             // loads that nobody waits for
+  std::deque<int32_t> demand_;  // queued reads
   int32_t reading_ = -1;
   double read_end_ = 0;   // of the read under way, or of the last one
   double queued_at_ = 0;  // when the last reads were queued

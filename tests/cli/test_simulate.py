@@ -56,6 +56,8 @@ def test_prefetch_halves_the_waits_of_a_good_predictor(tmp_path: Path) -> None:
     plain, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto")
     ahead, *_ = rows(tmp_path, "--resident", "0.25", "--policy", "auto", "--prefetch", "standin", "--recall", "0.9")
     assert ahead["wait_rate"] < 0.5 * plain["wait_rate"]
+    assert ahead["reads_per_token"] < 1.5 * plain["reads_per_token"]
+    assert 0 < ahead["stall_share"] < 0.5 * plain["stall_share"]
     assert ahead["recall"] == pytest.approx(0.9, abs=0.01)
     assert ahead["prefetch_used"] + ahead["prefetch_wasted"] == ahead["prefetched"] > 0
     assert plain["prefetched"] == 0 and plain["recall"] is None

@@ -126,6 +126,17 @@ TEST(Replay, ASlowDiskIsWaitedForAndDemandGoesFirst) {
   EXPECT_LE(misled.virtual_seconds, 8 * 6.);
 }
 
+TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
+  // A layer is as long as one read, and seven wrong guesses follow each right one.
+  const Routing routing{4, 2, 8, 1, {0, 0, 1, 1, 2, 2, 3, 3}};
+  const ReplayResult result =
+      replay(routing.trace(),
+             {.policy = "lru", .slots = 16, .predictor = "standin", .prefetch = 8, .recall = 1});
+  EXPECT_EQ(result.predicted_right, 7);
+  EXPECT_GE(result.prefetch_used, 1);
+  EXPECT_LE(result.prefetched + result.cold_misses, 8 + 1);
+}
+
 TEST(Replay, RefusesWhatMakesNoSense) {
   const Routing routing{1, 1, 4, 2, {1, 2}};
   EXPECT_THROW(replay(routing.trace(), {.slots = 1}), Error);

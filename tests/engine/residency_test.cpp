@@ -259,6 +259,44 @@ TEST(Pool, PrefetchNeitherWaitsNorTakesMoreThanHalf) {
   expect_at_rest(pool);
 }
 
+TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
+  const TestStore store(2, 16);
+  PoolOptions options = slow_options(16, 20ms);
+  options.reader.depth = 4;  // a chunk for prefetches, so that two records are under way
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.expect(1, std::vector<int32_t>{9, 3, 4, 5, 6});
+  for (int32_t expert : {9, 3}) EXPECT_NE(pool.state(1, expert), SlotState::kEmpty) << expert;
+  EXPECT_EQ(pool.state(1, 6), SlotState::kEmpty);
+  pool.validate();
+  pool.drain();  // each read that ends begins the next one
+  for (int32_t expert : {9, 3, 4, 5, 6}) EXPECT_EQ(pool.state(1, expert), SlotState::kReady);
+
+  pool.expect(0, all_of(16));
+  forward(pool, 0, std::vector<int32_t>{0, 15});
+  pool.drain();
+  EXPECT_EQ(pool.state(0, 15), SlotState::kReady);
+  EXPECT_EQ(pool.state(0, 14), SlotState::kEmpty) << "was read after its layer had begun";
+  EXPECT_EQ(pool.stats()[0].cold_misses, 1);
+  expect_at_rest(pool);
+}
+
+TEST(Pool, WhatIsExpectedMakesNoRoomForItsLike) {
+  const TestStore store(1, 16);
+  PoolOptions options = slow_options(8, 5ms);
+  options.policy = "lru";
+  Pool pool(options, {}, store.source(), nullptr);
+  for (int32_t expert = 0; expert < 8; ++expert) forward(pool, 0, {{expert}});
+  // 0 to 2 are the oldest, but are wanted too.
+  pool.expect(0, std::vector<int32_t>{8, 9, 10, 11, 12, 0, 1, 2});
+  pool.drain();
+  for (int32_t expert : {0, 1, 2, 8, 9, 10, 11, 12}) {
+    EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
+  }
+  EXPECT_EQ(error_of([&] { pool.expect(0, std::vector<int32_t>{16}); }).kind(),
+            ErrorKind::kInvalid);
+  expect_at_rest(pool);
+}
+
 TEST(Pool, EvictGivesUpWhatIsReadyAndUnpinned) {
   const TestStore store(1, 8);
   Pool pool(options_of(8), {}, store.source(), nullptr);
@@ -659,6 +697,7 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
         const auto layer = static_cast<int32_t>(draw() % kLayers);
         try {
           if (draw() % 4 == 0) pool.prefetch((layer + 1) % kLayers, experts);
+          if (draw() % 4 == 0) pool.expect((layer + 1) % kLayers, experts);
           if (draw() % 8 == 0) pool.evict(layer, experts);
           forward(pool, layer, experts, 1 + draw() % 4, check);
         } catch (const Error& error) {

@@ -126,7 +126,7 @@ def _print_table(rows: list[Row]) -> None:
     ahead = any(row.prefetch != "off" for row in rows)
     timed = any(row.tokens_per_second is not None for row in rows)
     table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
-    for name in ["waits", "recall", "prefetched", "wasted"] if ahead else []:
+    for name in ["waits", "stalled", "recall", "prefetched", "wasted"] if ahead else []:
         table.add_column(name)
     for name in ["MB/token", "tokens/s"] if timed else []:
         table.add_column(name)
@@ -134,7 +134,8 @@ def _print_table(rows: list[Row]) -> None:
         cells = [row.trace, f"{row.resident:g}", row.policy, f"{row.hit_rate:.1%}"]
         cells += [f"{row.reads_per_token:.1f}", f"{row.decision_ns:.0f}"]
         if ahead:
-            cells += [f"{row.wait_rate:.1%}", "-" if row.recall is None else f"{row.recall:.1%}"]
+            cells += [f"{row.wait_rate:.1%}", f"{row.stall_share:.1%}"]
+            cells += ["-" if row.recall is None else f"{row.recall:.1%}"]
             cells += [str(row.prefetched), str(row.prefetch_wasted)]
         if row.bytes_per_token is not None and row.tokens_per_second is not None:
             cells += [f"{row.bytes_per_token / 1e6:.1f}", f"{row.tokens_per_second:.2f}"]
