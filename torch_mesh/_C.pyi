@@ -97,6 +97,10 @@ class _DetailedStats(TypedDict):
     decode: dict[str, npt.NDArray[np.int64]]
     experts: dict[str, npt.NDArray[np.int64]]
     prefetch_error: Exception | None
+    slots: int  # now
+    most_slots: int
+    shrinks: int
+    grows: int
 
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts)."""
@@ -122,6 +126,7 @@ class Engine:
         timeout: float,  # seconds
         source: Source | None,
         faults: dict[str, float] | None = None,  # seed and probabilities, see csrc/io/reader.h; for tests
+        least_slots: int = 1,  # that resize() may leave
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -147,11 +152,21 @@ class Engine:
     def wait_for_forwards(self, layer: int, forwards: int, patience: float) -> bool:
         """Waits, for ``patience`` seconds at most, until ``forwards(layer)`` has come that far; False if it has not, or at ``close``."""
 
+    def resize(self, slots: int) -> int:
+        """Keeps ``slots`` experts from now on while forwards go on, see Pool::resize in csrc/residency/pool.h; returns how many it keeps.
+
+        Raises ValueError for a number outside of [least_slots, most_slots] and for an engine without a source, MemoryError if the
+        system has no memory to grow (the pool then keeps what it has), ReadTimeoutError when forwards or reads do not let go.
+        """
+
     def pinned(self) -> int: ...
     def validate(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None:
         """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
 
+    def describe_size(self) -> dict[str, int]:
+        """'slots' and 'pool_bytes' now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
+
     def describe(self) -> dict[str, object]:
-        """'slots', 'record_bytes', 'pool_bytes', 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""
+        """'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""

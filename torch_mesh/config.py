@@ -22,6 +22,7 @@ IO = ("auto", "uring", "threads")
 POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat")
 VERIFY = ("first", "always", "never")
 PREFETCH = ("auto", "off")
+GUARD = ("auto", "on", "off")
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -138,6 +139,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "io": _one_of(IO),
     "policy": _one_of(POLICIES),
     "prefetch": _one_of(PREFETCH),
+    "guard": _one_of(GUARD),
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
@@ -159,6 +161,7 @@ _DEFAULTS: dict[str, Any] = {
     "io": "auto",
     "policy": "auto",
     "prefetch": "auto",
+    "guard": "auto",
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
@@ -192,6 +195,9 @@ class MeshConfig(QuantizationConfigMixin):
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
         policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
+        guard: ``"on"``: the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never
+            beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"`` where one
+            pool serves the model.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
@@ -212,6 +218,7 @@ class MeshConfig(QuantizationConfigMixin):
     io: str
     policy: str
     prefetch: str
+    guard: str
     verify: str
     threads: str | int
     workspace: str | int
@@ -231,6 +238,7 @@ class MeshConfig(QuantizationConfigMixin):
         io: str = _NOT_GIVEN,
         policy: str = _NOT_GIVEN,
         prefetch: str = _NOT_GIVEN,
+        guard: str = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,7 @@ class Counters:
 
 
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
+_SIZES: tuple[Literal["slots", "most_slots", "shrinks", "grows"], ...] = ("slots", "most_slots", "shrinks", "grows")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class Stats(PhaseCounters):
     """Counters of a whole model. ``str()`` is a table, in which what was never asked shows ``-``."""
 
     per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
+    slots: int = 0  # experts that may be resident now
+    most_slots: int = 0  # and at most
+    shrinks: int = 0  # times that the pool was made smaller, because memory ran short
+    grows: int = 0  # and larger again
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
     prefetch_error: Exception | None = None
@@ -118,6 +123,7 @@ class Stats(PhaseCounters):
         """
         return {
             **super().to_dict(),
+            **{name: getattr(self, name) for name in _SIZES},
             "prefetch_error": _error_dict(self.prefetch_error),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
@@ -128,6 +134,10 @@ class Stats(PhaseCounters):
         rows.append(_row("all", self))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.slots < self.most_slots or self.shrinks:
+            lines.append(
+                f"{self.slots} of {self.most_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
+            )
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)
@@ -146,6 +156,7 @@ def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool) -> Sta
         prefill=Counters(**_sum([layer.prefill for layer in per_layer])),
         decode=Counters(**_sum([layer.decode for layer in per_layer])),
         per_layer=per_layer,
+        **{name: sum(snapshot[name] for snapshot in snapshots) for name in _SIZES},
         prefetch_error=errors[-1] if errors else None,
     )
 

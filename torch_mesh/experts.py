@@ -87,8 +87,20 @@ class Experts(nn.Module):
         slots = pool_slots([described], config, stored_layers=1, **where)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
         source = _C.Source(**opened.source_arguments())
+        if (
+            config.guard == "auto"
+        ):  # the layers' pools know nothing of each other, and all would shrink for the same shortage
+            config = config.replace(guard="off")
         pool = ExpertPool(
-            described.geometry, shape.layers, slots, config, exact=False, source=source, last_layer=layer, **where
+            described.geometry,
+            shape.layers,
+            slots,
+            config,
+            exact=False,
+            source=source,
+            last_layer=layer,
+            least_slots=shape.top_k,
+            **where,
         )
         install(described, pool, layer)
         return self

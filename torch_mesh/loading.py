@@ -26,7 +26,7 @@ from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
 from .lookahead import connect
 from .modules import install, put_back, take_parameters
-from .pool import ExpertPool, pool_slots
+from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
 from .store.convert import convert
@@ -202,6 +202,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
         source=_C.Source(**records.source_arguments),
         last_layer=records.places[-1],
+        least_slots=least_slots(layers),
     )
 
 

@@ -17,7 +17,12 @@ _MARGIN_SHARE = 8  # one part in so many
 def available_bytes(proc: Path = Path("/proc")) -> int:
     """Memory that can be taken without swapping or being killed: the least of what the machine and every memory
     cgroup above this process (v1 or v2) have left. Page cache that can be dropped counts as free."""
-    return max(0, min([_machine_available(proc), *_cgroups_available(proc)]))
+    return max(0, left_bytes(proc))
+
+
+def left_bytes(proc: Path = Path("/proc")) -> int:
+    """The same, and less than 0 by as much as a limit that squeezes is exceeded."""
+    return min([_machine_available(proc), *_cgroups_available(proc)])
 
 
 def auto_budget(available: int, reserved: int) -> int:
@@ -26,7 +31,12 @@ def auto_budget(available: int, reserved: int) -> int:
     Less than 0 where there is nothing for experts.
     """
     free = available - reserved
-    return free - max(_MARGIN_BYTES, free // _MARGIN_SHARE)
+    return free - auto_margin(free)
+
+
+def auto_margin(free: int) -> int:
+    """What ``resident="auto"`` leaves of ``free`` bytes."""
+    return max(_MARGIN_BYTES, free // _MARGIN_SHARE)
 
 
 def resident_slots(

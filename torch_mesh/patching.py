@@ -21,7 +21,7 @@ from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .lookahead import connect
 from .modules import MeshExperts, install, patched_modules, restore
-from .pool import ExpertPool, pool_slots
+from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
 from .store.progress import progress_bar
@@ -158,6 +158,7 @@ def _open_pool(
         group_size=group_size,
         exact=weights == "bf16" and layers[0].dtype == torch.bfloat16,
         source=source,
+        least_slots=least_slots(layers),
     )
 
 

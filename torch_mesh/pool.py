@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from . import _C
 from .config import MeshConfig
 from .errors import MeshError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from .guard import MemoryGuard
 from .memory import resident_slots
 from .stats_log import StatsLog
 from .store.convert import pack_expert
@@ -36,7 +38,7 @@ def pool_slots(
         config.resident,
         layers=stored_layers,
         experts=shape.num_experts,
-        top_k=max(layer.top_k for layer in layers),
+        top_k=least_slots(layers),
         record_bytes=_C.record_bytes(
             weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
         ),
@@ -52,7 +54,7 @@ class ExpertPool:
 
     ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
     ``source=None`` keeps all records in memory; they are put there by ``fill``. ``last_layer`` is the one of the pool's that
-    runs last in a forward of the model, if it is not the pool's last.
+    runs last in a forward of the model, if it is not the pool's last. ``least_slots`` are kept however little memory is left.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ExpertPool:
         exact: bool,
         source: _C.Source | None = None,
         last_layer: int | None = None,
+        least_slots: int = 1,
     ) -> None:
         self.geometry = geometry
         self.layers = layers
@@ -92,12 +95,14 @@ class ExpertPool:
             workspace=config.workspace_bytes,
             timeout=config.timeout,
             source=source,
+            least_slots=min(least_slots, slots),
         )
         log = None
         if config.stats_file is not None:
             last = layers - 1 if last_layer is None else last_layer
             log = StatsLog(self.engine, last, config.stats_every, config.stats_file)
-        self._finalizer = weakref.finalize(self, _close, self.engine, log, os.getpid())
+        guard = MemoryGuard(self.engine) if _wants_guard(config, source) else None
+        self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
 
     def handle(self, layer: int) -> torch.Tensor:
         """int64 [pool, layer, generation], by which the ops name a layer of this pool."""
@@ -132,7 +137,7 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        return f"weights={self.weights}{group}, resident={self.slots} of {every} experts, policy={about['policy']}"
+        return f"weights={self.weights}{group}, resident={about['slots']} of {every} experts, policy={about['policy']}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self
@@ -148,9 +153,27 @@ def refuse_to_pickle() -> NoReturn:
     )
 
 
-def _close(engine: _C.Engine, log: StatsLog | None, owner: int) -> None:
+def least_slots(layers: Sequence[ExpertsLayer]) -> int:
+    """As many experts as one token needs."""
+    return max(layer.top_k for layer in layers)
+
+
+def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
+    wanted = config.guard == "on" or (config.guard == "auto" and config.resident == "auto")
+    if wanted and source is None and config.guard == "on":
+        warnings.warn(
+            "guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so that some can go.",
+            stacklevel=4,
+        )
+    return wanted and source is not None
+
+
+def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not wait for its parent's reads
         return
+    if guard is not None:
+        guard.stop()
     engine.close()
-    if log is not None:
-        log.join()
+    for thread in (log, guard):
+        if thread is not None:
+            thread.join()

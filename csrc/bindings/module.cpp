@@ -273,7 +273,7 @@ class PyEngine {
            const std::optional<std::string>& activation, int32_t slots, const std::string& policy,
            const std::string& verify, const std::string& io, int32_t threads, int64_t workspace,
            double timeout, const PySource* source,
-           const std::optional<std::map<std::string, double>>& faults) {
+           const std::optional<std::map<std::string, double>>& faults, int32_t least_slots) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
@@ -283,6 +283,7 @@ class PyEngine {
     if (activation) engine.activation = activation_from_name(*activation);
     PoolOptions pool;
     pool.slots = slots;
+    pool.least_slots = least_slots;
     pool.record_bytes = layout.bytes;
     pool.policy = policy;
     pool.verify = verify_from(verify);
@@ -368,6 +369,10 @@ class PyEngine {
     result["experts"] = dict_of_experts(stats.experts, {pool.layers(), pool.experts()});
     result["prefetch_error"] = stats.prefetch_error ? exception_of(*stats.prefetch_error)
                                                     : py::reinterpret_borrow<py::object>(Py_None);
+    result["slots"] = stats.slots;
+    result["most_slots"] = pool.most_slots();
+    result["shrinks"] = stats.shrinks;
+    result["grows"] = stats.grows;
     return result;
   }
 
@@ -383,6 +388,33 @@ class PyEngine {
     const bool reached = live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
     live.reset();  // without the GIL: the last owner waits for reads
     return reached;
+  }
+
+  py::dict describe_size() {
+    const std::shared_ptr<LiveEngine> live = open();
+    const Pool& pool = live->engine->pool();
+    py::dict result;
+    result["slots"] = pool.slots();
+    result["least_slots"] = pool.least_slots();
+    result["most_slots"] = pool.most_slots();
+    result["segment_slots"] = pool.segment_slots();
+    result["record_bytes"] = live->engine->layout().bytes;
+    result["pool_bytes"] = pool.memory_bytes();
+    return result;
+  }
+
+  int32_t resize(int32_t slots) {
+    std::shared_ptr<LiveEngine> live = open();
+    py::gil_scoped_release released;
+    const auto end = [&] { live.reset(); };  // without the GIL: the last owner waits for reads
+    try {
+      const int32_t now = live->engine->pool().resize(slots);
+      end();
+      return now;
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
   int32_t pinned() { return open()->engine->pool().pinned(); }
@@ -413,6 +445,7 @@ class PyEngine {
     const Pool& pool = engine.pool();
     py::dict result;
     result["slots"] = pool.slots();
+    result["most_slots"] = pool.most_slots();
     result["record_bytes"] = engine.layout().bytes;
     result["pool_bytes"] = pool.memory_bytes();
     result["workspace_bytes"] = engine.workspace_bytes();
@@ -534,7 +567,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),
            py::arg("verify"), py::arg("io"), py::arg("threads"), py::arg("workspace"),
-           py::arg("timeout"), py::arg("source"), py::arg("faults") = py::none())
+           py::arg("timeout"), py::arg("source"), py::arg("faults") = py::none(),
+           py::arg("least_slots") = 1)
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
@@ -546,6 +580,8 @@ PYBIND11_MODULE(_C, m) {
       .def("forwards", &PyEngine::forwards, py::arg("layer"))
       .def("wait_for_forwards", &PyEngine::wait_for_forwards, py::arg("layer"), py::arg("forwards"),
            py::arg("patience"))
+      .def("describe_size", &PyEngine::describe_size)
+      .def("resize", &PyEngine::resize, py::arg("slots"))
       .def("pinned", &PyEngine::pinned)
       .def("validate", &PyEngine::validate)
       .def("drain", &PyEngine::drain)

@@ -43,12 +43,16 @@ class Backend {
   virtual int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) = 0;
   // From any thread: ends the current wait(), or the next one if none is under way.
   virtual void wake() = 0;
+  // Memory that reads may go into from now on, or no more: a backend that pins memory pins it, or
+  // lets go of it. Nothing may be under way into it.
+  virtual void register_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
+  virtual void unregister_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   // Gives everything back; nothing may be under way.
   virtual void stop() = 0;
 
   virtual const char* name() const = 0;
   virtual int32_t capacity() const = 0;
-  // What start() tried and fell back from, in words.
+  // What was tried and fell back from, in words.
   virtual std::vector<std::string> notes() const = 0;
 };
 

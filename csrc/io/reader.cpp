@@ -48,6 +48,12 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+struct BufferChange {
+  MemoryRegion buffer;
+  bool comes;
+  Reader::Then then;
+};
+
 // All that the I/O thread touches. Separate from the Reader so that a forked child, in which that
 // thread does not exist, can leave it behind as a whole.
 class IoLoop {
@@ -88,9 +94,7 @@ class IoLoop {
 
   void submit(const ReadRequest& request) {
     const std::lock_guard lock(mutex_);
-    if (life_ != Life::kRunning) {
-      throw Error(ErrorKind::kClosed, "the reader is closed; open another one");
-    }
+    if (life_ != Life::kRunning) throw_closed();
     inbox_.requests.push_back(request);
     wake_once();
   }
@@ -99,6 +103,13 @@ class IoLoop {
     const std::lock_guard lock(mutex_);
     if (life_ != Life::kRunning) return;
     inbox_.hastened.push_back(tag);
+    wake_once();
+  }
+
+  void change_buffer(BufferChange change) {
+    const std::lock_guard lock(mutex_);
+    if (life_ != Life::kRunning) throw_closed();
+    inbox_.buffers.push_back(std::move(change));
     wake_once();
   }
 
@@ -117,7 +128,10 @@ class IoLoop {
     const std::lock_guard lock(mutex_);
     return stats_;
   }
-  const Backend& backend() const { return *backend_; }
+  std::vector<std::string> notes() const {
+    const std::lock_guard lock(mutex_);
+    return notes_;
+  }
 
  private:
   enum class Life : uint8_t { kStarting, kRunning, kClosing, kClosed };
@@ -125,7 +139,12 @@ class IoLoop {
   struct Messages {
     std::vector<ReadRequest> requests;
     std::vector<uint64_t> hastened;
+    std::vector<BufferChange> buffers;
   };
+
+  [[noreturn]] static void throw_closed() {
+    throw Error(ErrorKind::kClosed, "the reader is closed; open another one");
+  }
 
   // Under the lock, so that the backend is not stopped meanwhile. One wake-up serves everything
   // that arrives before the I/O thread has looked.
@@ -149,6 +168,10 @@ class IoLoop {
       life_ = Life::kClosed;
       life_changed_.notify_all();
       return;
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      notes_ = backend_->notes();
     }
     set_life(Life::kRunning);
     for (;;) {
@@ -180,8 +203,23 @@ class IoLoop {
     for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
     taken_.requests.clear();
     taken_.hastened.clear();
+    for (const BufferChange& change : taken_.buffers) carry_out(change);
+    taken_.buffers.clear();
     if (closing) scheduler_.cancel();
     return closing;
+  }
+
+  void carry_out(const BufferChange& change) {
+    if (change.comes) {
+      backend_->register_buffer(change.buffer);
+    } else {
+      backend_->unregister_buffer(change.buffer);
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      notes_ = backend_->notes();
+    }
+    change.then();
   }
 
   void start_chunks() {
@@ -211,6 +249,7 @@ class IoLoop {
   std::condition_variable life_changed_;
   Life life_ = Life::kStarting;
   std::exception_ptr start_error_;
+  std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
   bool awake_ = false;
   ReaderStats stats_{};
@@ -225,8 +264,6 @@ class EngineReader final : public Reader {
       : files_(std::move(files)), notes_(std::move(notes)), name_(backend->name()) {
     loop_ = std::make_unique<IoLoop>(options, files_, std::move(backend), std::move(done));
     loop_->wait_until_started();
-    const std::vector<std::string> more = loop_->backend().notes();
-    notes_.insert(notes_.end(), more.begin(), more.end());
   }
 
   ~EngineReader() override {
@@ -236,18 +273,23 @@ class EngineReader final : public Reader {
   }
 
   void submit(const ReadRequest& request) override {
-    if (forked()) {
-      throw Error(
-          ErrorKind::kForked,
-          "this reader belongs to the process that opened it and cannot be used in a forked "
-          "child; open the model after the fork");
-    }
+    check_process();
     check(request);
     loop_->submit(request);
   }
 
   void hasten(uint64_t tag) override {
     if (!forked()) loop_->hasten(tag);
+  }
+
+  void register_buffer(const MemoryRegion& buffer, Then then) override {
+    check_process();
+    loop_->change_buffer({.buffer = buffer, .comes = true, .then = std::move(then)});
+  }
+
+  void unregister_buffer(const MemoryRegion& buffer, Then then) override {
+    check_process();
+    loop_->change_buffer({.buffer = buffer, .comes = false, .then = std::move(then)});
   }
 
   void close() override {
@@ -264,10 +306,23 @@ class EngineReader final : public Reader {
   ReaderStats stats() const override { return forked() ? ReaderStats{} : loop_->stats(); }
   const char* backend() const override { return name_; }
   int64_t alignment() const override { return files_->alignment(); }
-  std::vector<std::string> notes() const override { return notes_; }
+  std::vector<std::string> notes() const override {
+    std::vector<std::string> all = notes_;
+    if (forked()) return all;
+    const std::vector<std::string> more = loop_->notes();
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
 
  private:
   bool forked() const { return owner_.forked(); }
+
+  void check_process() const {
+    if (!forked()) return;
+    throw Error(ErrorKind::kForked,
+                "this reader belongs to the process that opened it and cannot be used in a forked "
+                "child; open the model after the fork");
+  }
 
   [[noreturn]] void refuse(const std::string& message) const {
     throw Error(ErrorKind::kInvalid, "a read request " + message);
@@ -310,7 +365,7 @@ class EngineReader final : public Reader {
 
   const OwnerProcess owner_;
   const std::shared_ptr<const FileTable> files_;
-  std::vector<std::string> notes_;
+  const std::vector<std::string> notes_;  // of the files and of other backends
   const char* name_;
   std::unique_ptr<IoLoop> loop_;
 };

@@ -99,6 +99,13 @@ class Reader {
   virtual void submit(const ReadRequest& request) = 0;
   // The prefetch `tag` has become a demand read. Unknown tags are ignored.
   virtual void hasten(uint64_t tag) = 0;
+  // Memory that requests read into has come, or goes: a ring that pins its buffers lets go of the
+  // pages, which nothing else could take away. Carried out on the I/O thread, which then calls
+  // `then`, once; as `Done`, it must not throw. Nothing may be under way into the buffer. Throws
+  // Error(kClosed) after close().
+  using Then = std::function<void()>;
+  virtual void register_buffer(const MemoryRegion& buffer, Then then) = 0;
+  virtual void unregister_buffer(const MemoryRegion& buffer, Then then) = 0;
   // Refuses new requests, reports what was not started as ECANCELED, waits for what is under way.
   virtual void close() = 0;
 

@@ -93,6 +93,7 @@ class UringBackend final : public Backend {
     for (const MemoryRegion& buffer : buffers) add_buffer(buffer);
     std::sort(buffers_.begin(), buffers_.end(),
               [](const iovec& left, const iovec& right) { return left.iov_base < right.iov_base; });
+    present_.assign(buffers_.size(), true);
     wake_descriptor_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_descriptor_ < 0) {
       throw Error(ErrorKind::kInvalid,
@@ -141,6 +142,9 @@ class UringBackend final : public Backend {
     recover(status < 0 ? -status : 0);
     return reap(results);
   }
+
+  void register_buffer(const MemoryRegion& region) override { change(region, true); }
+  void unregister_buffer(const MemoryRegion& region) override { change(region, false); }
 
   void wake() override {
     // Fails only when the counter is full, and then the ring is awake already.
@@ -198,6 +202,47 @@ class UringBackend final : public Backend {
     notes_.push_back(note);
   }
 
+  // Each buffer keeps its index, with nothing behind it while it is not registered.
+  void change(const MemoryRegion& region, bool comes) {
+    for (size_t index = 0; buffers_registered_ && index < buffers_.size(); ++index) {
+      const auto* data = static_cast<const std::byte*>(buffers_[index].iov_base);
+      if (data < region.data || data >= region.data + region.bytes) continue;
+      if (present_[index] == comes) continue;
+      const iovec buffer = comes ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
+      // Counts what it changed. Without tags it is what IORING_REGISTER_BUFFERS_UPDATE does.
+      const __u64 no_tag = 0;
+      const int changed = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
+                                                               &buffer, &no_tag, 1);
+      if (changed == 1) {
+        present_[index] = comes;
+      } else if (!comes) {
+        unregister_all(changed);
+      } else {
+        note_refusal(buffer.iov_len, -changed);  // and it is read into as other memory is
+      }
+    }
+  }
+
+  // For kernels that cannot take one buffer out (before 5.13): no page may stay pinned that the
+  // pool has given up.
+  void unregister_all(int error) {
+    // What is prepared names its buffer by index, so it goes before the indices do.
+    while (io_uring_sq_ready(&ring_) > 0 && io_uring_submit(&ring_) < 0) {
+      ::usleep(static_cast<useconds_t>(kCoolDown.count()));
+    }
+    io_uring_unregister_buffers(&ring_);
+    buffers_registered_ = false;
+    notes_.push_back(std::string("io_uring cannot unregister one buffer (") + strerror(-error) +
+                     "), so all were when the pool shrank, and reads cost more CPU time");
+  }
+
+  void note_refusal(size_t bytes, int error) {
+    const std::string note = "io_uring did not register " + std::to_string(bytes) +
+                             " bytes that have come back to the pool (" + strerror(error) +
+                             "), so reads into them cost more CPU time";
+    if (std::find(notes_.begin(), notes_.end(), note) == notes_.end()) notes_.push_back(note);
+  }
+
   // The registered buffer that holds all of the chunk; -1 when there is none.
   int buffer_of(const ChunkRead& read) const {
     if (!buffers_registered_) return -1;
@@ -209,7 +254,8 @@ class UringBackend final : public Backend {
     const iovec& buffer = *std::prev(after);
     const std::byte* end = static_cast<const std::byte*>(buffer.iov_base) + buffer.iov_len;
     const bool inside = read.to < end && read.bytes <= end - read.to;
-    return inside ? static_cast<int>(std::prev(after) - buffers_.begin()) : -1;
+    const auto index = static_cast<int>(std::prev(after) - buffers_.begin());
+    return inside && present_[index] ? index : -1;
   }
 
   // A poll and not a read: it leaves no buffer of ours with the kernel when the ring is taken down.
@@ -259,6 +305,7 @@ class UringBackend final : public Backend {
   const std::shared_ptr<const FileTable> files_;
   const int32_t depth_;
   std::vector<iovec> buffers_;  // by address
+  std::vector<bool> present_;   // by buffer: it is registered, if any is
   int wake_descriptor_ = -1;
   io_uring ring_{};
   bool files_registered_ = false;

@@ -65,7 +65,7 @@ void place(std::byte* data, size_t bytes, const Topology& topology, int32_t node
 }
 
 // Returns 0 or an errno. Registered pages must exist, and a forward must not pay for page faults.
-int fault_in(std::byte* data, size_t bytes) {
+int populate(std::byte* data, size_t bytes) {
   int status;
   do {
     status = madvise(data, bytes, kPopulateWrite);
@@ -90,8 +90,8 @@ std::byte* map_aligned(size_t bytes) {
 }
 
 // Of arguments that are yet to be checked.
-int64_t pieces_per_segment(int64_t count, int64_t bytes, int32_t nodes) {
-  const int64_t fit = bytes > 0 ? kSegmentBytes / bytes : 1;
+int64_t pieces_per_segment(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
+  const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
   const int64_t share = count / nodes + (count % nodes != 0);
   return std::max<int64_t>(1, std::min(fit, share));
 }
@@ -102,10 +102,10 @@ void unmap(std::span<const MemoryRegion> segments) {
 
 }  // namespace
 
-Arena::Arena(int64_t count, int64_t bytes, const Topology& topology)
+Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes)
     : count_(count),
       piece_bytes_(bytes),
-      pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes())),
+      pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes(), segment_bytes)),
       nodes_(topology.nodes()) {
   if (count < 1 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
     throw Error(ErrorKind::kInvalid,
@@ -134,7 +134,7 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology)
       madvise(data, size, MADV_HUGEPAGE);
       madvise(data, size, MADV_DONTFORK);
       place(data, size, topology, node(first));
-      error = fault_in(data, size);
+      error = populate(data, size);
     }
     if (error != 0) {
       unmap(segments_);
@@ -147,6 +147,24 @@ Arena::~Arena() { unmap(segments_); }
 
 std::byte* Arena::piece(int64_t index) const {
   return segments_[index / pieces_per_segment_].data + index % pieces_per_segment_ * piece_bytes_;
+}
+
+void Arena::drop(int64_t segment) const {
+  // Whole huge pages, as the segment begins with one, so that nothing is left to be split.
+  madvise(segments_[segment].data, segments_[segment].bytes, MADV_DONTNEED);
+}
+
+void Arena::fault_in(int64_t segment) const {
+  const MemoryRegion& region = segments_[segment];
+  const int64_t count = first_of(segment + 1) - first_of(segment);
+  const int64_t available = available_bytes();
+  if (available >= 0 && static_cast<int64_t>(region.bytes) > available) {
+    throw_no_memory(count, piece_bytes_, "that is more than is free", ENOMEM);
+  }
+  const int error = populate(region.data, region.bytes);
+  if (error == 0) return;
+  drop(segment);
+  throw_no_memory(count, piece_bytes_, strerror(error), error);
 }
 
 int64_t Arena::huge_page_bytes() const {

@@ -73,7 +73,9 @@ void Pool::Impl::count_access(const Claim& claim, size_t entry, int64_t LayerSta
 
 void Pool::Impl::unpin(int32_t slot) {
   slots.unpin(slot);
-  if (slots.reusable(slot)) wake_slot_waiters();
+  if (!slots.reusable(slot)) return;
+  wake_slot_waiters();
+  vacate(slot);
 }
 
 int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
@@ -123,7 +125,8 @@ void Pool::Impl::wait_for_slots(Claim& claim, Lock& lock) {
       throw Error(
           ErrorKind::kTimeout,
           "no slot became free for layer " + std::to_string(claim.layer_) + " in " +
-              std::to_string(options.timeout.count()) + " ms: all " + std::to_string(slots.size()) +
+              std::to_string(options.timeout.count()) + " ms: all " +
+              std::to_string(slots.limit()) +
               " are in use by other forwards or by reads that do not end; keep more experts "
               "resident, or look at the disk",
           {claim.layer_, -1, "", -1});

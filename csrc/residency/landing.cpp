@@ -256,7 +256,10 @@ void Pool::Impl::end_load(int32_t slot) {
   load.urgency = Urgency::kDemand;
   if (load.staging >= 0) free_staging.push_back(std::exchange(load.staging, -1));
   if (slots[slot].pins > 0) landed.notify_all();
-  if (slots.reusable(slot)) wake_slot_waiters();
+  if (slots.reusable(slot)) {
+    wake_slot_waiters();
+    vacate(slot);
+  }
   if (slots.loading() == 0) idle.notify_all();
 }
 

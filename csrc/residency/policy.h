@@ -31,6 +31,10 @@ class Policy {
   virtual bool resident(ExpertId id) const = 0;
   virtual bool pinned(ExpertId id) const = 0;
 
+  // The pool has room for this many now. Those that are too many are removed one by one, before or
+  // after.
+  virtual void resize(int32_t slots) { static_cast<void>(slots); }
+
   // Router scores of one token over all experts of a layer (probabilities). Most policies have no
   // use for them.
   virtual void observe(int32_t layer, std::span<const float> scores) { (void)layer, (void)scores; }

@@ -30,6 +30,10 @@ PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts)
     throw_invalid("slots must be in [1, " + std::to_string(all) +
                   "], as many as there are experts; got " + std::to_string(options.slots));
   }
+  if (options.least_slots < 1 || options.least_slots > options.slots) {
+    throw_invalid("least_slots must be in [1, slots=" + std::to_string(options.slots) + "]; got " +
+                  std::to_string(options.least_slots));
+  }
   if (options.record_bytes < kRecordAlignment || options.record_bytes % kRecordAlignment != 0) {
     throw_invalid("record_bytes must be a positive multiple of 4096; got " +
                   std::to_string(options.record_bytes));
@@ -90,11 +94,13 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       pack(std::move(given_pack)),
       layers(given_layers),
       experts(given_experts),
-      arena(options.slots, options.record_bytes, options.topology),
+      arena(options.slots, options.record_bytes, options.topology, options.segment_bytes),
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots})),
       loads(static_cast<size_t>(options.slots)),
       expected(experts),
+      segments(arena.segments().size(), SegmentState::kPresent),
+      target(options.slots),
       stats(layers, experts),
       forwards(static_cast<size_t>(layers)),
       queue_links(options.slots),
@@ -317,7 +323,7 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
   };
   for_each_ready(&SlotTable::hold);
   for (int32_t expert : experts) {
-    if (impl.prefetching >= impl.slots.size() / 2) break;
+    if (impl.prefetching >= impl.slots.limit() / 2) break;
     const ExpertId id = impl.id_of(layer, expert);
     if (impl.slots.find(id) >= 0) continue;
     const int32_t slot = impl.reserve(id, phase);
@@ -397,6 +403,7 @@ PoolStats Pool::detailed_stats() const {
   PoolStats copy(impl_->layers, impl_->experts);  // its memory, before the lock is taken
   const Impl::Lock lock(impl_->mutex);
   copy = impl_->stats;
+  copy.slots = impl_->slots.limit();
   return copy;
 }
 
@@ -410,6 +417,7 @@ void Pool::reset_stats() {
   }
   std::fill(stats.experts.begin(), stats.experts.end(), ExpertStats{});
   stats.prefetch_error.reset();
+  stats.shrinks = stats.grows = 0;
   for (Load& load : impl_->loads) load.unused = false;
 }
 
@@ -449,6 +457,7 @@ void Pool::close() {
   const Impl::Lock lock(impl_->mutex);
   impl_->closed = true;
   impl_->forward_ended.notify_all();
+  impl_->resized.notify_all();
 }
 
 void Pool::validate() const {
@@ -457,11 +466,20 @@ void Pool::validate() const {
   impl_->slots.validate();
   impl_->validate_claims();
   impl_->validate_loads();
+  impl_->validate_segments();
 }
 
 int32_t Pool::layers() const { return impl_->layers; }
 int32_t Pool::experts() const { return impl_->experts; }
-int32_t Pool::slots() const { return impl_->slots.size(); }
+int32_t Pool::least_slots() const { return impl_->options.least_slots; }
+int32_t Pool::segment_slots() const { return static_cast<int32_t>(impl_->arena.first_of(1)); }
+int32_t Pool::most_slots() const { return impl_->options.slots; }
+
+int32_t Pool::slots() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->slots.limit();
+}
 
 int32_t Pool::pinned() const {
   impl_->check_process();
@@ -470,7 +488,9 @@ int32_t Pool::pinned() const {
 }
 
 int64_t Pool::memory_bytes() const {
-  return impl_->arena.bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->present_bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
 }
 
 const Topology& Pool::topology() const { return impl_->options.topology; }

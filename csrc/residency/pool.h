@@ -14,6 +14,8 @@
 // - A forward waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
 // - Reading, checking and packing happen outside the lock.
+// - resize() retires slots: a retired one is never reserved, and evicted as soon as nobody uses it.
+//   The pages of a segment whose slots are all retired and EMPTY go back to the system.
 #pragma once
 
 #include <chrono>
@@ -28,6 +30,7 @@
 #include "base/error.h"
 #include "base/runtime.h"
 #include "io/reader.h"
+#include "residency/arena.h"
 #include "residency/policy.h"
 #include "residency/stats.h"
 #include "residency/topology.h"
@@ -39,7 +42,8 @@ enum class SlotState : uint8_t { kEmpty, kLoading, kReady };
 enum class Verify : uint8_t { kFirst, kAlways, kNever };
 
 struct PoolOptions {
-  int32_t slots = 0;
+  int32_t slots = 0;         // at most, and at first
+  int32_t least_slots = 1;   // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
   Verify verify = Verify::kFirst;
@@ -47,6 +51,7 @@ struct PoolOptions {
   ReaderOptions reader;
   int32_t staging = 4;                              // buffers for raw records; ignored for a store
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
+  int64_t segment_bytes = kSegmentBytes;            // memory comes and goes in pieces of this size
 };
 
 // Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
@@ -92,6 +97,16 @@ class Pool {
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
 
+  // Keeps `slots` records from now on, from least_slots to as many as the options say, while
+  // forwards and reads go on: none fails or loses its place for it. What is in the slots that go is
+  // evicted when nobody uses it any more. Returns the number of slots once all memory has gone or
+  // come, or when a later call has asked for another number; Error(kTimeout) and
+  // Error(kInterrupted) leave the rest to be done when the forwards and reads that it waits for
+  // end, or by the next call. Throws Error(kMemory) if the system has no memory to grow; the pool
+  // then keeps what it has. A memory-only pool throws Error(kInvalid): its records exist nowhere
+  // else.
+  int32_t resize(int32_t slots);
+
   // Throws Error(kForked) in a child of the process that opened the pool.
   void check_process() const;
   SlotState state(int32_t layer, int32_t expert) const;
@@ -116,9 +131,12 @@ class Pool {
 
   int32_t layers() const;
   int32_t experts() const;
-  int32_t slots() const;
+  int32_t slots() const;  // that may be used now
+  int32_t least_slots() const;
+  int32_t most_slots() const;
+  int32_t segment_slots() const;  // memory comes and goes in so many
   int32_t pinned() const;        // slots with at least one pin
-  int64_t memory_bytes() const;  // slots and staging buffers
+  int64_t memory_bytes() const;  // slots and staging buffers, as of now
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool

@@ -80,6 +80,19 @@ struct Pool::Impl {
   void wake_slot_waiters();
   // Begins as many of the expected reads as the reader keeps under way.
   void read_ahead();
+
+  // resizing.cpp, with the lock.
+  // To be called when nobody uses a slot any more; of retired ones it evicts what is in them, and
+  // lets their segment go.
+  void vacate(int32_t slot);
+  void retarget(int32_t slots);
+  bool settled() const;
+  // Takes the first segment that is wanted back; without the lock while the kernel clears its
+  // pages. False if there is none to take now.
+  bool grow(Lock& lock);
+  int64_t present_bytes() const;
+  void validate_segments() const;
+
   // How long a wait may last, and when to ask the interrupt hook next.
   struct Patience {
     std::chrono::steady_clock::time_point deadline;
@@ -128,6 +141,17 @@ struct Pool::Impl {
   std::vector<Load> loads;  // by slot
   Expected expected;
   Phase expected_phase = Phase::kNone;  // of the forward that foretold
+  // Of the arena. Only one that is kPresent has slots below slots.limit().
+  enum class SegmentState : uint8_t {
+    kPresent,
+    kLeaving,  // its slots are retired and EMPTY; the I/O thread unregisters and drops it
+    kAbsent,
+    kComing,  // a resize() faults it in, then the I/O thread registers it
+  };
+  std::vector<SegmentState> segments;
+  int32_t target;                   // slots that the last resize() asked for
+  bool growing = false;             // some resize() faults a segment in
+  std::condition_variable resized;  // a segment has come or gone, or the pool is closed
   PoolStats stats;
   std::vector<int64_t> forwards;                  // by layer; never reset
   mutable std::condition_variable forward_ended;  // or the pool is closed
@@ -162,6 +186,13 @@ struct Pool::Impl {
   void end_load(int32_t slot);
   void count_read(int32_t slot, int64_t bytes);
   void land(int32_t slot);
+  // resizing.cpp
+  void raise_limit();
+  void let_go(int64_t segment);
+  bool vacant(int64_t segment) const;
+  void on_dropped(int64_t segment);
+  void on_registered(int64_t segment);
+
   void keep_prefetch_error(int32_t slot, const Error& error);
   void fail(int32_t slot, Error error);
   bool begin_anew(int32_t slot, const Error& error);

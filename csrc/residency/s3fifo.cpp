@@ -14,16 +14,16 @@ constexpr uint8_t kMostUses = 3;
 class S3Fifo final : public Policy {
  public:
   explicit S3Fifo(const PolicyOptions& options)
-      : small_capacity_(std::max<int32_t>(1, options.slots / 10)),
-        ghost_capacity_(std::max<int32_t>(1, options.slots - small_capacity_)),
-        place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
         pinned_(place_.size(), false),
         used_(place_.size(), false),
         reuses_(place_.size(), 0),
         links_(static_cast<int64_t>(place_.size())),
         small_(links_),
         ghosts_(links_),
-        main_(links_) {}
+        main_(links_) {
+    resize(options.slots);
+  }
 
   const char* name() const override { return "s3fifo"; }
 
@@ -48,7 +48,7 @@ class S3Fifo final : public Policy {
     small_.erase(id);
     place_[id] = Place::kGhost;
     ghosts_.push_back(id);
-    if (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+    forget_overflow();
   }
 
   // The use that an expert was read for is none that came back.
@@ -76,6 +76,12 @@ class S3Fifo final : public Policy {
     return established != kNoExpert ? established : newcomer;
   }
 
+  void resize(int32_t slots) override {
+    small_capacity_ = std::max<int32_t>(1, slots / 10);
+    ghost_capacity_ = std::max<int32_t>(1, slots - small_capacity_);
+    forget_overflow();
+  }
+
   bool resident(ExpertId id) const override {
     return place_[id] == Place::kSmall || place_[id] == Place::kMain;
   }
@@ -83,6 +89,10 @@ class S3Fifo final : public Policy {
 
  private:
   enum class Place : uint8_t { kUnknown, kSmall, kGhost, kMain };
+
+  void forget_overflow() {
+    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+  }
 
   ExpertId first_unpinned(const IndexList& list) const {
     ExpertId id = list.front();
@@ -113,8 +123,8 @@ class S3Fifo final : public Policy {
     return kNoExpert;
   }
 
-  int32_t small_capacity_;
-  int32_t ghost_capacity_;
+  int32_t small_capacity_ = 1;
+  int32_t ghost_capacity_ = 1;
   std::vector<Place> place_;
   std::vector<bool> pinned_;
   std::vector<bool> used_;  // since admission

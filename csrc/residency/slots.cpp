@@ -1,5 +1,6 @@
 #include "residency/slots.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -13,9 +14,28 @@ SlotTable::SlotTable(int32_t experts, int32_t slots, std::unique_ptr<Policy> pol
     : slots_(static_cast<size_t>(slots)),
       slot_of_(static_cast<size_t>(experts), -1),
       links_(slots),
+      limit_(slots),
       empty_(links_),
       policy_(std::move(policy)) {
   for (int32_t slot = 0; slot < slots; ++slot) empty_.push_back(slot);
+}
+
+void SlotTable::set_limit(int32_t slots) {
+  const int32_t first = std::min(limit_, slots), last = std::max(limit_, slots);
+  const bool lower = slots < limit_;
+  limit_ = slots;
+  for (int32_t index = first; index < last; ++index) {
+    if (slots_[index].state != SlotState::kEmpty || slots_[index].pins > 0) continue;
+    if (lower) {
+      empty_.erase(index);
+    } else {
+      empty_.push_back(index);
+    }
+  }
+}
+
+void SlotTable::put_back(int32_t index) {
+  if (!retired(index)) empty_.push_back(index);
 }
 
 int32_t SlotTable::reserve(ExpertId id) {
@@ -46,7 +66,7 @@ void SlotTable::fail(int32_t index, Error error) {
   if (slot.pins > 0) {
     slot.error = std::make_unique<Error>(std::move(error));
   } else {
-    empty_.push_back(index);
+    put_back(index);
   }
 }
 
@@ -56,7 +76,7 @@ void SlotTable::evict(int32_t index) {
   slot_of_[slot.expert] = -1;
   slot.state = SlotState::kEmpty;
   slot.expert = kNoExpert;
-  empty_.push_back(index);
+  put_back(index);
 }
 
 void SlotTable::hold(int32_t index) {
@@ -78,7 +98,7 @@ void SlotTable::unpin(int32_t index) {
   if (slot.state == SlotState::kReady) policy_->unpin(slot.expert);
   if (slot.state == SlotState::kEmpty) {
     slot.error.reset();
-    empty_.push_back(index);
+    put_back(index);
   }
 }
 
@@ -98,12 +118,16 @@ void SlotTable::validate() const {
   for (int32_t index = empty_.front(); index >= 0; index = empty_.next(index), ++empty) {
     check_invariant(!listed[index], "a slot is twice in the list of empty ones");
     listed[index] = true;
+    check_invariant(!retired(index), "a retired slot is in the list of empty ones");
     check_invariant(slots_[index].state == SlotState::kEmpty && slots_[index].pins == 0,
                     "a slot in the list of empty ones is in use");
   }
-  int32_t failed = 0;
-  for (const Slot& slot : slots_) failed += slot.error != nullptr;
-  check_invariant(empty + failed + loading + ready == size(), "a slot is lost");
+  int32_t failed = 0, vacant = 0;
+  for (int32_t index = 0; index < size(); ++index) {
+    failed += slots_[index].error != nullptr;
+    vacant += retired(index) && slots_[index].state == SlotState::kEmpty && slots_[index].pins == 0;
+  }
+  check_invariant(empty + failed + loading + ready + vacant == size(), "a slot is lost");
 
   for (size_t id = 0; id < slot_of_.size(); ++id) {
     const auto expert = static_cast<ExpertId>(id);
@@ -131,6 +155,7 @@ void SlotTable::validate_slot(int32_t index) const {
   check_invariant(slot_of_[slot.expert] == index, "the map does not lead to an expert's slot");
   check_invariant(slot.error == nullptr, "a slot in use has an error");
   if (slot.state == SlotState::kReady) {
+    check_invariant(!retired(index) || slot.pins > 0, "a retired slot that nobody uses is READY");
     check_invariant(policy_->resident(slot.expert), "a READY slot is unknown to the policy");
     check_invariant(policy_->pinned(slot.expert) == (slot.pins > 0),
                     "slot and policy disagree on what is pinned");

@@ -26,6 +26,11 @@ class SlotTable {
   int32_t size() const { return static_cast<int32_t>(slots_.size()); }
   const Slot& operator[](int32_t slot) const { return slots_[slot]; }
   int32_t find(ExpertId id) const { return slot_of_[id]; }  // -1: neither LOADING nor READY
+  // Slots from here on are retired: never reserved, and emptied by the pool as soon as they may be.
+  int32_t limit() const { return limit_; }
+  bool retired(int32_t slot) const { return slot >= limit_; }
+  // Leaves the READY slots beyond a lower limit to the caller.
+  void set_limit(int32_t slots);
   bool has_empty() const { return !empty_.empty(); }
   int32_t loading() const { return loading_; }
   int32_t pinned() const { return pinned_; }
@@ -51,12 +56,14 @@ class SlotTable {
   void validate() const;
 
  private:
+  void put_back(int32_t slot);  // an EMPTY and unpinned one
   void validate_slot(int32_t slot) const;
 
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;  // by expert id
   IndexLinks links_;
-  IndexList empty_;  // EMPTY and unpinned
+  int32_t limit_;
+  IndexList empty_;  // EMPTY, unpinned and not retired
   int32_t loading_ = 0;
   int32_t pinned_ = 0;
   std::unique_ptr<Policy> policy_;

@@ -12,12 +12,13 @@ namespace {
 class Slru final : public Policy {
  public:
   explicit Slru(const PolicyOptions& options)
-      : capacity_(std::max<int32_t>(1, options.slots / 2)),
-        place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
         segment_(place_.size(), Segment::kUnused),
         links_(static_cast<int64_t>(place_.size())),
         probation_(links_),
-        protected_(links_) {}
+        protected_(links_) {
+    resize(options.slots);
+  }
 
   const char* name() const override { return "slru"; }
 
@@ -58,6 +59,11 @@ class Slru final : public Policy {
     return probation_.empty() ? protected_.front() : probation_.front();
   }
 
+  void resize(int32_t slots) override {
+    capacity_ = std::max<int32_t>(1, slots / 2);
+    demote_overflow();
+  }
+
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
   bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
 
@@ -79,7 +85,7 @@ class Slru final : public Policy {
     }
   }
 
-  int32_t capacity_;  // of the protected segment
+  int32_t capacity_ = 1;  // of the protected segment
   int32_t protected_count_ = 0;
   std::vector<Place> place_;
   std::vector<Segment> segment_;

@@ -12,14 +12,14 @@ namespace {
 class TwoQueues final : public Policy {
  public:
   explicit TwoQueues(const PolicyOptions& options)
-      : recent_capacity_(std::max<int32_t>(1, options.slots / 4)),
-        ghost_capacity_(std::max<int32_t>(1, options.slots / 2)),
-        place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
         pinned_(place_.size(), false),
         links_(static_cast<int64_t>(place_.size())),
         recent_(links_),
         ghosts_(links_),
-        main_(links_) {}
+        main_(links_) {
+    resize(options.slots);
+  }
 
   const char* name() const override { return "2q"; }
 
@@ -40,7 +40,7 @@ class TwoQueues final : public Policy {
     recent_.erase(id);
     place_[id] = Place::kGhost;
     ghosts_.push_back(id);
-    if (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+    forget_overflow();
   }
 
   void touch(ExpertId id) override {
@@ -58,6 +58,12 @@ class TwoQueues final : public Policy {
     return recent_.size() > recent_capacity_ ? recent : main;
   }
 
+  void resize(int32_t slots) override {
+    recent_capacity_ = std::max<int32_t>(1, slots / 4);
+    ghost_capacity_ = std::max<int32_t>(1, slots / 2);
+    forget_overflow();
+  }
+
   bool resident(ExpertId id) const override {
     return place_[id] == Place::kRecent || place_[id] == Place::kMain;
   }
@@ -67,14 +73,18 @@ class TwoQueues final : public Policy {
   // A ghost is not resident any more; only its id is remembered.
   enum class Place : uint8_t { kUnknown, kRecent, kGhost, kMain };
 
+  void forget_overflow() {
+    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+  }
+
   ExpertId first_unpinned(const IndexList& list) const {
     ExpertId id = list.front();
     while (id != kNoExpert && pinned_[id]) id = list.next(id);
     return id;
   }
 
-  int32_t recent_capacity_;
-  int32_t ghost_capacity_;
+  int32_t recent_capacity_ = 1;
+  int32_t ghost_capacity_ = 1;
   std::vector<Place> place_;
   std::vector<bool> pinned_;
   IndexLinks links_;

@@ -13,18 +13,16 @@ namespace {
 class WTinyLfu final : public Policy {
  public:
   explicit WTinyLfu(const PolicyOptions& options)
-      : window_capacity_(std::max<int32_t>(1, options.slots / 100)),
-        main_capacity_(options.slots - window_capacity_),
-        protected_capacity_(main_capacity_ * 4 / 5),
-        sample_(int64_t{10} * options.slots),
-        place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
         pinned_(place_.size(), false),
         used_(place_.size(), false),
         uses_(place_.size(), 0),
         links_(static_cast<int64_t>(place_.size())),
         window_(links_),
         probation_(links_),
-        protected_(links_) {}
+        protected_(links_) {
+    resize(options.slots);
+  }
 
   const char* name() const override { return "wtinylfu"; }
 
@@ -45,16 +43,12 @@ class WTinyLfu final : public Policy {
   // As in slru, the use that an expert was read for does not promote it.
   void touch(ExpertId id) override {
     ++uses_[id];
-    if (++counted_ == sample_) halve();
+    if (++counted_ >= sample_) halve();
     list(id).erase(id);
     if (place_[id] == Place::kProbation && used_[id]) place_[id] = Place::kProtected;
     used_[id] = true;
     list(id).push_back(id);
-    while (protected_.size() > protected_capacity_) {
-      const ExpertId demoted = protected_.pop_front();
-      place_[demoted] = Place::kProbation;
-      probation_.push_back(demoted);
-    }
+    demote_overflow();
   }
 
   void pin(ExpertId id) override { pinned_[id] = true; }
@@ -69,6 +63,14 @@ class WTinyLfu final : public Policy {
     if (uses_[newcomer] <= uses_[established]) return newcomer;
     leave_window(newcomer);
     return established;
+  }
+
+  void resize(int32_t slots) override {
+    window_capacity_ = std::max<int32_t>(1, slots / 100);
+    main_capacity_ = slots - window_capacity_;
+    protected_capacity_ = main_capacity_ * 4 / 5;
+    sample_ = int64_t{10} * slots;
+    demote_overflow();
   }
 
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
@@ -88,6 +90,14 @@ class WTinyLfu final : public Policy {
     return id;
   }
 
+  void demote_overflow() {
+    while (protected_.size() > protected_capacity_) {
+      const ExpertId demoted = protected_.pop_front();
+      place_[demoted] = Place::kProbation;
+      probation_.push_back(demoted);
+    }
+  }
+
   void leave_window(ExpertId id) {
     window_.erase(id);
     place_[id] = Place::kProbation;
@@ -99,10 +109,10 @@ class WTinyLfu final : public Policy {
     for (int32_t& uses : uses_) uses /= 2;
   }
 
-  int32_t window_capacity_;
-  int32_t main_capacity_;
-  int32_t protected_capacity_;
-  int64_t sample_;
+  int32_t window_capacity_ = 1;
+  int32_t main_capacity_ = 0;
+  int32_t protected_capacity_ = 0;
+  int64_t sample_ = 1;
   int64_t counted_ = 0;
   std::vector<Place> place_;
   std::vector<bool> pinned_;

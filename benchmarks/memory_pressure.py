@@ -1,0 +1,172 @@
+"""Claim: when the memory limit of a generating process halves, the pool gives way in time, and comes back afterwards.
+
+A process with ``resident="auto"`` decodes in a memory group of its own. Version 1 of the controller: the soft limit, which the guard
+watches, halves, and a hard limit of that size is asked for until the kernel grants it. Version 2: ``memory.high`` halves and
+``memory.max`` follows five seconds later. After a while both rise again. The tokens are compared with those of a process
+without a limit whose experts are all resident. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import isolation
+import synthetic
+from harness import Report, Row
+
+LIMIT = 3_200_000_000  # what all experts, the rest of the process and auto's margin take, with something to spare
+PATIENCE_SECONDS = 10.0
+SQUEEZED_SECONDS = 5.0
+PROMPT, SEED = 16, 20260101
+
+
+def worker(model_path: str, resident: str, tokens: int) -> None:
+    """Decodes greedily until standard input ends, or for a number of tokens; prints a line of JSON for each."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import torch_mesh
+
+    config = torch_mesh.MeshConfig(resident=resident if resident == "auto" else float(resident))
+    model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=config, dtype=torch.bfloat16)
+    inputs = torch.randint(synthetic.Shape.vocab, (1, PROMPT), generator=torch.Generator().manual_seed(SEED))
+    cache, count = None, 0
+    with torch.inference_mode():
+        while count < tokens if tokens else not select.select([sys.stdin], [], [], 0)[0]:
+            out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache, inputs, count = out.past_key_values, out.logits[:, -1:].argmax(-1), count + 1
+            stats = torch_mesh.stats(model)
+            print(json.dumps({"token": inputs.item(), "slots": stats.slots, "most": stats.most_slots}), flush=True)
+
+
+def start(model: Path, resident: str, tokens: int, group: isolation.MemoryGroup | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__, "--worker", str(model), resident, str(tokens)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=group.enter if group else None,  # noqa: PLW1509 -- this process has no other threads
+    )
+
+
+def reports(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield json.loads(line) | {"time": time.monotonic()}
+    if process.wait() != 0:
+        raise SystemExit(f"the decoding process ended with {process.returncode}")
+
+
+class Limits:
+    """The hard and the soft limit of a group; ``ask`` says whether the kernel has granted the hard one."""
+
+    def __init__(self, group: isolation.MemoryGroup) -> None:
+        self.group = group
+        self._hard, self._soft = (
+            ("memory.limit_in_bytes", "memory.soft_limit_in_bytes")
+            if group.version == 1
+            else ("memory.max", "memory.high")
+        )
+
+    def soft(self, limit: int) -> None:
+        (self.group.path / self._soft).write_text(str(limit))
+
+    def ask(self, limit: int) -> bool:
+        try:
+            (self.group.path / self._hard).write_text(str(limit))
+        except OSError:  # EBUSY: version 1 cannot bring the group under it; version 2 would kill
+            return False
+        return True
+
+    def raise_both(self, limit: int) -> None:
+        memsw = self.group.path / "memory.memsw.limit_in_bytes"
+        if memsw.exists():
+            memsw.write_text(str(limit))
+        self.ask(limit)
+        self.soft(limit)
+
+
+def squeeze(model: Path, limit: int) -> dict[str, Any]:
+    """What happened: seconds, slots and tokens."""
+    with isolation.memory_group(limit) as group:
+        limits = Limits(group)
+        process = start(model, "auto", 0, group)
+        steps, seen = reports(process), []
+        for step in steps:  # the pool has filled and the speed settled
+            seen.append(step)
+            if len(seen) == 64:
+                break
+        before = seen[-1]["slots"]
+        limits.soft(limit // 2)
+        begin = time.monotonic()
+        granted = squeezed_at = grown_at = None
+        slowest = 0.0
+        for step in steps:
+            slowest = max(slowest, step["time"] - seen[-1]["time"])
+            seen.append(step)
+            elapsed = time.monotonic() - begin
+            if granted is None:
+                due = group.version == 1 or elapsed >= SQUEEZED_SECONDS
+                if due and limits.ask(limit // 2):
+                    granted = elapsed
+                elif elapsed > PATIENCE_SECONDS + SQUEEZED_SECONDS:
+                    raise SystemExit(f"no hard limit of {limit // 2} bytes after {elapsed:.1f} s")
+            elif squeezed_at is None and elapsed > granted + SQUEEZED_SECONDS:
+                least, squeezed_at = step["slots"], elapsed
+                limits.raise_both(limit)
+            elif squeezed_at is not None and (step["slots"] == before or elapsed > squeezed_at + 30):
+                grown_at = elapsed
+                break
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.close()
+        seen += steps
+        killed = group.killed()
+    if granted is None or squeezed_at is None or grown_at is None:
+        raise SystemExit("the decoding process ended before the limits were back")
+    return {
+        "tokens": [step["token"] for step in seen],
+        "before": before,
+        "squeezed": least,
+        "after": seen[-1]["slots"],
+        "granted_seconds": granted,
+        "grown_seconds": grown_at - squeezed_at,
+        "slowest_seconds": slowest,
+        "killed": killed,
+    }
+
+
+def main() -> int:
+    if "--worker" in sys.argv:
+        model, resident, tokens = sys.argv[sys.argv.index("--worker") + 1 :]
+        worker(model, resident, int(tokens))
+        return 0
+    parser = harness.parser(__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a store, such as benchmarks/synthetic.py makes")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="bytes of the memory group at first")
+    arguments = parser.parse_args()
+    run = squeeze(arguments.model, arguments.limit)
+    expected = [step["token"] for step in reports(start(arguments.model, "1.0", len(run["tokens"])))]
+    wrong = sum(got != want for got, want in zip(run["tokens"], expected, strict=True))
+    report = Report("A memory limit that halves under a generating process")
+    report.add(Row("half of the limit is granted after", run["granted_seconds"], "s", "at most", PATIENCE_SECONDS, 1.0))
+    report.add(Row("slots under half of the limit", run["squeezed"], "", "before", run["before"]))
+    report.add(Row("slots afterwards", run["after"], "", "before", run["before"], at_least=1.0))
+    report.add(Row("slots are back after", run["grown_seconds"], "s"))
+    report.add(Row("slowest token meanwhile", run["slowest_seconds"], "s"))
+    report.add(Row("tokens as without a limit", len(expected) - wrong, "", "of", len(expected), at_least=1.0))
+    report.add(Row("processes killed", float(run["killed"]), ""))
+    report.details |= run
+    return report.finish(arguments.json) or int(run["killed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+// The pool's size while it is at work: no forward fails or sees wrong bytes for it, and memory
+// comes and goes.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "residency/pool.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+using Experts = std::vector<int32_t>;
+
+constexpr int64_t kRecord = 8192;
+constexpr int32_t kPerSegment = 4;
+
+template <int64_t bytes>
+std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  return std::vector<std::byte>(bytes, static_cast<std::byte>(32 * layer + expert + 1));
+}
+
+template <int64_t bytes = kRecord>
+struct TestStore : testing::RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of<bytes>) {}
+};
+
+PoolOptions options_of(int32_t slots) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.segment_bytes = kPerSegment * kRecord;
+  options.policy = "lru";
+  options.reader.backend = "threads";
+  options.reader.chunk_bytes = 4096;
+  return options;
+}
+
+Experts all_of(int32_t experts) {
+  Experts ids(static_cast<size_t>(experts));
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+bool is_record(const std::byte* data, int64_t bytes, int32_t layer, int32_t expert) {
+  const auto want = static_cast<std::byte>(32 * layer + expert + 1);
+  return std::all_of(data, data + bytes, [want](std::byte have) { return have == want; });
+}
+
+void forward(Pool& pool, int32_t layer, const Experts& experts, int64_t bytes = kRecord) {
+  std::vector<Claim::Entry> entries(experts.size());
+  Claim claim(pool, layer, experts, entries);
+  ReadyExpert ready;
+  size_t seen = 0;
+  while (claim.next({&ready, 1}) > 0) {
+    ASSERT_TRUE(is_record(ready.record, bytes, layer, experts[ready.index]));
+    claim.release(ready.index);
+    ++seen;
+  }
+  ASSERT_EQ(seen, experts.size());
+}
+
+int32_t resident(const Pool& pool) {
+  int32_t count = 0;
+  for (int32_t layer = 0; layer < pool.layers(); ++layer) {
+    for (int32_t expert = 0; expert < pool.experts(); ++expert) {
+      count += pool.state(layer, expert) == SlotState::kReady;
+    }
+  }
+  return count;
+}
+
+template <typename Call>
+ErrorKind kind_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.kind();
+  }
+  ADD_FAILURE() << "no error was thrown";
+  return ErrorKind::kInvalid;
+}
+
+bool comes_true(const std::function<bool()>& condition) {
+  for (int32_t tries = 0; tries < 1000; ++tries) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(5ms);
+  }
+  return false;
+}
+
+// A claim that has been handed all of its experts.
+class Holder {
+ public:
+  Holder(Pool& pool, int32_t layer, Experts experts)
+      : experts_(std::move(experts)), entries_(experts_.size()), ready_(experts_.size()) {
+    claim_.emplace(pool, layer, experts_, entries_);
+    for (size_t held = 0; held < experts_.size();) held += claim_->next(ready_);
+  }
+  void end() { claim_.reset(); }
+
+ private:
+  Experts experts_;
+  std::vector<Claim::Entry> entries_;
+  std::vector<ReadyExpert> ready_;
+  std::optional<Claim> claim_;
+};
+
+TEST(Resize, MemoryGoesBySegmentsAndComesBack) {
+  const TestStore store(1, 16);
+  Pool pool(options_of(16), {}, store.source(), nullptr);
+  pool.promote(0, all_of(16));
+  EXPECT_EQ(pool.resize(5), 5);
+  pool.validate();
+  EXPECT_EQ(pool.slots(), 5);
+  EXPECT_EQ(pool.most_slots(), 16);
+  EXPECT_EQ(resident(pool), 5);
+  EXPECT_EQ(pool.memory_bytes(), 8 * kRecord);  // two segments of four
+  EXPECT_EQ(pool.stats()[0].evicted, 11);
+  forward(pool, 0, all_of(16));
+  EXPECT_EQ(resident(pool), 5);
+  EXPECT_EQ(pool.resize(16), 16);
+  pool.validate();
+  EXPECT_EQ(pool.memory_bytes(), 16 * kRecord);
+  forward(pool, 0, all_of(16));
+  EXPECT_EQ(resident(pool), 16);
+  const PoolStats stats = pool.detailed_stats();
+  EXPECT_EQ(stats.shrinks, 1);
+  EXPECT_EQ(stats.grows, 1);
+  EXPECT_EQ(stats.slots, 16);
+  pool.validate();
+}
+
+int64_t resident_set_bytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t size = 0, pages = 0;
+  file >> size >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// Registered pages stay until the ring lets go of them, whatever the process unmaps: the limit of
+// locked memory is what shows it.
+TEST(Resize, ThePagesReallyGo) {
+  constexpr int64_t kLarge = int64_t{1} << 18;
+  const TestStore<kLarge> store(2, 24);
+  for (const char* backend : {"threads", "uring"}) {
+    if (std::string(backend) == "uring" && !uring_unavailable().empty()) continue;
+    SCOPED_TRACE(backend);
+    PoolOptions options = options_of(48);
+    options.record_bytes = kLarge;
+    options.segment_bytes = 8 * kLarge;
+    options.reader.backend = backend;
+    Pool pool(options, {}, store.source(), nullptr);
+    for (int32_t round = 0; round < 3; ++round) {
+      forward(pool, 0, all_of(24), kLarge);
+      forward(pool, 1, all_of(24), kLarge);
+      const int64_t before = resident_set_bytes();
+      pool.resize(8);
+      EXPECT_LT(resident_set_bytes(), before - 36 * kLarge);
+      forward(pool, 0, all_of(24), kLarge);
+      pool.resize(48);
+      EXPECT_GT(resident_set_bytes(), before - 4 * kLarge);
+      pool.validate();
+    }
+    EXPECT_TRUE(pool.reader()->notes().empty()) << pool.reader()->notes()[0];
+  }
+}
+
+TEST(Resize, WhatIsInUseGoesWhenItsForwardEnds) {
+  const TestStore store(2, 16);
+  Pool pool(options_of(16), {}, store.source(), nullptr);
+  Holder holder(pool, 0, all_of(16));
+  auto resized = std::async(std::launch::async, [&] { return pool.resize(2); });
+  ASSERT_TRUE(comes_true([&] { return pool.slots() == 2; }));
+  EXPECT_EQ(resized.wait_for(50ms), std::future_status::timeout);
+  EXPECT_EQ(pool.memory_bytes(), 16 * kRecord);
+  pool.validate();
+  holder.end();
+  EXPECT_EQ(resized.get(), 2);
+  EXPECT_EQ(pool.memory_bytes(), 4 * kRecord);
+  EXPECT_EQ(resident(pool), 2);
+  pool.validate();
+  forward(pool, 1, all_of(16));
+}
+
+TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
+  const TestStore store(1, 16);
+  PoolOptions options = options_of(16);
+  options.reader.faults.delay = 1;
+  options.reader.faults.max_delay = 20000us;
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.prefetch(0, all_of(16));  // into eight slots
+  EXPECT_EQ(pool.resize(1), 1);
+  pool.validate();
+  EXPECT_EQ(pool.memory_bytes(), 4 * kRecord);
+  EXPECT_LE(resident(pool), 1);
+  EXPECT_GE(pool.stats()[0].prefetches_wasted, 7);
+  pool.drain();
+  pool.validate();
+}
+
+TEST(Resize, GivesUpAfterTheTimeOutAndTheRestFollows) {
+  const TestStore store(1, 16);
+  PoolOptions options = options_of(16);
+  options.timeout = 100ms;
+  Pool pool(options, {}, store.source(), nullptr);
+  Holder holder(pool, 0, all_of(16));
+  EXPECT_EQ(kind_of([&] { pool.resize(4); }), ErrorKind::kTimeout);
+  pool.validate();
+  holder.end();
+  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
+  EXPECT_EQ(pool.resize(4), 4);
+  EXPECT_EQ(pool.detailed_stats().shrinks, 1);
+}
+
+TEST(Resize, AnInterruptEndsTheWait) {
+  const TestStore store(1, 8);
+  Runtime runtime{};
+  runtime.interrupted = [] { return true; };
+  Pool pool(options_of(8), runtime, store.source(), nullptr);
+  Holder holder(pool, 0, {0, 1, 2, 3, 4, 5, 6, 7});
+  EXPECT_EQ(kind_of([&] { pool.resize(1); }), ErrorKind::kInterrupted);
+  holder.end();
+  pool.validate();
+}
+
+TEST(Resize, CloseEndsTheWait) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  Holder holder(pool, 0, all_of(8));
+  auto resized = std::async(std::launch::async, [&] { pool.resize(1); });
+  ASSERT_TRUE(comes_true([&] { return pool.slots() == 1; }));
+  pool.close();
+  EXPECT_EQ(kind_of([&] { resized.get(); }), ErrorKind::kClosed);
+  EXPECT_EQ(kind_of([&] { pool.resize(8); }), ErrorKind::kClosed);
+  holder.end();
+}
+
+// The last call decides, whichever thread carries it out.
+TEST(Resize, ALaterCallChangesTheGoalOfAnEarlierOne) {
+  const TestStore store(1, 16);
+  Pool pool(options_of(16), {}, store.source(), nullptr);
+  Holder holder(pool, 0, all_of(16));
+  auto first = std::async(std::launch::async, [&] { return pool.resize(1); });
+  ASSERT_TRUE(comes_true([&] { return pool.slots() == 1; }));
+  EXPECT_EQ(pool.resize(16), 16);
+  EXPECT_EQ(first.get(), 16);
+  EXPECT_EQ(resident(pool), 16);  // nothing was given up: all were in use
+  holder.end();
+  EXPECT_EQ(resident(pool), 16);
+  pool.validate();
+}
+
+TEST(Resize, RefusesWhatItCannotDo) {
+  const TestStore store(1, 8);
+  PoolOptions options = options_of(6);
+  options.least_slots = 2;
+  Pool pool(options, {}, store.source(), nullptr);
+  for (const int32_t slots : {-1, 0, 1, 7}) {
+    EXPECT_EQ(kind_of([&] { pool.resize(slots); }), ErrorKind::kInvalid);
+  }
+  EXPECT_EQ(pool.resize(2), 2);
+  options.least_slots = 7;
+  EXPECT_EQ(kind_of([&] { Pool(options, {}, store.source(), nullptr); }), ErrorKind::kInvalid);
+  Pool memory(options_of(8), {}, 1, 8);
+  EXPECT_EQ(kind_of([&] { memory.resize(4); }), ErrorKind::kInvalid);
+}
+
+// Forwards, hints, faults and sizes drawn at random; every policy; invariants after every step.
+TEST(Resize, KeepsItsInvariantsUnderForwardsAndFaults) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 20;
+  const TestStore store(kLayers, kExperts);
+  std::vector<std::string> backends{"threads"};
+  if (uring_unavailable().empty()) backends.push_back("uring");
+  for (const std::string_view policy : policy_names()) {
+    for (const std::string& backend : backends) {
+      SCOPED_TRACE(std::string(policy) + " " + backend);
+      PoolOptions options = options_of(kSlots);
+      options.policy = policy;
+      options.verify = Verify::kAlways;
+      options.reader.backend = backend;
+      Faults& faults = options.reader.faults;
+      faults.seed = random();
+      faults.short_read = .1, faults.eintr = .1, faults.eagain = .1, faults.eio_once = .05;
+      faults.eio_always = .01, faults.delay = .3, faults.reorder = .1, faults.bit_flip = .01;
+      faults.max_delay = 300us;
+      Pool pool(options, {}, store.source(), nullptr);
+      const auto work = [&](uint32_t thread_seed) {
+        std::mt19937 draw(thread_seed);
+        for (int32_t step = 0; step < 40; ++step) {
+          Experts experts = all_of(kExperts);
+          std::shuffle(experts.begin(), experts.end(), draw);
+          experts.resize(draw() % (kExperts + 1));
+          const auto layer = static_cast<int32_t>(draw() % kLayers);
+          try {
+            if (draw() % 4 == 0) pool.prefetch((layer + 1) % kLayers, experts);
+            if (draw() % 8 == 0) pool.evict(layer, experts);
+            forward(pool, layer, experts);
+          } catch (const Error& error) {
+            ASSERT_TRUE(error.kind() == ErrorKind::kRead || error.kind() == ErrorKind::kChecksum)
+                << error.what();
+          }
+        }
+      };
+      std::atomic<bool> stop = false;
+      const auto resize = [&](uint32_t thread_seed) {
+        std::mt19937 draw(thread_seed);
+        while (!stop) {
+          pool.resize(1 + static_cast<int32_t>(draw() % kSlots));
+          pool.validate();
+        }
+      };
+      std::vector<std::thread> threads, resizers;
+      for (int32_t thread = 0; thread < 3; ++thread) threads.emplace_back(work, random());
+      for (int32_t thread = 0; thread < 2; ++thread) resizers.emplace_back(resize, random());
+      for (std::thread& thread : threads) thread.join();
+      stop = true;
+      for (std::thread& thread : resizers) thread.join();
+      pool.drain();
+      EXPECT_EQ(pool.pinned(), 0);
+      pool.resize(kSlots);
+      pool.validate();
+      EXPECT_EQ(pool.memory_bytes(), kSlots * kRecord);
+      pool.resize(3);
+      pool.validate();
+      EXPECT_EQ(pool.memory_bytes(), kPerSegment * kRecord);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh

@@ -1,0 +1,189 @@
+"""The guard: what it does to a pool when memory runs short, and that forwards do not notice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_pools import Spec, TinyExperts, open_engine, ops
+
+from torch_mesh import _C
+from torch_mesh.guard import MemoryGuard, wanted_slots
+
+GIB, MIB = 1 << 30, 1 << 20
+SPEC = Spec(weights="int4", layers=3, experts=16)
+SLOTS = 40
+
+
+class Machine:
+    """A /proc and a memory cgroup, of version 1 or 2, with 4 GiB left under a limit of 6."""
+
+    def __init__(self, root: Path, version: int) -> None:
+        self.proc, self.group = root / "proc", root / "cgroup"
+        (self.proc / "self").mkdir(parents=True)
+        self.group.mkdir()
+        kind, line = ("cgroup2", "0::/") if version == 2 else ("cgroup", "4:memory:/")
+        options = "rw" if version == 2 else "rw,memory"
+        self._write(self.proc / "meminfo", f"MemAvailable: {8 * GIB // 1024} kB")
+        self._write(self.proc / "self/cgroup", line)
+        self._write(self.proc / "self/mountinfo", f"30 20 0:30 / {self.group} rw - {kind} {kind} {options}")
+        self._hard, self._soft, self._usage = (
+            ("memory.max", "memory.high", "memory.current")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.soft_limit_in_bytes", "memory.usage_in_bytes")
+        )
+        self._write(self.group / "memory.stat", "anon 5")
+        self._write(self.group / self._usage, str(2 * GIB))
+        self.limit(6 * GIB)
+
+    def limit(self, soft: int | str) -> None:
+        self._write(self.group / self._hard, str(6 * GIB))
+        self._write(self.group / self._soft, str(soft))
+
+    @staticmethod
+    def _write(file: Path, text: str) -> None:
+        # Renamed into place, as a reader of the real files never sees half of one.
+        file.with_suffix(".new").write_text(text + "\n")
+        os.replace(file.with_suffix(".new"), file)
+
+
+@pytest.fixture(params=[1, 2], ids=["v1", "v2"])
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Machine:
+    return Machine(tmp_path, request.param)
+
+
+@pytest.fixture
+def experts() -> TinyExperts:
+    return TinyExperts(SPEC, seed=0)
+
+
+@pytest.fixture
+def engine(experts: TinyExperts, tmp_path: Path, reader: str) -> Iterator[_C.Engine]:
+    source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
+    engine = open_engine(experts, source, slots=SLOTS, io=reader)
+    yield engine
+    engine.close()
+
+
+def _comes_true(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _output(engine: _C.Engine, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, SPEC.hidden, generator=generator)
+    ids = torch.stack([torch.randperm(SPEC.experts, generator=generator)[:4] for _ in range(3)])
+    weights = torch.rand(3, 4, generator=generator)
+    handle = torch.tensor([engine.id, seed % SPEC.layers, engine.generation])
+    return ops.experts(x, ids, weights, handle)
+
+
+ABOUT = {"least_slots": 8, "most_slots": 1000, "record_bytes": 4 * MIB, "segment_slots": 16}
+
+
+@pytest.mark.parametrize(
+    ("left", "slots", "wanted"),
+    [
+        (512 * MIB, 800, 800),  # auto's margin, an eighth of it all, is left
+        (260 * MIB, 800, 800),  # less, but more than half of it
+        (100 * MIB, 800, 688),  # 3,300 MiB - 512 MiB are 43 segments of 16
+        (-1000 * MIB, 800, 416),
+        (-9000 * MIB, 800, 8),  # never less than a token needs
+        (620 * MIB, 800, 800),
+        (900 * MIB, 800, 896),
+        (9000 * MIB, 800, 1000),  # never more than at first
+    ],
+)
+def test_what_the_guard_wants(left: int, slots: int, wanted: int) -> None:
+    assert wanted_slots(left, slots * ABOUT["record_bytes"], ABOUT | {"slots": slots}) == wanted
+
+
+def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
+    machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = MemoryGuard(engine, machine.proc, calm=0.5)
+    expected = [_output(engine, seed) for seed in range(12)]
+    with caplog.at_level(logging.INFO, logger="torch_mesh.guard"):
+        machine.limit(1 * GIB)
+        assert _comes_true(lambda: engine.describe_size()["slots"] == 1)
+        engine.validate()
+        for seed, output in enumerate(expected):
+            assert torch.equal(_output(engine, seed), output)
+        machine.limit(6 * GIB)
+        assert _comes_true(lambda: engine.describe_size()["slots"] == SLOTS)
+    engine.validate()
+    stats = engine.detailed_stats()
+    assert (stats["shrinks"], stats["grows"], stats["slots"], stats["most_slots"]) == (1, 1, SLOTS, SLOTS)
+    assert len(caplog.records) == 2
+    guard.stop()
+    guard.join()
+
+
+def test_files_that_cannot_be_read_are_said_once_and_disturb_nothing(
+    machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    for broken in ("MemTotal: 5 kB\n", "MemAvailable: many\n", "MemAvailable:\n", "\x00"):
+        (machine.proc / "meminfo").write_text(broken)
+        caplog.clear()
+        guard = MemoryGuard(engine, machine.proc)
+        _output(engine, 0)
+        time.sleep(0.8)
+        assert len(caplog.records) == 1
+        assert engine.describe_size()["slots"] == SLOTS
+        guard.stop()
+        guard.join()
+    (machine.proc / "meminfo").unlink()
+    guard = MemoryGuard(engine, machine.proc)
+    time.sleep(0.4)
+    assert engine.describe_size()["slots"] == SLOTS
+    engine.close()
+    guard.join()
+
+
+def test_the_guard_ends_with_the_engine(machine: Machine, engine: _C.Engine) -> None:
+    guard = MemoryGuard(engine, machine.proc)
+    engine.close()
+    guard.join()
+    assert "torch_mesh memory guard" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_resizing_at_random_changes_no_bit(engine: _C.Engine) -> None:
+    expected = [_output(engine, seed) for seed in range(30)]
+    stop = threading.Event()
+    draw = random.Random(0)
+
+    def resize() -> None:
+        while not stop.is_set():
+            engine.resize(draw.randint(1, SLOTS))
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    try:
+        for _ in range(10):
+            for seed, output in enumerate(expected):
+                assert torch.equal(_output(engine, seed), output)
+                engine.validate()
+    finally:
+        stop.set()
+        thread.join()
+    assert engine.pinned() == 0
+
+
+def test_what_resize_refuses(engine: _C.Engine, experts: TinyExperts) -> None:
+    for slots in (0, -1, SLOTS + 1):
+        with pytest.raises(ValueError, match=f"1 to {SLOTS} slots; got {slots}"):
+            engine.resize(slots)
+    with pytest.raises(ValueError, match="exist nowhere else"):
+        open_engine(experts, None).resize(4)
