@@ -28,8 +28,8 @@ OWN = (
     "prefill_op.py",
     "stats_cost.py",
 )
-PEERS = ("weight_error.py", "layer_peers.py", "whole_model.py", "load.py", "cold_decode.py")
-ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py")
+PEERS = ("weight_error.py", "layer_peers.py", "whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py")
+ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py")
 
 
 def run(script: str, directory: Path, report: Path) -> bool:

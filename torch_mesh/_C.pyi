@@ -124,6 +124,7 @@ class Engine:
         threads: int,  # 0: torch's intra-op threads
         workspace: int,
         timeout: float,  # seconds
+        prefill: str = "auto",  # or "window", "off", see csrc/residency/window.cpp
         source: Source | None,
         faults: dict[str, float] | None = None,  # seed and probabilities, see csrc/io/reader.h; for tests
         least_slots: int = 1,  # that resize() may leave

@@ -23,6 +23,7 @@ POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "
 VERIFY = ("first", "always", "never")
 PREFETCH = ("auto", "off")
 GUARD = ("auto", "on", "off")
+PREFILL = ("auto", "window", "off")
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -140,6 +141,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "policy": _one_of(POLICIES),
     "prefetch": _one_of(PREFETCH),
     "guard": _one_of(GUARD),
+    "prefill": _one_of(PREFILL),
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
@@ -162,6 +164,7 @@ _DEFAULTS: dict[str, Any] = {
     "policy": "auto",
     "prefetch": "auto",
     "guard": "auto",
+    "prefill": "auto",
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
@@ -198,6 +201,9 @@ class MeshConfig(QuantizationConfigMixin):
         guard: ``"on"``: the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never
             beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"`` where one
             pool serves the model.
+        prefill: prompts of more than 16 tokens: with ``"auto"`` a layer that needs nearly all of its experts streams them through a
+            window of the pool, reading the next layer's ahead; with ``"window"`` each layer does; ``"off"``: none, and experts are
+            read when their layer runs. Not for models whose experts run by projection.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
@@ -219,6 +225,7 @@ class MeshConfig(QuantizationConfigMixin):
     policy: str
     prefetch: str
     guard: str
+    prefill: str
     verify: str
     threads: str | int
     workspace: str | int
@@ -239,6 +246,7 @@ class MeshConfig(QuantizationConfigMixin):
         policy: str = _NOT_GIVEN,
         prefetch: str = _NOT_GIVEN,
         guard: str = _NOT_GIVEN,
+        prefill: str = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,

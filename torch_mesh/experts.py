@@ -87,9 +87,8 @@ class Experts(nn.Module):
         slots = pool_slots([described], config, stored_layers=1, **where)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
         source = _C.Source(**opened.source_arguments())
-        if (
-            config.guard == "auto"
-        ):  # the layers' pools know nothing of each other, and all would shrink for the same shortage
+        config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
+        if config.guard == "auto":  # the pools know nothing of each other: all would shrink for the same shortage
             config = config.replace(guard="off")
         pool = ExpertPool(
             described.geometry,

@@ -94,6 +94,7 @@ class ExpertPool:
             threads=config.thread_count,
             workspace=config.workspace_bytes,
             timeout=config.timeout,
+            prefill=config.prefill,
             source=source,
             least_slots=min(least_slots, slots),
         )

@@ -212,6 +212,13 @@ Faults faults_from(const std::map<std::string, double>& given) {
   return faults;
 }
 
+PrefillWindow prefill_from(const std::string& name) {
+  if (name == "auto") return PrefillWindow::kAuto;
+  if (name == "window") return PrefillWindow::kAlways;
+  if (name == "off") return PrefillWindow::kNever;
+  invalid("prefill is '" + name + "'; allowed: 'auto', 'window', 'off'");
+}
+
 Verify verify_from(const std::string& name) {
   if (name == "first") return Verify::kFirst;
   if (name == "always") return Verify::kAlways;
@@ -272,14 +279,15 @@ class PyEngine {
            int32_t hidden, int32_t intermediate, bool gated, bool bias,
            const std::optional<std::string>& activation, int32_t slots, const std::string& policy,
            const std::string& verify, const std::string& io, int32_t threads, int64_t workspace,
-           double timeout, const PySource* source,
+           double timeout, const std::string& prefill, const PySource* source,
            const std::optional<std::map<std::string, double>>& faults, int32_t least_slots) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
                          .activation = {},
                          .threads = threads == 0 ? at::get_num_threads() : threads,
-                         .workspace = workspace};
+                         .workspace = workspace,
+                         .prefill = prefill_from(prefill)};
     if (activation) engine.activation = activation_from_name(*activation);
     PoolOptions pool;
     pool.slots = slots;
@@ -562,13 +570,14 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,
                     const std::optional<std::string>&, int32_t, const std::string&,
                     const std::string&, const std::string&, int32_t, int64_t, double,
-                    const PySource*, const std::optional<std::map<std::string, double>>&>(),
+                    const std::string&, const PySource*,
+                    const std::optional<std::map<std::string, double>>&>(),
            py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("format"),
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),
            py::arg("verify"), py::arg("io"), py::arg("threads"), py::arg("workspace"),
-           py::arg("timeout"), py::arg("source"), py::arg("faults") = py::none(),
-           py::arg("least_slots") = 1)
+           py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
+           py::arg("faults") = py::none(), py::arg("least_slots") = 1)
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))

@@ -96,6 +96,11 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   }
   workspace.scratch.at_least(scratch);
 
+  forward.window = takes_window(forward.phase, count);
+  if (forward.phase == Phase::kPrefill) {
+    forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
+    forward.top_k = call.top_k;
+  }
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
   if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;
@@ -105,9 +110,28 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, ready, part, workspace);
-    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    // The next chunk wants the same experts: nothing that has a slot need make room before it.
+    if (!forward.window || forward.last || !claim.placed()) {
+      for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    }
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
+}
+
+// Where a forward leaves out many experts of its layer, so will the next layer's, and most of what
+// would be read ahead for it would be in vain.
+bool Engine::takes_window(Phase phase, int32_t distinct_experts) const {
+  if (phase != Phase::kPrefill || pool_->slots() == pool_->layers() * pool_->experts())
+    return false;
+  switch (options_.prefill) {
+    case PrefillWindow::kNever:
+      return false;
+    case PrefillWindow::kAuto:
+      return int64_t{distinct_experts} * 8 >= int64_t{pool_->experts()} * 7;
+    case PrefillWindow::kAlways:
+      return true;
+  }
+  return false;
 }
 
 // One batch in one region: preparing the rows before the first, adding up the products after the

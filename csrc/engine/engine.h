@@ -23,11 +23,16 @@ namespace torch_mesh {
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
                          int64_t workspace);
 
+// Whether forwards of prompts take the pool's window: never, those that need nearly all experts of
+// their layer, or all.
+enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
+
 struct EngineOptions {
   RecordLayout layout;
   std::optional<Activation> activation;  // none: grouped_linear is the only path
   int32_t threads = 1;                   // at most this many compute
   int64_t workspace = int64_t{256} << 20;
+  PrefillWindow prefill = PrefillWindow::kAuto;
 };
 
 struct ExpertsCall {
@@ -89,6 +94,7 @@ class Engine {
  private:
   int32_t rows_per_chunk(int32_t projection) const;
   void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
+  bool takes_window(Phase phase, int32_t distinct_experts) const;
   // Which batch of a chunk's experts.
   struct Part {
     bool first, last;

@@ -68,8 +68,8 @@ void ChunkScheduler::hasten(uint64_t tag) {
         request.state == RequestState::kQueued || request.state == RequestState::kCut;
     if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) continue;
     if (request.state == RequestState::kQueued) {
-      unlink(queued_prefetch_, static_cast<int32_t>(index));
-      push(queued_demand_, static_cast<int32_t>(index));
+      unlink(queue_of(request.read.urgency), static_cast<int32_t>(index));
+      push(queue_of(Urgency::kDemand), static_cast<int32_t>(index));
     }
     request.read.urgency = Urgency::kDemand;
   }
@@ -80,9 +80,9 @@ void ChunkScheduler::cancel() {
   for (size_t index = 0; index < chunks_.size(); ++index) {
     if (chunks_[index].state == ChunkState::kReady) fail(static_cast<int32_t>(index), ECANCELED);
   }
-  for (Queue* queue : {&queued_demand_, &queued_prefetch_}) {
-    while (queue->head >= 0) {
-      const int32_t request = queue->head;
+  for (const Queue& queue : queued_) {
+    while (queue.head >= 0) {
+      const int32_t request = queue.head;
       stop_cutting(request);
       finish_if_complete(request);
     }
@@ -90,7 +90,7 @@ void ChunkScheduler::cancel() {
 }
 
 std::optional<ChunkRead> ChunkScheduler::next() {
-  for (const Urgency urgency : {Urgency::kDemand, Urgency::kPrefetch}) {
+  for (const Urgency urgency : kUrgencies) {
     if (urgency == Urgency::kPrefetch && prefetches_under_way() >= most_prefetches()) break;
     int32_t chunk = ready_chunk(urgency);
     if (chunk < 0) chunk = cut(urgency);

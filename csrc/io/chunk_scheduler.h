@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -11,6 +12,8 @@
 #include "io/reader.h"
 
 namespace torch_mesh {
+
+inline constexpr std::array kUrgencies{Urgency::kDemand, Urgency::kWindow, Urgency::kPrefetch};
 
 class ChunkScheduler {
  public:
@@ -22,7 +25,7 @@ class ChunkScheduler {
   // way are back.
   void cancel();
 
-  // The chunk to start now: repeats before new chunks, demand before prefetch, first come first.
+  // The chunk to start now: repeats before new chunks, in the order of Urgency, first come first.
   // None when `depth` are under way or nothing waits.
   std::optional<ChunkRead> next();
   // `result` is a number of bytes or a negative errno.
@@ -84,9 +87,7 @@ class ChunkScheduler {
 
   void push(Queue& queue, int32_t request);
   void unlink(Queue& queue, int32_t request);
-  Queue& queue_of(Urgency urgency) {
-    return urgency == Urgency::kDemand ? queued_demand_ : queued_prefetch_;
-  }
+  Queue& queue_of(Urgency urgency) { return queued_[static_cast<size_t>(urgency)]; }
 
   // What is under way cannot be overtaken, so guesses get a quarter of the depth: a demand read
   // then waits for few of them, and a disk that does nothing else is still kept busy.
@@ -114,8 +115,7 @@ class ChunkScheduler {
   std::vector<Chunk> chunks_;  // `depth` of them, never more
   std::vector<int32_t> free_requests_;
   std::vector<int32_t> free_chunks_;
-  Queue queued_demand_;
-  Queue queued_prefetch_;
+  std::array<Queue, kUrgencies.size()> queued_;  // by urgency
   Queue finished_;
   int32_t ready_ = 0;
   int64_t live_ = 0;

@@ -1,9 +1,10 @@
 // Reads from NVMe behind one interface, whatever carries them out.
 //
 // A Reader owns one I/O thread. It cuts requests into chunks, keeps a bounded number of them under
-// way, takes demand chunks before prefetch chunks, continues short reads, repeats what is worth
-// repeating and reports each request exactly once. What differs between io_uring, a pool of preadv
-// threads and injected faults is only the Backend that carries out one chunk.
+// way, takes demand chunks before those of a window and both before prefetch chunks, continues
+// short reads, repeats what is worth repeating and reports each request exactly once. What differs
+// between io_uring, a pool of preadv threads and injected faults is only the Backend that carries
+// out one chunk.
 #pragma once
 
 #include <array>
@@ -22,7 +23,8 @@
 
 namespace torch_mesh {
 
-enum class Urgency : uint8_t { kDemand, kPrefetch };
+// kWindow: sure to be needed, but not yet, and so behind demand only, at full depth.
+enum class Urgency : uint8_t { kDemand, kWindow, kPrefetch };
 
 // One contiguous read. With direct I/O file offset, bytes and memory are multiples of the reader's
 // alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its
@@ -97,7 +99,7 @@ class Reader {
 
   // From any thread; never waits for the disk. Throws Error(kClosed) after close().
   virtual void submit(const ReadRequest& request) = 0;
-  // The prefetch `tag` has become a demand read. Unknown tags are ignored.
+  // The read `tag` has become a demand read. Unknown tags are ignored.
   virtual void hasten(uint64_t tag) = 0;
   // Memory that requests read into has come, or goes: a ring that pins its buffers lets go of the
   // pages, which nothing else could take away. Carried out on the I/O thread, which then calls

@@ -22,24 +22,37 @@ enum EntryState : uint8_t {
 void Pool::Impl::reserve_for(Claim& claim, bool at_head_of_queue) {
   if (claim.waiting_ == 0 || (first_ticket != nullptr && !at_head_of_queue)) return;
   join_present(claim);
-  for (size_t i = 0; i < claim.entries_.size() && claim.waiting_ > 0; ++i) {
-    Claim::Entry& entry = claim.entries_[i];
-    if (entry.state != kWaiting) continue;
-    const ExpertId id = id_of(claim.layer_, claim.experts_[i]);
-    const int32_t present = slots.find(id);  // a duplicate in the list
-    const int32_t slot = present >= 0 ? present : reserve(id, claim.part_.phase);
-    if (slot < 0) return;
-    slots.pin(slot);
-    entry = {slot, kJoined};
-    --claim.waiting_;
-    ++claim.joined_;
-    if (present >= 0) {
-      count_access(claim, i, &LayerStats::inflight_misses, &ExpertStats::inflight_misses);
-    } else {
-      count_access(claim, i, &LayerStats::cold_misses, &ExpertStats::cold_misses);
-      start_load(slot, Urgency::kDemand, claim.part_.phase);
-    }
+  const size_t count = claim.entries_.size();
+  for (size_t i = 0; i < count && claim.waiting_ > 0; ++i) {
+    // Forwards list the expert of most rows first. What a window reads last is what it leaves.
+    if (!reserve_one(claim, claim.part_.window ? count - 1 - i : i)) return;
   }
+}
+
+// False when no slot is to be had.
+bool Pool::Impl::reserve_one(Claim& claim, size_t index) {
+  Claim::Entry& entry = claim.entries_[index];
+  if (entry.state != kWaiting) return true;
+  const ExpertId id = id_of(claim.layer_, claim.experts_[index]);
+  const int32_t present = slots.find(id);  // a duplicate in the list
+  if (present < 0 && claim.part_.window && !slots.has_empty() &&
+      claim.reading_ >= window_slots(claim.layer_, claim.part_.last)) {
+    return false;
+  }
+  const int32_t slot = present >= 0 ? present : reserve(id, claim.part_.phase);
+  if (slot < 0) return false;
+  slots.pin(slot);
+  entry = {slot, kJoined, present < 0};
+  --claim.waiting_;
+  ++claim.joined_;
+  claim.reading_ += entry.read;
+  if (present >= 0) {
+    count_access(claim, index, &LayerStats::inflight_misses, &ExpertStats::inflight_misses);
+  } else {
+    count_access(claim, index, &LayerStats::cold_misses, &ExpertStats::cold_misses);
+    start_load(slot, Urgency::kDemand, claim.part_.phase);
+  }
+  return true;
 }
 
 // Before any slot is reserved, so that no victim is an expert which this claim needs.
@@ -51,7 +64,10 @@ void Pool::Impl::join_present(Claim& claim) {
     const bool ready = slots[slot].state == SlotState::kReady;
     slots.pin(slot);
     if (!ready) hasten(slot);
-    claim.entries_[i] = {slot, kJoined};
+    const bool ahead = std::exchange(loads[slot].unused, false);
+    claim.entries_[i] = {slot, kJoined, ahead};
+    claim.reading_ += ahead;
+    if (ahead) ++stats_of(slot).prefetches_used;
     --claim.waiting_;
     ++claim.joined_;
     if (ready) {
@@ -59,7 +75,6 @@ void Pool::Impl::join_present(Claim& claim) {
     } else {
       count_access(claim, i, &LayerStats::inflight_misses, &ExpertStats::inflight_misses);
     }
-    if (std::exchange(loads[slot].unused, false)) ++stats_of(slot).prefetches_used;
   }
 }
 
@@ -78,6 +93,10 @@ void Pool::Impl::unpin(int32_t slot) {
   vacate(slot);
 }
 
+void Pool::Impl::end_read(Claim& claim, Claim::Entry& entry) {
+  claim.reading_ -= std::exchange(entry.read, false);
+}
+
 int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
   int32_t count = 0;
   for (size_t i = 0; i < claim.entries_.size() && claim.joined_ > 0; ++i) {
@@ -88,6 +107,7 @@ int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
       const Error error = *slots[entry.slot].error;
       entry.state = kDone;
       --claim.joined_;
+      end_read(claim, entry);
       unpin(entry.slot);
       throw error;
     }
@@ -160,16 +180,18 @@ void Pool::Impl::wait_for_reads(const Claim& claim, Lock& lock) {
 void Pool::Impl::validate_claims() const {
   std::vector<int32_t> pins(static_cast<size_t>(slots.size()), 0);
   for (const Claim* claim = claims; claim != nullptr; claim = claim->next_alive_) {
-    int32_t waiting = 0, joined = 0, held = 0;
+    int32_t waiting = 0, joined = 0, held = 0, reading = 0;
     for (const Claim::Entry& entry : claim->entries_) {
       waiting += entry.state == kWaiting;
       joined += entry.state == kJoined;
       held += entry.state == kHeld;
+      reading += entry.read;
       if (entry.state == kJoined || entry.state == kHeld) ++pins[entry.slot];
       check_invariant(entry.state != kHeld || slots[entry.slot].state == SlotState::kReady,
                       "a claim holds a slot that is not READY");
     }
-    check_invariant(waiting == claim->waiting_ && joined == claim->joined_ && held == claim->held_,
+    check_invariant(waiting == claim->waiting_ && joined == claim->joined_ &&
+                        held == claim->held_ && reading == claim->reading_,
                     "a claim's counts are not those of its entries");
   }
   for (int32_t slot = 0; slot < slots.size(); ++slot) {
@@ -189,7 +211,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
                                          std::to_string(scratch.size()));
   }
   entries_ = scratch.first(experts.size());
-  std::fill(entries_.begin(), entries_.end(), Entry{-1, kWaiting});
+  std::fill(entries_.begin(), entries_.end(), Entry{-1, kWaiting, false});
   waiting_ = static_cast<int32_t>(experts.size());
 
   const Pool::Impl::Lock lock(impl.mutex);
@@ -208,8 +230,9 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   impl.expected.begin(layer);
-  impl.slots.policy().tick(layer, experts);
+  impl.slots.policy().tick_prompt(layer, experts, part.ids, part.top_k);
   impl.reserve_for(*this, false);
+  impl.read_next_layer(*this);
 }
 
 Claim::~Claim() {
@@ -238,6 +261,7 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
     {
       const Stopwatch decision(impl.stats_of(layer_, part_.phase).decision_nanoseconds);
       impl.reserve_for(*this, false);
+      impl.read_next_layer(*this);
       if (const int32_t count = impl.hand_out(*this, ready)) return count;
     }
     if (waiting_ == 0 && joined_ == 0) return 0;
@@ -269,8 +293,11 @@ void Claim::release(int32_t index) {
   const Stopwatch decision(impl.stats_of(layer_, part_.phase).decision_nanoseconds);
   entries_[index].state = kDone;
   --held_;
+  impl.end_read(*this, entries_[index]);
   impl.unpin(entries_[index].slot);
   impl.reserve_for(*this, false);
+  // What is released before next() is seen there.
+  if (joined_ + held_ == 0) impl.read_next_layer(*this);
 }
 
 }  // namespace torch_mesh

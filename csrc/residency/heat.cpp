@@ -33,6 +33,8 @@ constexpr float kLearningRate = .001f;
 constexpr float kFollowTrust = .5f;
 // A forward of many tokens uses a large part of its layer and says little of what follows what.
 constexpr int32_t kMostLearned = 32;
+// Of a prompt: the longest window has all but forgotten what was before.
+constexpr size_t kMostPromptTokens = 512;
 
 class Heat final : public Policy {
  public:
@@ -54,7 +56,9 @@ class Heat final : public Policy {
         last_(ticks_.size() * kMostLearned, 0),
         follows_(life_.size() * experts_, 0.f),
         use_(static_cast<size_t>(experts_), 0.f),
-        place_(life_.size(), Place::kAbsent) {}
+        place_(life_.size(), Place::kAbsent) {
+    token_.reserve(static_cast<size_t>(experts_));
+  }
 
   const char* name() const override { return "heat"; }
 
@@ -105,6 +109,21 @@ class Heat final : public Policy {
     remember(layer, experts);
     predict(layer);
     stale_[layer] = true;
+  }
+
+  // As if the prompt had been decoded: that nearly all experts are used by some token says nothing,
+  // how often and how lately each was is what the next token asks for.
+  void tick_prompt(int32_t layer, std::span<const int32_t> experts, std::span<const int64_t> ids,
+                   int32_t top_k) override {
+    const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
+    if (tokens == 0) return tick(layer, experts);
+    for (size_t token = tokens - std::min(tokens, kMostPromptTokens); token < tokens; ++token) {
+      token_.clear();
+      for (const int64_t id : ids.subspan(token * top_k, static_cast<size_t>(top_k))) {
+        if (id >= 0 && id < experts_) token_.push_back(static_cast<int32_t>(id));
+      }
+      tick(layer, token_);
+    }
   }
 
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
@@ -250,6 +269,7 @@ class Heat final : public Policy {
   std::vector<float> follows_;      // [layers][experts][experts]
   std::vector<float> use_;          // [experts], of the forward that begins
   std::vector<Place> place_;
+  std::vector<int32_t> token_;  // what one token of a prompt chose
 };
 
 }  // namespace

@@ -45,9 +45,9 @@ void Pool::Impl::start_load(int32_t slot, Urgency urgency, Phase phase) {
   ++load.generation;
   load.reread = false;
   load.phase = phase;
-  load.speculative = load.unused = urgency == Urgency::kPrefetch;
+  load.speculative = load.unused = urgency != Urgency::kDemand;
   load.bytes = 0;
-  if (urgency == Urgency::kPrefetch) {
+  if (urgency != Urgency::kDemand) {
     ++prefetching;
     ++stats_of(slot).prefetches;
     ++stats.experts[slots[slot].expert].prefetches;
@@ -252,7 +252,7 @@ void Pool::Impl::fail(int32_t slot, Error error) {
 
 void Pool::Impl::end_load(int32_t slot) {
   Load& load = loads[slot];
-  if (load.urgency == Urgency::kPrefetch) --prefetching;
+  if (load.urgency != Urgency::kDemand) --prefetching;
   load.urgency = Urgency::kDemand;
   if (load.staging >= 0) free_staging.push_back(std::exchange(load.staging, -1));
   if (slots[slot].pins > 0) landed.notify_all();
@@ -267,10 +267,10 @@ void Pool::Impl::validate_loads() const {
   int32_t prefetches = 0, queued = 0, staged = 0;
   for (int32_t slot = 0; slot < slots.size(); ++slot) {
     const Load& load = loads[slot];
-    prefetches += load.urgency == Urgency::kPrefetch;
+    prefetches += load.urgency != Urgency::kDemand;
     queued += load.queued;
     staged += load.staging >= 0;
-    const bool busy = load.queued || load.staging >= 0 || load.urgency == Urgency::kPrefetch;
+    const bool busy = load.queued || load.staging >= 0 || load.urgency != Urgency::kDemand;
     check_invariant(!busy || slots[slot].state == SlotState::kLoading,
                     "a slot that is not LOADING has a read");
   }

@@ -42,6 +42,13 @@ class Policy {
   // policies that decay, and all that policies which predict learn from. Scores of its tokens are
   // observed before.
   virtual void tick(int32_t layer, std::span<const int32_t> experts) { (void)layer, (void)experts; }
+  // In place of tick() where the forward is that of a prompt: `ids` are what its tokens chose, in
+  // their order, top_k each; those outside [0, experts) are none.
+  virtual void tick_prompt(int32_t layer, std::span<const int32_t> experts,
+                           std::span<const int64_t> ids, int32_t top_k) {
+    (void)ids, (void)top_k;
+    tick(layer, experts);
+  }
 };
 
 struct PolicyOptions {

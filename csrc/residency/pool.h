@@ -151,6 +151,12 @@ class Pool {
 struct ForwardPart {
   Phase phase = Phase::kNone;
   bool last = true;
+  // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
+  // the claim is one use of each of its experts, else each token is one of those it chose.
+  std::span<const int64_t> ids = {};
+  int32_t top_k = 0;
+  // The forward needs nearly all of its layer, and the next layer's will: see window.cpp.
+  bool window = false;
 };
 
 struct ReadyExpert {
@@ -170,6 +176,7 @@ class Claim {
   struct Entry {
     int32_t slot;
     uint8_t state;  // private to the pool
+    bool read;      // for this claim, or ahead of it
   };
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
         ForwardPart part = {});
@@ -196,6 +203,7 @@ class Claim {
   int32_t waiting_ = 0;          // not reserved yet
   int32_t joined_ = 0;           // resident or being read for this claim, not handed out
   int32_t held_ = 0;             // handed out, not released
+  int32_t reading_ = 0;          // read for this claim or ahead of it, not released
   Claim* next_alive_ = nullptr;  // the pool's list of claims, for validate()
   Claim* previous_alive_ = nullptr;
 

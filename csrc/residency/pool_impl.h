@@ -111,6 +111,7 @@ struct Pool::Impl {
 
   // claim.cpp, with the lock:
   void reserve_for(Claim& claim, bool at_head_of_queue);
+  bool reserve_one(Claim& claim, size_t entry);
   void join_present(Claim& claim);
   void count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                     int64_t ExpertStats::*expert_how);
@@ -118,6 +119,12 @@ struct Pool::Impl {
   int32_t hand_out(Claim& claim, std::span<ReadyExpert> ready);
   void wait_for_slots(Claim& claim, Lock& lock);
   void wait_for_reads(const Claim& claim, Lock& lock);
+  void end_read(Claim& claim, Claim::Entry& entry);
+
+  // window.cpp, with the lock:
+  int32_t window_slots(int32_t layer, bool last_chunk) const;
+  void read_next_layer(const Claim& claim);
+
   void validate_claims() const;
   void validate_loads() const;
   void validate_stats() const;
@@ -159,7 +166,7 @@ struct Pool::Impl {
   Claim* claims = nullptr;  // alive
   Ticket* first_ticket = nullptr;
   Ticket* last_ticket = nullptr;
-  int32_t prefetching = 0;  // loads that nobody waits for yet
+  int32_t prefetching = 0;  // loads that nobody waits for yet, those of a window included
   bool closed = false;
 
   // Loads that wait for a staging buffer.

@@ -92,6 +92,7 @@ class Model {
     int64_t workspace = int64_t{64} << 20;
     Faults faults = {};
     Topology topology = {};
+    PrefillWindow prefill = PrefillWindow::kAuto;
   };
 
   std::unique_ptr<Engine> open(const Options& options) const {
@@ -119,7 +120,8 @@ class Model {
     return {.layout = shape_.layout(),
             .activation = shape_.activation,
             .threads = options.threads,
-            .workspace = options.workspace};
+            .workspace = options.workspace,
+            .prefill = options.prefill};
   }
   PoolOptions pool_options(const Options& options) const {
     PoolOptions pool;
@@ -447,6 +449,60 @@ TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
     }
   }
   EXPECT_GE(with_evictions, 9);
+}
+
+TEST(Engine, AWindowShowsInReadsAndNotInTheOutput) {
+  const Model model(small_shape(Format::kInt4));
+  const auto resident = model.open_resident({});
+  std::mt19937_64 random(testing::seed());
+  for (const PrefillWindow prefill :
+       {PrefillWindow::kNever, PrefillWindow::kAuto, PrefillWindow::kAlways}) {
+    for (const int64_t workspace : {int64_t{60'000}, int64_t{64} << 20}) {
+      for (const int32_t slots : {1, 7, 16}) {
+        const auto engine = model.open({.slots = slots,
+                                        .policy = "auto",
+                                        .threads = 2,
+                                        .workspace = workspace,
+                                        .faults = harmless_faults(random()),
+                                        .prefill = prefill});
+        for (int32_t step = 0; step < 4; ++step) {
+          const Batch batch(40, 1 + random() % 4, model.shape().hidden, random());
+          ASSERT_TRUE(testing::same_bits(batch.run(*engine, step % kLayers),
+                                         batch.run(*resident, step % kLayers)));
+          engine->pool().validate();
+        }
+        expect_at_rest(*engine);
+        const LayerStats ahead = engine->pool().stats()[1];
+        if (prefill == PrefillWindow::kNever) {
+          EXPECT_EQ(ahead.prefetches, 0);
+        } else if (slots > 1) {
+          EXPECT_GT(ahead.prefetches, 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(Engine, APromptOfFewExpertsTakesTheWindowOnlyWhenToldTo) {
+  const Model model(small_shape(Format::kInt4));
+  Batch batch(40, 1, model.shape().hidden, testing::seed());
+  for (int64_t& id : batch.ids) id %= kExperts / 2;
+  for (const PrefillWindow prefill : {PrefillWindow::kAuto, PrefillWindow::kAlways}) {
+    const auto engine = model.open({.slots = 12, .prefill = prefill});
+    batch.run(*engine, 0);
+    EXPECT_EQ(engine->pool().stats()[1].prefetches > 0, prefill == PrefillWindow::kAlways);
+    expect_at_rest(*engine);
+  }
+}
+
+TEST(Engine, ChunksOfAPromptShareTheirLayer) {
+  const Model model(small_shape(Format::kInt4));
+  const auto engine = model.open({.slots = kExperts, .workspace = 60'000});
+  Batch batch(200, 2, model.shape().hidden, testing::seed());
+  batch.run(*engine, 1);
+  expect_at_rest(*engine);
+  EXPECT_LE(engine->pool().stats()[1].promoted, kExperts);
+  EXPECT_GT(engine->pool().stats()[1].accesses, 2 * kExperts);  // several chunks
 }
 
 std::vector<float> run_linear(Engine& engine, int32_t layer, int32_t projection,

@@ -902,6 +902,29 @@ TEST(ChunkScheduler, ErrorThatWouldComeAgainIsNotRetried) {
   EXPECT_EQ(scheduler.stats().retries, 0);
 }
 
+TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kPrefetch));
+  scheduler.add(plain_request(2, int64_t{1} << 20, 5 * 4096, Urgency::kWindow));
+  scheduler.add(plain_request(3, int64_t{2} << 20, 4096, Urgency::kDemand));
+  EXPECT_EQ(scheduler.next()->offset, int64_t{2} << 20);
+  for (int32_t chunk = 0; chunk < 5; ++chunk) {
+    EXPECT_EQ(scheduler.next()->offset, (int64_t{1} << 20) + chunk * 4096);
+  }
+  for (int32_t chunk = 0; chunk < 2; ++chunk) EXPECT_EQ(scheduler.next()->offset, chunk * 4096);
+  EXPECT_FALSE(scheduler.next());  // a quarter of the depth is all that guesses get
+}
+
+TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  for (const uint64_t tag : {1, 2}) {
+    scheduler.add(plain_request(tag, static_cast<int64_t>(tag) * 4096, 4096, Urgency::kWindow));
+  }
+  scheduler.add(plain_request(3, 3 * 4096, 4096, Urgency::kDemand));
+  scheduler.hasten(2);
+  for (const int64_t block : {3, 2, 1}) EXPECT_EQ(scheduler.next()->offset, block * 4096);
+}
+
 TEST(ChunkScheduler, DemandGoesBeforeThePrefetchThatMustBeRepeated) {
   ChunkScheduler scheduler(2, 4096, kUnit, 1);
   scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -206,6 +207,31 @@ TEST(Policy, HeatLearnsWhatFollowsWhat) {
   EXPECT_EQ(policy->victim(), 0);
   policy->tick(0, std::vector<int32_t>{1});
   EXPECT_EQ(policy->victim(), 1);
+}
+
+TEST(Policy, HeatTakesAPromptAsItsTokensInTurn) {
+  constexpr int32_t kExperts = 12;
+  auto prompted = make_policy("heat", {2, kExperts, 24}),
+       decoded = make_policy("heat", {2, kExperts, 24});
+  std::mt19937_64 random(5);
+  std::vector<int64_t> ids;
+  for (int32_t token = 0; token < 100; ++token) {
+    const auto id = static_cast<int32_t>(std::min(random() % 12, random() % 12));
+    const std::vector<int32_t> chosen{id, (id + 1) % kExperts};
+    decoded->tick(1, chosen);
+    ids.insert(ids.end(), {chosen[0], kExperts, chosen[1]});  // a sentinel between them
+  }
+  std::vector<int32_t> all(kExperts);
+  std::iota(all.begin(), all.end(), 0);
+  prompted->tick_prompt(1, all, ids, 3);
+  for (ExpertId id = 0; id < 2 * kExperts; ++id) {
+    prompted->admit(id);
+    decoded->admit(id);
+  }
+  const std::vector<ExpertId> order = victims(*prompted);
+  EXPECT_EQ(order, victims(*decoded));
+  // One use of all would have left them in the order of their numbers.
+  EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
 }
 
 TEST(Policy, HeatTakesScoresForTheNextForward) {

@@ -1,0 +1,197 @@
+// The window that prompts stream their experts through: what it reads, when, and what it leaves.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "kernels_fixture.h"
+#include "residency/pool.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int64_t kRecord = 4096;
+
+std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  std::vector<std::byte> record(kRecord, static_cast<std::byte>(layer));
+  record[1] = static_cast<std::byte>(expert);
+  return record;
+}
+
+struct TestStore : testing::RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
+};
+
+PoolOptions options_of(int32_t slots) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.reader.backend = "threads";
+  return options;
+}
+
+std::vector<int32_t> all_of(int32_t experts) {
+  std::vector<int32_t> ids(experts);
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+// A layer of a prompt: every token takes some expert of its own turn and one of the `hot` first.
+struct Prompt {
+  int32_t experts, hot;
+  std::vector<int64_t> ids;
+  std::vector<int32_t> by_rows;  // as the engine lists them
+
+  Prompt(int32_t experts, int32_t hot, int32_t tokens) : experts(experts), hot(hot) {
+    std::vector<int32_t> rows(experts);
+    for (int32_t token = 0; token < tokens; ++token) {
+      const int32_t cold = hot + token % (experts - hot);
+      for (const int32_t id : {token % hot, (token + 1) % hot, cold}) {
+        // After one round the cold ones are not chosen any more.
+        const bool over = id == cold && token >= experts - hot;
+        ids.push_back(over ? experts : id);
+        if (!over) ++rows[id];
+      }
+    }
+    by_rows = all_of(experts);
+    std::stable_sort(by_rows.begin(), by_rows.end(),
+                     [&](int32_t a, int32_t b) { return rows[a] > rows[b]; });
+  }
+
+  ForwardPart part() const {
+    return {.phase = Phase::kPrefill, .ids = ids, .top_k = 3, .window = true};
+  }
+};
+
+void forward(Pool& pool, int32_t layer, std::span<const int32_t> experts, ForwardPart part) {
+  std::vector<Claim::Entry> entries(experts.size());
+  std::array<ReadyExpert, 16> ready;
+  Claim claim(pool, layer, experts, entries, part);
+  int32_t computed = 0;
+  while (const int32_t count = claim.next(ready)) {
+    for (int32_t i = 0; i < count; ++i) {
+      const auto expert = static_cast<std::byte>(experts[ready[i].index]);
+      ASSERT_EQ(ready[i].record[0], static_cast<std::byte>(layer));
+      ASSERT_EQ(ready[i].record[1], expert);
+      claim.release(ready[i].index);
+    }
+    computed += count;
+    pool.validate();
+  }
+  ASSERT_EQ(computed, std::ssize(experts));
+}
+
+int32_t present(const Pool& pool, int32_t layer, int32_t begin, int32_t end) {
+  int32_t count = 0;
+  for (int32_t expert = begin; expert < end; ++expert) {
+    count += pool.state(layer, expert) != SlotState::kEmpty;
+  }
+  return count;
+}
+
+TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
+  const TestStore store(4, 40);
+  Pool pool(options_of(40), {}, store.source(), nullptr);
+  const std::vector<int32_t> all = all_of(40);
+  std::vector<Claim::Entry> entries(all.size());
+  std::array<ReadyExpert, 10> ready;
+  Claim claim(pool, 0, all, entries, {.phase = Phase::kPrefill, .window = true});
+  pool.drain();  // so that each batch is full
+  for (int32_t batch = 0; batch < 3; ++batch) {
+    ASSERT_EQ(claim.next(ready), 10);
+    EXPECT_EQ(present(pool, 1, 0, 40), 0);
+    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+  }
+  // Half of the pool is the next layer's window; ten of its slots are still in use here.
+  ASSERT_EQ(claim.next(ready), 10);
+  EXPECT_EQ(present(pool, 1, 0, 40), 10);
+  pool.validate();
+  for (const ReadyExpert& expert : ready) claim.release(expert.index);
+  EXPECT_EQ(present(pool, 1, 0, 40), 20);
+  EXPECT_EQ(present(pool, 0, 0, 40), 20);
+  pool.drain();
+  pool.validate();
+}
+
+TEST(Window, ReadsNothingAheadForAnotherChunkOrWithoutBeingAsked) {
+  const TestStore store(2, 8);
+  for (const ForwardPart part :
+       {ForwardPart{.phase = Phase::kPrefill, .last = false, .window = true},
+        ForwardPart{.phase = Phase::kPrefill}}) {
+    Pool pool(options_of(10), {}, store.source(), nullptr);
+    forward(pool, 0, all_of(8), part);
+    EXPECT_EQ(present(pool, 0, 0, 8), 8);
+    EXPECT_EQ(present(pool, 1, 0, 8), 0);
+  }
+}
+
+TEST(Window, ReadsEachExpertOnceAndThrowsNothingOutUnused) {
+  constexpr int32_t kLayers = 4, kExperts = 64;
+  const TestStore store(kLayers, kExperts);
+  for (const char* policy : {"auto", "lru", "lfu", "sieve"}) {
+    for (const int32_t slots : {1, 2, 9, 64, 100}) {
+      PoolOptions options = options_of(slots);
+      options.policy = policy;
+      options.reader.faults.seed = testing::seed();
+      options.reader.faults.delay = options.reader.faults.reorder = .2;
+      options.reader.faults.max_delay = 200us;
+      Pool pool(options, {}, store.source(), nullptr);
+      for (int32_t round = 1; round <= 2; ++round) {
+        for (int32_t layer = 0; layer < kLayers; ++layer) {
+          const Prompt prompt(kExperts, 16, 200);
+          forward(pool, layer, prompt.by_rows, prompt.part());
+        }
+        const PoolStats stats = pool.detailed_stats();
+        for (const ExpertStats& expert : stats.experts) {
+          ASSERT_LE(expert.promoted, round) << policy << ", " << slots << " slots";
+        }
+        for (const LayerStats& layer : pool.stats()) {
+          EXPECT_EQ(layer.prefetches_used, layer.prefetches);
+          EXPECT_EQ(layer.prefetches_wasted, 0);
+        }
+      }
+      EXPECT_EQ(pool.pinned(), 0);
+    }
+  }
+}
+
+TEST(Window, LeavesWhatThePromptUsedMostOfEveryLayer) {
+  constexpr int32_t kLayers = 4, kExperts = 64, kHot = 16;
+  const TestStore store(kLayers, kExperts);
+  const Prompt prompt(kExperts, kHot, 200);
+  const auto hot_after = [&](bool window) {
+    Pool pool(options_of(kLayers * kHot), {}, store.source(), nullptr);
+    ForwardPart part = prompt.part();
+    part.window = window;
+    for (int32_t layer = 0; layer < kLayers; ++layer) forward(pool, layer, prompt.by_rows, part);
+    int32_t hot = 0;
+    for (int32_t layer = 0; layer < kLayers; ++layer) hot += present(pool, layer, 0, kHot);
+    return hot;
+  };
+  EXPECT_GE(hot_after(true), kLayers * kHot * 9 / 10);
+  EXPECT_LE(hot_after(false), 2 * kHot);  // the last layer's went through all slots
+}
+
+TEST(Window, AFailedReadAheadReachesNobodyWhoDoesNotNeedIt) {
+  const TestStore store(2, 40);
+  PoolOptions options = options_of(40);
+  options.reader.retries = 0;
+  options.reader.faults.seed = testing::seed();
+  Pool pool(options, {}, store.source(), nullptr);
+  store.truncate(40 * kRecord);  // the second layer is gone
+  forward(pool, 0, all_of(40), {.phase = Phase::kPrefill, .window = true});
+  pool.drain();
+  EXPECT_TRUE(pool.detailed_stats().prefetch_error.has_value());
+  EXPECT_EQ(present(pool, 1, 0, 40), 0);
+  pool.validate();
+}
+
+}  // namespace
+}  // namespace torch_mesh
