@@ -6,20 +6,17 @@ heads are repeated in memory first. With one token per step all of that costs mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 
-NAME = "torch_mesh"  # of the attention implementation, in a model's config
-
+_TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
 _MOST_TOKENS = 4  # of a decode step, speculated ones included; prompts are torch's
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 16, 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,10 +34,11 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] to
-    [batch, tokens, heads, head_dim]. A prompt, training, and what the kernel does not know, go to torch's own."""
-    foreign = any(kwargs.get(name) is not None for name in _FOREIGN)
-    if foreign or dropout > 0 or not _runs(query, key, value, attention_mask):
+    """What transformers calls for "sdpa": query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys,
+    head_dim] to [batch, tokens, heads, head_dim]. Models that are not taken, prompts, training, and what the kernel does not know, go
+    to torch's own."""
+    taken = getattr(module, _TAKEN, False) and dropout == 0 and all(kwargs.get(name) is None for name in _FOREIGN)
+    if not taken or not _runs(query, key, value, attention_mask):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -49,34 +47,46 @@ def attention_forward(
 
 
 def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    tokens = query.shape[2]
+    batch, _, tokens, _ = query.shape
     dims = (key.shape[-1], value.shape[-1])
     return (
         query.device.type == "cpu"
         and tokens <= _MOST_TOKENS
-        and (tokens == 1 if mask is None else mask.shape[1] == 1)
+        and batch == key.shape[0] == value.shape[0]
+        and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
         and all(dim % _HEAD_DIM_STEP == 0 and dim <= _MOST_HEAD_DIM for dim in dims)
         and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)))
     )
 
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
+    """Whether the kernel takes such a mask: the same for all heads."""
+    return (
+        mask.dim() == 4
+        and mask.shape[0] in (1, batch)
+        and mask.shape[1] == 1
+        and mask.shape[2] in (1, tokens)
+        and mask.shape[3] == keys
+        and mask.dtype in (torch.bool, *_DTYPES)
+    )
+
+
+# In the place of transformers' own and not beside it: many models ask whether their implementation is named "sdpa".
+AttentionInterface.register("sdpa", attention_forward)
 
 
 def take_attention(model: nn.Module, config: MeshConfig) -> None:
     """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``."""
-    if config.attention == "model" or (config.attention == "auto" and config.dense == "none"):
-        return
-    for each in _configs(model):
-        if each._attn_implementation == "sdpa":
-            each._attn_implementation_internal = NAME  # the property would set it for sub-configs too
+    if config.attention == "mesh" or (config.attention == "auto" and config.dense != "none"):
+        for module in model.modules():
+            vars(module)[_TAKEN] = True
 
 
 def check_attention(model: nn.Module, config: MeshConfig) -> None:
     """Raises UnsupportedModelError if ``config`` asks for torch_mesh's attention by name and ``model`` does not use torch's own."""
-    used = sorted({str(each._attn_implementation) for each in _configs(model)})
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    used = sorted({str(each.config._attn_implementation) for each in models})
     if config.attention == "mesh" and "sdpa" not in used:
         raise UnsupportedModelError(
             f"attention='mesh' takes the place of attn_implementation='sdpa'; {type(model).__name__} uses "
@@ -86,15 +96,5 @@ def check_attention(model: nn.Module, config: MeshConfig) -> None:
 
 def give_back_attention(model: nn.Module) -> None:
     """The reverse of ``take_attention``."""
-    for config in _configs(model):
-        if config._attn_implementation == NAME:
-            config._attn_implementation_internal = "sdpa"
-
-
-def _configs(model: nn.Module) -> Iterator[PreTrainedConfig]:
-    """That of each transformers model in ``model``, once."""
-    seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
-            seen.add(id(module.config))
-            yield module.config
+        vars(module).pop(_TAKEN, None)

@@ -136,7 +136,7 @@ def plan(
     share = None if slots is None else slots / every
     rate = None if share is None else _hit_rate(share, hit_rate)
     chunk = _tokens_per_chunk(sizes, config)
-    chunk_bytes = None if slots is None else max(0, every - slots) * sizes.expert_bytes
+    chunk_bytes = None if slots is None else (every if slots < every else 0) * sizes.expert_bytes
     seconds = None
     if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
         prefetch = config.prefetch != "off"

@@ -109,6 +109,8 @@ def _shares(experts: int, top_k: int, overlap: float | None) -> dict[str, float]
     if not top_k / experts <= overlap <= 0.95:
         raise ValueError(f"overlap must be between chance, {top_k / experts:.3f}, and 0.95; got {overlap}")
     wanted = correlation_for(overlap, experts, top_k)
+    if wanted <= 0:
+        return dict.fromkeys(SHARES, 0.0)
     lasting = {decay: share * (1 if decay in ("model", "prompt") else float(decay)) for decay, share in SHARES.items()}
     scale = min(wanted / sum(lasting.values()), _MOST_SHARED / sum(SHARES.values()))
     shares = {decay: share * scale for decay, share in SHARES.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,8 +66,10 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
             held = {
                 name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead") if name in arrays
             }
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, RuntimeError, MemoryError) as error:
         raise MeshError(f"{path} is no routing trace (an .npz file, see docs/traces.md): {error}") from error
+    if strange := [name for name, values in held.items() if not isinstance(values, np.ndarray)]:
+        raise MeshError(f"{path} is no routing trace: {', '.join(strange)} holds no array (see docs/traces.md).")
     return _checked(path, held)
 
 
@@ -78,7 +81,7 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
     if ids is None or ids.ndim != 3 or ids.size == 0 or ids.dtype.kind not in "iu":
         found = "missing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
         raise refuse(f"'ids' must be integers [tokens, layers, top_k], none of them 0; it is {found}")
-    experts = held.get("experts", ids.max() + 1)
+    experts = held.get("experts", np.int64(int(ids.max()) + 1))
     if experts.shape != () or experts.dtype.kind not in "iu" or not 1 <= int(experts) <= _MOST_EXPERTS:
         raise refuse(f"'experts' must be one integer from 1 to {_MOST_EXPERTS}; it is {experts}")
     if int(ids.min()) < 0 or int(ids.max()) >= int(experts):

@@ -571,7 +571,7 @@ PYBIND11_MODULE(_C, m) {
                     const std::optional<std::string>&, int32_t, const std::string&,
                     const std::string&, const std::string&, int32_t, int64_t, double,
                     const std::string&, const PySource*,
-                    const std::optional<std::map<std::string, double>>&>(),
+                    const std::optional<std::map<std::string, double>>&, int32_t>(),
            py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("format"),
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),

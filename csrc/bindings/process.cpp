@@ -14,9 +14,10 @@ WorkspacePool& process_workspaces() {
 void check_process() {
   static const OwnerProcess owner;
   if (!owner.forked()) return;
-  throw Error(ErrorKind::kForked,
-              "this process was forked from the one that packed its linear layers, whose threads "
-              "it does not have; load the model in the child, or start it with the spawn method");
+  throw Error(
+      ErrorKind::kForked,
+      "this process was forked from the one that computed with torch_mesh, whose threads it "
+      "does not have; load the model in the child, or start it with the spawn method");
 }
 
 }  // namespace torch_mesh

@@ -33,6 +33,9 @@ constexpr float kLearningRate = .001f;
 constexpr float kFollowTrust = .5f;
 // A forward of many tokens uses a large part of its layer and says little of what follows what.
 constexpr int32_t kMostLearned = 32;
+// Entries of the table of what follows what: 256 MB. Models have a few million; a layer of very
+// many experts goes without it.
+constexpr size_t kLargestTable = size_t{1} << 26;
 // Of a prompt: the longest window has all but forgotten what was before.
 constexpr size_t kMostPromptTokens = 512;
 
@@ -54,7 +57,7 @@ class Heat final : public Policy {
         predicted_(life_.size(), 0.f),
         probability_(life_.size(), 0.f),
         last_(ticks_.size() * kMostLearned, 0),
-        follows_(life_.size() * experts_, 0.f),
+        follows_(table_entries(options), 0.f),
         use_(static_cast<size_t>(experts_), 0.f),
         place_(life_.size(), Place::kAbsent) {
     token_.reserve(static_cast<size_t>(experts_));
@@ -184,6 +187,12 @@ class Heat final : public Policy {
     observed_[layer] = 0;
   }
 
+  static size_t table_entries(const PolicyOptions& options) {
+    const auto experts = static_cast<size_t>(options.experts);
+    const size_t entries = options.layers * experts * experts;
+    return entries <= kLargestTable ? entries : 0;
+  }
+
   float* row(int32_t layer, int32_t expert) {
     return &follows_[(static_cast<size_t>(layer) * experts_ + expert) * experts_];
   }
@@ -214,7 +223,7 @@ class Heat final : public Policy {
         mean[expert] += fresh * (use_[expert] - mean[expert]);
       }
     }
-    const bool learnable = experts.size() <= static_cast<size_t>(kMostLearned);
+    const bool learnable = !follows_.empty() && experts.size() <= static_cast<size_t>(kMostLearned);
     last_count_[layer] = learnable ? static_cast<int32_t>(experts.size()) : 0;
     if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMostLearned]);
   }

@@ -219,7 +219,7 @@ void Pool::Impl::read_ahead() {
   const ReaderOptions& io = options.reader;
   const int64_t chunks = (options.record_bytes + io.chunk_bytes - 1) / io.chunk_bytes;
   const int64_t most =
-      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.size() / 2});
+      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.limit() / 2});
   // Those that queue for slots come first.
   while (!closed && prefetching < most && first_ticket == nullptr) {
     const auto reserve_one = [this](ExpertId id) { return reserve(id, expected_phase); };

@@ -22,7 +22,7 @@ constexpr int32_t kLeastWindow = 16;
 // yet. Where other chunks follow they find the whole layer there, if that is at most half of the
 // pool.
 int32_t Pool::Impl::window_slots(int32_t layer, bool last_chunk) const {
-  const int32_t all = slots.size();
+  const int32_t all = slots.limit();
   const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers);
   const int32_t least =
       last_chunk ? std::min(std::max(kLeastWindow, all / 16), all / 8) : std::min(experts, all / 2);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +104,51 @@ def test_padding_is_masked() -> None:
     assert ((value[1:] - alone).norm() / alone.norm()) < 0.1
 
 
+def _uses_kernel(model: PreTrainedModel) -> bool:
+    with Calls() as calls:
+        _steps(model, torch.randint(3, 100, (1, 8)))
+    return calls.count > 0
+
+
 def test_auto_goes_with_dense_and_unpatch_gives_it_back() -> None:
     model = TINY_MODELS[MIXTRAL].build()
-    assert torch_mesh.patch(model).config._attn_implementation == "sdpa"
+    assert not _uses_kernel(torch_mesh.patch(model))
     torch_mesh.unpatch(model)
-    assert torch_mesh.patch(model, dense="bf16").config._attn_implementation == "torch_mesh"
+    assert _uses_kernel(torch_mesh.patch(model, dense="bf16"))
     torch_mesh.unpatch(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert torch_mesh.patch(model, dense="bf16", attention="model").config._attn_implementation == "sdpa"
+    assert not _uses_kernel(model)
+    assert not _uses_kernel(torch_mesh.patch(model, dense="bf16", attention="model"))
 
 
 def test_an_implementation_that_was_chosen_stays() -> None:
     model = TINY_MODELS[MIXTRAL].build()
     model.set_attn_implementation("eager")
-    assert torch_mesh.patch(model, dense="bf16").config._attn_implementation == "eager"
+    assert not _uses_kernel(torch_mesh.patch(model, dense="bf16"))
+
+
+def test_another_model_of_the_same_config_is_left_alone() -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    other = type(model)(model.config).bfloat16().eval()
+    torch_mesh.patch(model, attention="mesh")
+    assert _uses_kernel(model) and not _uses_kernel(other)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32Experts", "GlmMoeDsaExperts", "AXK2Experts"])
+def test_sparse_attention_stays_sparse(name: str) -> None:
+    """These choose keys by an indexer, and hand the choice over as a mask only to implementations whose names they know."""
+    model = TINY_MODELS[name].build()
+    ids = torch.randint(3, 100, (2, 32))
+    for module in model.modules():
+        for attribute in ("index_topk", "topk", "index_top_k"):
+            if isinstance(vars(module).get(attribute), int):
+                setattr(module, attribute, 4)
+    torch_mesh.patch(model, attention="model")
+    expected = _steps(model, ids)
+    torch_mesh.unpatch(model)
+    torch_mesh.patch(model, attention="mesh")
+    value = _steps(model, ids)
+    by_token = (value - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.min() < 0.02 and by_token.median() < 0.2
 
 
 def test_training_is_left_to_torch() -> None:
@@ -132,10 +164,10 @@ def test_from_pretrained_takes_it_and_save_pretrained_does_not_write_it(tmp_path
     TINY_MODELS[MIXTRAL].build().save_pretrained(tmp_path / "source")
     config = torch_mesh.MeshConfig(resident=1.0, attention="mesh")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config)
-    assert model.config._attn_implementation == "torch_mesh"
+    assert _uses_kernel(model)
     model.save_pretrained(tmp_path / "saved")
-    assert "torch_mesh" not in (tmp_path / "saved" / "config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config._attn_implementation == "sdpa"
+    assert "attention" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert not _uses_kernel(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
 
 
 def test_an_unknown_choice_is_named() -> None:
