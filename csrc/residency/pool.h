@@ -135,8 +135,8 @@ class Pool {
   int32_t least_slots() const;
   int32_t most_slots() const;
   int32_t segment_slots() const;  // memory comes and goes in so many
-  int32_t pinned() const;        // slots with at least one pin
-  int64_t memory_bytes() const;  // slots and staging buffers, as of now
+  int32_t pinned() const;         // slots with at least one pin
+  int64_t memory_bytes() const;   // slots and staging buffers, as of now
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool

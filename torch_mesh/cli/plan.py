@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="say what a model will need and reach here, and what to change",
         description="Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
-        "will be. Reads headers, config and manifest, and for two seconds the disk's and the memory's speed. "
+        "will be. Reads headers, config and manifest (a model id is downloaded first), and for two seconds the disk's and the memory's speed. "
         "Exits with 1 only where the model cannot run.",
     )
     parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
