@@ -46,7 +46,7 @@ def forward(model: Any, ids: torch.Tensor, past: Any = None) -> Any:
 
 def cold_prompt(folder: Path, ids: torch.Tensor, prefill: str) -> tuple[float, Any]:
     """Seconds of a prompt in a model that has just been opened, and its statistics."""
-    isolation.evict([folder])
+    isolation.evict(sorted(folder.glob("mesh-*.safetensors")))
     model = open_model(folder, resident=RESIDENT, prefill=prefill, dense="int8", verify="never")
     return timed_prompt(model, ids)
 

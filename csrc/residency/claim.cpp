@@ -230,7 +230,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   impl.expected.begin(layer);
-  impl.slots.policy().tick_prompt(layer, experts, part.ids, part.top_k);
+  if (!impl.covers_all()) impl.slots.policy().tick_prompt(layer, experts, part.ids, part.top_k);
   impl.reserve_for(*this, false);
   impl.read_next_layer(*this);
 }

@@ -375,7 +375,7 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
   }
   const Impl::Lock lock(impl_->mutex);
   impl_->check_open();
-  impl_->slots.policy().observe(layer, scores);
+  if (!impl_->covers_all()) impl_->slots.policy().observe(layer, scores);
 }
 
 void Pool::check_process() const { impl_->check_process(); }

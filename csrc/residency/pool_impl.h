@@ -75,6 +75,8 @@ struct Pool::Impl {
   // loading.
   int32_t reserve(ExpertId id, Phase phase);
   // READY and unpinned → EMPTY, counted.
+  // With a slot for every expert nothing is given up: what is used tells a policy nothing.
+  bool covers_all() const { return slots.limit() == layers * experts; }
   void evict(int32_t slot, Phase phase);
   void count_wasted(int32_t slot);
   void wake_slot_waiters();
