@@ -167,7 +167,7 @@ class Engine:
         """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
 
     def describe_size(self) -> dict[str, int]:
-        """'slots' and 'pool_bytes' now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
+        """'slots' and 'slot_bytes' (what they take) now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
 
     def describe(self) -> dict[str, object]:
         """'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""

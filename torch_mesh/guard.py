@@ -20,14 +20,18 @@ _SETTLING_SECONDS = 1.0
 _CALM_SECONDS = 3.0
 
 
-def wanted_slots(left: int, pool_bytes: int, about: dict[str, int]) -> int:
-    """How many slots a pool should have that takes ``pool_bytes`` where ``left`` bytes are free; less than 0: above a limit.
+# What is taken at once: clearing it takes a moment, in which others may want memory too.
+_GROWTH_BYTES = 2**30
+
+
+def wanted_slots(left: int, slot_bytes: int, about: dict[str, int]) -> int:
+    """How many slots a pool should have whose slots take ``slot_bytes`` where ``left`` bytes are free; less than 0: above a limit.
 
     That is what ``resident="auto"`` would choose now, in whole segments, which is how memory comes and goes. To change
     little for little, it is the present number while between a half and five quarters of auto's margin are left.
     ``about`` is what ``Engine.describe`` says.
     """
-    total = left + pool_bytes
+    total = left + slot_bytes
     margin = auto_margin(total)
     if margin // 2 <= left <= margin + margin // 4:
         return about["slots"]
@@ -83,7 +87,7 @@ class MemoryGuard:
         """True if the pool has another size now."""
         about = self._engine.describe_size()
         left = left_bytes(self._proc)
-        slots, wanted = about["slots"], wanted_slots(left, about["pool_bytes"], about)
+        slots, wanted = about["slots"], wanted_slots(left, about["slot_bytes"], about)
         if wanted <= slots:
             self._free_since = None
         if wanted == slots:
@@ -93,7 +97,7 @@ class MemoryGuard:
             self._free_since = self._free_since or now
             if now - self._free_since < self._calm:
                 return False
-            self._free_since = None
+            wanted = min(wanted, slots + max(about["segment_slots"], _GROWTH_BYTES // about["record_bytes"]))
         self._engine.resize(wanted)
         if wanted < slots:
             _LOG.warning("%d MiB of memory are left: %d experts stay resident of %d.", left >> 20, wanted, slots)

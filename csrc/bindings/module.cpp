@@ -399,15 +399,24 @@ class PyEngine {
   }
 
   py::dict describe_size() {
-    const std::shared_ptr<LiveEngine> live = open();
+    std::shared_ptr<LiveEngine> live = open();
     const Pool& pool = live->engine->pool();
+    const std::pair<const char*, int64_t> sizes[] = {
+        {"slots", pool.slots()},
+        {"least_slots", pool.least_slots()},
+        {"most_slots", pool.most_slots()},
+        {"segment_slots", pool.segment_slots()},
+        {"record_bytes", live->engine->layout().bytes},
+        {"slot_bytes", pool.slot_bytes()},
+    };
+    {
+      // Before anything of Python's is made: the garbage collector may run then, find the model
+      // dead and close this engine, which waits for its last user.
+      const py::gil_scoped_release released;
+      live.reset();
+    }
     py::dict result;
-    result["slots"] = pool.slots();
-    result["least_slots"] = pool.least_slots();
-    result["most_slots"] = pool.most_slots();
-    result["segment_slots"] = pool.segment_slots();
-    result["record_bytes"] = live->engine->layout().bytes;
-    result["pool_bytes"] = pool.memory_bytes();
+    for (const auto& [name, size] : sizes) result[name] = size;
     return result;
   }
 

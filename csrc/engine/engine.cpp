@@ -110,8 +110,11 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, ready, part, workspace);
-    // The next chunk wants the same experts: nothing that has a slot need make room before it.
-    if (!forward.window || forward.last || !claim.placed()) {
+    // The next chunk wants the same experts: nothing that has a slot need make room before it. Half
+    // of the pool is left to others meanwhile.
+    const bool kept =
+        forward.window && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
+    if (!kept) {
       for (const ReadyExpert& expert : ready) claim.release(expert.index);
     }
     computed += static_cast<int32_t>(ready.size());

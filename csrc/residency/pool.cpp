@@ -493,6 +493,12 @@ int64_t Pool::memory_bytes() const {
   return impl_->present_bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
 }
 
+int64_t Pool::slot_bytes() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->present_bytes();
+}
+
 const Topology& Pool::topology() const { return impl_->options.topology; }
 const char* Pool::policy() const { return impl_->slots.policy().name(); }
 const Reader* Pool::reader() const { return impl_->reader.get(); }

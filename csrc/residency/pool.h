@@ -137,6 +137,7 @@ class Pool {
   int32_t segment_slots() const;  // memory comes and goes in so many
   int32_t pinned() const;         // slots with at least one pin
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
+  int64_t slot_bytes() const;     // those of them that resize() can give up
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
