@@ -42,7 +42,7 @@ def test_a_checkpoint_and_its_store(mesh_tiny: Path, store: Path, capsys: pytest
         assert sizes["weights"] == weights
         assert sizes["expert_bytes"] == _C.record_bytes(weights, 64, 192, 64, True, False)
         assert planned["pool_bytes"] == 48 * sizes["expert_bytes"]
-        assert planned["chunk_bytes"] == 144 * sizes["expert_bytes"]
+        assert planned["chunk_bytes"] == 192 * sizes["expert_bytes"]
         assert (sizes["staging_bytes"] > 0) == staging
         assert planned["tokens_per_second"] > 0
     # int4 from the original: what converting it would give.

@@ -49,7 +49,10 @@ def test_agrees_with_float64(open_pool: OpenPool, spec: Spec, dtype: torch.dtype
         assert outputs[-1].dtype == dtype and outputs[-1].shape == x.shape and outputs[-1].is_contiguous()
         # fp32 and fp16 are rounded to bf16 first.
         exact.append(pool.weights.reference(x.bfloat16(), ids, weights))
-    assert relative_error(torch.cat(outputs), torch.cat(exact)) < TOLERANCE[spec.weights]
+    # A single column is a few values, whose roundings do not average out.
+    assert relative_error(torch.cat(outputs), torch.cat(exact)) < TOLERANCE[spec.weights] * (
+        2 if spec.hidden == 1 else 1
+    )
     # Few values may cancel: their error is that of the terms, about as large as values of the whole.
     usual = torch.cat(exact).square().mean().sqrt()
     for out, expected in zip(outputs, exact, strict=True):
