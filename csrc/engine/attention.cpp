@@ -14,10 +14,6 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-const std::byte* at(const void* data, ScalarType type, int64_t offset) {
-  return static_cast<const std::byte*>(data) + offset * scalar_bytes(type);
-}
-
 // One call, cut into chunks of keys, groups of heads that share them, and tiles of query rows.
 class Plan {
  public:
@@ -109,9 +105,8 @@ class Plan {
         for (int32_t d = 0; d < call_.value_dim; ++d) sums[d] /= total;
       }
       const int64_t token = row / group_, head = first_head + row % group_;
-      const int64_t to = ((batch * call_.tokens + token) * call_.heads + head) * call_.value_dim;
-      store_row(sums, call_.value_dim,
-                static_cast<std::byte*>(call_.out) + to * scalar_bytes(call_.out_type),
+      const int64_t to = (batch * call_.tokens + token) * call_.heads + head;
+      store_row(sums, call_.value_dim, row_pointer(call_.out, call_.out_type, call_.value_dim, to),
                 call_.out_type);
     }
   }
@@ -120,7 +115,7 @@ class Plan {
   ConstRows rows_of(const HeadRows& heads, int64_t batch, int64_t head, int64_t row) const {
     const int64_t offset =
         batch * heads.batch_stride + head * heads.head_stride + row * heads.row_stride;
-    return {at(heads.data, heads.type, offset), heads.type, heads.row_stride};
+    return {row_pointer(heads.data, heads.type, 1, offset), heads.type, heads.row_stride};
   }
 
   // One for all rows of a decode step.
@@ -144,7 +139,7 @@ class Plan {
         const auto* sees = static_cast<const bool*>(from.data) + offset;
         for (int32_t k = 0; k < count; ++k) to[k] = sees[k] ? 0.0f : kMinusInfinity;
       } else {
-        table.to_floats(at(from.data, from.type, offset), from.type, count, to);
+        table.to_floats(row_pointer(from.data, from.type, 1, offset), from.type, count, to);
       }
       int32_t last = count;
       while (last > seen && to[last - 1] == kMinusInfinity) --last;

@@ -36,15 +36,8 @@ class Expected {
   int32_t reserve_next(SlotTable& slots, Reserve&& reserve) {
     while (next_ < ids_.size() && slots.find(ids_[next_]) >= 0) ++next_;
     if (next_ == ids_.size()) return -1;
-    const auto for_each_ready = [&](void (SlotTable::*act)(int32_t)) {
-      for (ExpertId id : ids_) {
-        const int32_t slot = slots.find(id);
-        if (slot >= 0 && slots[slot].state == SlotState::kReady) (slots.*act)(slot);
-      }
-    };
-    for_each_ready(&SlotTable::hold);
-    const int32_t slot = reserve(ids_[next_]);
-    for_each_ready(&SlotTable::unpin);
+    int32_t slot = -1;
+    while_kept(slots, ids_, [&] { slot = reserve(ids_[next_]); });
     if (slot < 0) clear();
     return slot;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ranges>
 #include <utility>
 
 #include "residency/pool_impl.h"
@@ -314,23 +315,17 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
   // Those that queue for slots come first.
   if (impl.memory_only() || impl.first_ticket != nullptr) return;
   const Stopwatch decision(impl.stats_of(layer, phase).decision_nanoseconds);
-  // What is wanted and here already must not make room for what is not.
-  const auto for_each_ready = [&](void (SlotTable::*act)(int32_t)) {
-    for (int32_t expert : experts) {
-      const int32_t slot = impl.slots.find(impl.id_of(layer, expert));
-      if (slot >= 0 && impl.slots[slot].state == SlotState::kReady) (impl.slots.*act)(slot);
+  const auto ids =
+      experts | std::views::transform([&](int32_t expert) { return impl.id_of(layer, expert); });
+  while_kept(impl.slots, ids, [&] {
+    for (ExpertId id : ids) {
+      if (impl.prefetching >= impl.slots.limit() / 2) break;
+      if (impl.slots.find(id) >= 0) continue;
+      const int32_t slot = impl.reserve(id, phase);
+      if (slot < 0) break;
+      impl.start_load(slot, Urgency::kPrefetch, phase);
     }
-  };
-  for_each_ready(&SlotTable::hold);
-  for (int32_t expert : experts) {
-    if (impl.prefetching >= impl.slots.limit() / 2) break;
-    const ExpertId id = impl.id_of(layer, expert);
-    if (impl.slots.find(id) >= 0) continue;
-    const int32_t slot = impl.reserve(id, phase);
-    if (slot < 0) break;
-    impl.start_load(slot, Urgency::kPrefetch, phase);
-  }
-  for_each_ready(&SlotTable::unpin);
+  });
 }
 
 void Pool::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {

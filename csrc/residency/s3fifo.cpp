@@ -70,7 +70,7 @@ class S3Fifo final : public Policy {
   ExpertId victim() override {
     if (evictable_ == 0) return kNoExpert;
     promote_reused();
-    const ExpertId newcomer = first_unpinned(small_);
+    const ExpertId newcomer = small_.first_without(pinned_);
     if (small_.size() > small_capacity_ && newcomer != kNoExpert) return newcomer;
     const ExpertId established = from_main();
     return established != kNoExpert ? established : newcomer;
@@ -94,15 +94,9 @@ class S3Fifo final : public Policy {
     while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
   }
 
-  ExpertId first_unpinned(const IndexList& list) const {
-    ExpertId id = list.front();
-    while (id != kNoExpert && pinned_[id]) id = list.next(id);
-    return id;
-  }
-
   void promote_reused() {
     while (small_.size() > small_capacity_) {
-      const ExpertId id = first_unpinned(small_);
+      const ExpertId id = small_.first_without(pinned_);
       if (id == kNoExpert || reuses_[id] <= 1) return;
       small_.erase(id);
       place_[id] = Place::kMain;

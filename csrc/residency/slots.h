@@ -69,6 +69,21 @@ class SlotTable {
   std::unique_ptr<Policy> policy_;
 };
 
+// Runs `act` while those of `ids` that are READY cannot be given up: what is wanted and here
+// already must not make room for what is not.
+template <typename Ids, typename Act>
+void while_kept(SlotTable& slots, const Ids& ids, const Act& act) {
+  const auto for_each_ready = [&](void (SlotTable::*change)(int32_t)) {
+    for (ExpertId id : ids) {
+      const int32_t slot = slots.find(id);
+      if (slot >= 0 && slots[slot].state == SlotState::kReady) (slots.*change)(slot);
+    }
+  };
+  for_each_ready(&SlotTable::hold);
+  act();
+  for_each_ready(&SlotTable::unpin);
+}
+
 // Throws std::logic_error(what) unless `holds`.
 void check_invariant(bool holds, const char* what);
 

@@ -53,7 +53,7 @@ class TwoQueues final : public Policy {
   void unpin(ExpertId id) override { pinned_[id] = false; }
 
   ExpertId victim() override {
-    const ExpertId recent = first_unpinned(recent_), main = first_unpinned(main_);
+    const ExpertId recent = recent_.first_without(pinned_), main = main_.first_without(pinned_);
     if (recent == kNoExpert || main == kNoExpert) return std::max(recent, main);
     return recent_.size() > recent_capacity_ ? recent : main;
   }
@@ -75,12 +75,6 @@ class TwoQueues final : public Policy {
 
   void forget_overflow() {
     while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
-  }
-
-  ExpertId first_unpinned(const IndexList& list) const {
-    ExpertId id = list.front();
-    while (id != kNoExpert && pinned_[id]) id = list.next(id);
-    return id;
   }
 
   int32_t recent_capacity_ = 1;

@@ -6,6 +6,7 @@
 // each layer that the prompt has come to. So the window narrows from layer to layer, and
 // decode starts with experts of all layers rather than with those of the last.
 #include <algorithm>
+#include <ranges>
 
 #include "residency/pool_impl.h"
 
@@ -44,23 +45,17 @@ void Pool::Impl::read_next_layer(const Claim& claim) {
   const auto has_room = [&] { return slots.has_empty() || claim.reading_ + ahead < most; };
   if (missing == 0 || !has_room()) return;
 
-  // What has been read ahead must not make room for the rest.
-  const auto for_each_ready = [&](void (SlotTable::*act)(int32_t)) {
-    for (int32_t expert = 0; expert < experts; ++expert) {
-      const int32_t slot = slots.find(id_of(layer, expert));
-      if (slot >= 0 && slots[slot].state == SlotState::kReady) (slots.*act)(slot);
+  const auto ids = std::views::iota(id_of(layer, 0), id_of(layer, 0) + experts);
+  while_kept(slots, ids, [&] {
+    for (ExpertId id : ids) {
+      if (!has_room()) break;
+      if (slots.find(id) >= 0) continue;
+      const int32_t slot = reserve(id, claim.part_.phase);
+      if (slot < 0) break;
+      start_load(slot, Urgency::kWindow, claim.part_.phase);
+      ++ahead;
     }
-  };
-  for_each_ready(&SlotTable::hold);
-  for (int32_t expert = 0; expert < experts && has_room(); ++expert) {
-    const ExpertId id = id_of(layer, expert);
-    if (slots.find(id) >= 0) continue;
-    const int32_t slot = reserve(id, claim.part_.phase);
-    if (slot < 0) break;
-    start_load(slot, Urgency::kWindow, claim.part_.phase);
-    ++ahead;
-  }
-  for_each_ready(&SlotTable::unpin);
+  });
 }
 
 }  // namespace torch_mesh

@@ -55,9 +55,9 @@ class WTinyLfu final : public Policy {
   void unpin(ExpertId id) override { pinned_[id] = false; }
 
   ExpertId victim() override {
-    const ExpertId newcomer = first_unpinned(window_);
-    ExpertId established = first_unpinned(probation_);
-    if (established == kNoExpert) established = first_unpinned(protected_);
+    const ExpertId newcomer = window_.first_without(pinned_);
+    ExpertId established = probation_.first_without(pinned_);
+    if (established == kNoExpert) established = protected_.first_without(pinned_);
     if (newcomer == kNoExpert || established == kNoExpert) return std::max(newcomer, established);
     if (window_.size() <= window_capacity_) return established;
     if (uses_[newcomer] <= uses_[established]) return newcomer;
@@ -82,12 +82,6 @@ class WTinyLfu final : public Policy {
   IndexList& list(ExpertId id) {
     if (place_[id] == Place::kWindow) return window_;
     return place_[id] == Place::kProbation ? probation_ : protected_;
-  }
-
-  ExpertId first_unpinned(const IndexList& list) const {
-    ExpertId id = list.front();
-    while (id != kNoExpert && pinned_[id]) id = list.next(id);
-    return id;
   }
 
   void demote_overflow() {
