@@ -66,7 +66,10 @@ void Engine::experts(const ExpertsCall& call) {
                 "these experts have an activation of their own; use grouped_linear");
   }
   WorkspacePool::Lease lease(workspaces_);
-  const int32_t chunk = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
+  // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
+  const int32_t most = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
+  const int32_t chunks = 1 + (call.tokens - 1) / most;
+  const int32_t chunk = 1 + (call.tokens - 1) / chunks;
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
     ExpertsCall part = call;
     part.tokens = std::min(chunk, call.tokens - begin);
