@@ -93,7 +93,7 @@ class UringBackend final : public Backend {
     for (const MemoryRegion& buffer : buffers) add_buffer(buffer);
     std::sort(buffers_.begin(), buffers_.end(),
               [](const iovec& left, const iovec& right) { return left.iov_base < right.iov_base; });
-    present_.assign(buffers_.size(), true);
+    registrations_.assign(buffers_.size(), Registration::kUsed);
     wake_descriptor_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_descriptor_ < 0) {
       throw Error(ErrorKind::kInvalid,
@@ -163,6 +163,13 @@ class UringBackend final : public Backend {
   std::vector<std::string> notes() const override { return notes_; }
 
  private:
+  // Of one buffer, while buffers_registered_.
+  enum class Registration : uint8_t {
+    kUsed,
+    kStuck,  // the ring keeps pages that the pool has given up: not those that are there now
+    kNone,
+  };
+
   void add_buffer(MemoryRegion rest) {
     while (rest.bytes > 0) {
       const size_t bytes = std::min(rest.bytes, kLargestBuffer);
@@ -202,24 +209,36 @@ class UringBackend final : public Backend {
     notes_.push_back(note);
   }
 
-  // Each buffer keeps its index, with nothing behind it while it is not registered.
   void change(const MemoryRegion& region, bool comes) {
     for (size_t index = 0; buffers_registered_ && index < buffers_.size(); ++index) {
       const auto* data = static_cast<const std::byte*>(buffers_[index].iov_base);
-      if (data < region.data || data >= region.data + region.bytes) continue;
-      if (present_[index] == comes) continue;
-      const iovec buffer = comes ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
-      // Counts what it changed. Without tags it is what IORING_REGISTER_BUFFERS_UPDATE does.
-      const __u64 no_tag = 0;
-      const int changed = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
-                                                               &buffer, &no_tag, 1);
-      if (changed == 1) {
-        present_[index] = comes;
-      } else if (!comes) {
-        unregister_all(changed);
-      } else {
-        note_refusal(buffer.iov_len, -changed);  // and it is read into as other memory is
+      const bool inside = data >= region.data && data < region.data + region.bytes;
+      if (inside && comes != (registrations_[index] == Registration::kUsed)) {
+        change(index, comes);
+      } else if (!inside && registrations_[index] == Registration::kStuck) {
+        change(index, false);
       }
+    }
+  }
+
+  // Each buffer keeps its index, with nothing behind it while it is not registered.
+  void change(size_t index, bool comes) {
+    const iovec buffer = comes ? buffers_[index] : iovec{.iov_base = nullptr, .iov_len = 0};
+    // Counts what it changed. Without tags it is what IORING_REGISTER_BUFFERS_UPDATE does.
+    const __u64 no_tag = 0;
+    const int changed = io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index),
+                                                             &buffer, &no_tag, 1);
+    if (changed == 1) {
+      registrations_[index] = comes ? Registration::kUsed : Registration::kNone;
+    } else if (comes) {  // and it is read into as other memory is
+      note_refusal(buffers_[index].iov_len, "register", "have come back to the pool", -changed,
+                   "so reads into them cost more CPU time");
+    } else if (changed == -EINVAL) {  // the call is unknown
+      unregister_all(changed);
+    } else {  // such as ENOMEM; tried again with the next change
+      registrations_[index] = Registration::kStuck;
+      note_refusal(buffers_[index].iov_len, "unregister", "the pool has given up", -changed,
+                   "so they stay locked");
     }
   }
 
@@ -236,10 +255,10 @@ class UringBackend final : public Backend {
                      "), so all were when the pool shrank, and reads cost more CPU time");
   }
 
-  void note_refusal(size_t bytes, int error) {
-    const std::string note = "io_uring did not register " + std::to_string(bytes) +
-                             " bytes that have come back to the pool (" + strerror(error) +
-                             "), so reads into them cost more CPU time";
+  void note_refusal(size_t bytes, const char* what, const char* which, int error,
+                    const char* consequence) {
+    const std::string note = std::string("io_uring did not ") + what + " " + std::to_string(bytes) +
+                             " bytes that " + which + " (" + strerror(error) + "), " + consequence;
     if (std::find(notes_.begin(), notes_.end(), note) == notes_.end()) notes_.push_back(note);
   }
 
@@ -255,7 +274,7 @@ class UringBackend final : public Backend {
     const std::byte* end = static_cast<const std::byte*>(buffer.iov_base) + buffer.iov_len;
     const bool inside = read.to < end && read.bytes <= end - read.to;
     const auto index = static_cast<int>(std::prev(after) - buffers_.begin());
-    return inside && present_[index] ? index : -1;
+    return inside && registrations_[index] == Registration::kUsed ? index : -1;
   }
 
   // A poll and not a read: it leaves no buffer of ours with the kernel when the ring is taken down.
@@ -304,8 +323,8 @@ class UringBackend final : public Backend {
 
   const std::shared_ptr<const FileTable> files_;
   const int32_t depth_;
-  std::vector<iovec> buffers_;  // by address
-  std::vector<bool> present_;   // by buffer: it is registered, if any is
+  std::vector<iovec> buffers_;               // by address
+  std::vector<Registration> registrations_;  // by buffer
   int wake_descriptor_ = -1;
   io_uring ring_{};
   bool files_registered_ = false;

@@ -1,10 +1,17 @@
 // The pool's size while it is at work: no forward fails or sees wrong bytes for it, and memory
 // comes and goes.
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <future>
 #include <memory>
@@ -13,6 +20,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "residency/pool.h"
@@ -175,6 +183,66 @@ TEST(Resize, ThePagesReallyGo) {
       pool.validate();
     }
     EXPECT_TRUE(pool.reader()->notes().empty()) << pool.reader()->notes()[0];
+  }
+}
+
+int64_t pinned_kib() {
+  std::ifstream file("/proc/self/status");
+  int64_t kib = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (std::sscanf(line.c_str(), "VmPin: %ld kB", &kib) == 1) return kib;
+  }
+  return -1;
+}
+
+// This thread, and those that it makes, get `error` for each change of a registered buffer.
+bool refuse_buffer_updates(uint32_t error) {
+  constexpr uint32_t kBuffersUpdate = 16;  // IORING_REGISTER_BUFFERS_UPDATE
+  const auto load = [](size_t at) {
+    return sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, static_cast<uint32_t>(at));
+  };
+  std::array<sock_filter, 7> code{
+      load(offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_register, 0, 4),
+      load(offsetof(seccomp_data, args[1])),
+      BPF_STMT(BPF_ALU | BPF_AND | BPF_K, 0x7fffffff),  // the rest is a flag
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kBuffersUpdate, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  const sock_fprog program{code.size(), code.data()};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+// What the ring does not let go of is neither read into nor a reason to give up the others; a
+// kernel that knows no such call lets go of all.
+TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
+  if (!uring_unavailable().empty()) GTEST_SKIP() << uring_unavailable();
+  constexpr int64_t kLarge = int64_t{1} << 18;
+  const TestStore<kLarge> store(1, 24);
+  for (const uint32_t error : {ENOMEM, EINVAL}) {
+    SCOPED_TRACE(strerror(static_cast<int>(error)));
+    std::thread([&] {
+      if (!refuse_buffer_updates(error)) GTEST_SKIP() << "no seccomp filter can be set";
+      PoolOptions options = options_of(24);
+      options.record_bytes = kLarge;
+      options.segment_bytes = 8 * kLarge;
+      options.reader.backend = "uring";
+      const int64_t others = pinned_kib();
+      Pool pool(options, {}, store.source(), nullptr);
+      const int64_t pinned = pinned_kib() - others;
+      if (pinned == 0) GTEST_SKIP() << "no buffer can be registered";
+      for (int32_t round = 0; round < 2; ++round) {
+        forward(pool, 0, all_of(24), kLarge);
+        EXPECT_EQ(pool.resize(8), 8);
+        forward(pool, 0, all_of(24), kLarge);
+        EXPECT_EQ(pool.resize(24), 24);
+        EXPECT_EQ(pinned_kib() - others, error == ENOMEM ? pinned : 0);
+      }
+      forward(pool, 0, all_of(24), kLarge);
+      EXPECT_FALSE(pool.reader()->notes().empty());
+      pool.validate();
+    }).join();
   }
 }
 
