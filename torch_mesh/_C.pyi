@@ -157,7 +157,7 @@ class Engine:
         """Keeps ``slots`` experts from now on while forwards go on, see Pool::resize in csrc/residency/pool.h; returns how many it keeps.
 
         Raises ValueError for a number outside of [least_slots, most_slots] and for an engine without a source, MemoryError if the
-        system has no memory to grow (the pool then keeps what it has), ReadTimeoutError when forwards or reads do not let go.
+        system has no memory to grow (the pool then keeps what it has), ReadTimeoutError when the I/O thread is stuck. Forwards and reads are not waited for.
         """
 
     def pinned(self) -> int: ...

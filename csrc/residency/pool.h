@@ -98,13 +98,13 @@ class Pool {
   void observe(int32_t layer, std::span<const float> scores);
 
   // Keeps `slots` records from now on, from least_slots to as many as the options say, while
-  // forwards and reads go on: none fails or loses its place for it. What is in the slots that go is
-  // evicted when nobody uses it any more. Returns the number of slots once all memory has gone or
-  // come, or when a later call has asked for another number; Error(kTimeout) and
-  // Error(kInterrupted) leave the rest to be done when the forwards and reads that it waits for
-  // end, or by the next call. Throws Error(kMemory) if the system has no memory to grow; the pool
-  // then keeps what it has. A memory-only pool throws Error(kInvalid): its records exist nowhere
-  // else.
+  // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or
+  // that of a later call, once the memory of unused slots has gone and what was missing has come.
+  // What is in use is not waited for: it is evicted and its memory goes when its forwards or reads
+  // end. Error(kTimeout) and Error(kInterrupted), while the I/O thread is busy elsewhere, leave the
+  // rest to that thread or the next call. Throws Error(kMemory) if the system has no memory to
+  // grow; the pool then keeps what it has. A memory-only pool throws Error(kInvalid): its records
+  // exist nowhere else.
   int32_t resize(int32_t slots);
 
   // Throws Error(kForked) in a child of the process that opened the pool.

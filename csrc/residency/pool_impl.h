@@ -162,6 +162,7 @@ struct Pool::Impl {
   bool growing = false;             // some resize() faults a segment in
   std::condition_variable resized;  // a segment has come or gone, or the pool is closed
   PoolStats stats;
+  bool grown = false;               // it has made the pool larger
   std::vector<int64_t> forwards;                  // by layer; never reset
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;

@@ -1,6 +1,7 @@
 // The size of the pool: which slots may be used, and which segments of the arena have memory.
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "residency/pool_impl.h"
 
@@ -56,16 +57,17 @@ void Pool::Impl::raise_limit() {
   const auto backed = static_cast<int32_t>(arena.first_of(missing - segments.begin()));
   const int32_t limit = std::min(target, backed);
   if (limit <= slots.limit()) return;
+  stats.grows += !std::exchange(grown, true);
   slots.set_limit(limit);
   slots.policy().resize(limit);
   wake_slot_waiters();
 }
 
 void Pool::Impl::retarget(int32_t wanted) {
-  stats.shrinks += wanted < target;
-  stats.grows += wanted > target;
   target = wanted;
+  grown = false;
   if (const int32_t before = slots.limit(); wanted < before) {
+    ++stats.shrinks;
     slots.set_limit(wanted);
     slots.policy().resize(wanted);
     for (int32_t slot = wanted; slot < before; ++slot) {
@@ -78,21 +80,23 @@ void Pool::Impl::retarget(int32_t wanted) {
   resized.notify_all();
 }
 
+// But for segments whose slots are still in use: those leave by themselves.
 bool Pool::Impl::settled() const {
-  if (slots.limit() != target) return false;
-  for (size_t segment = 0; segment < segments.size(); ++segment) {
-    const bool wanted = arena.first_of(static_cast<int64_t>(segment)) < target;
-    if (segments[segment] != (wanted ? SegmentState::kPresent : SegmentState::kAbsent))
-      return false;
-  }
-  return true;
+  return slots.limit() == target && std::none_of(segments.begin(), segments.end(), [](auto state) {
+           return state == SegmentState::kLeaving || state == SegmentState::kComing;
+         });
 }
 
 bool Pool::Impl::grow(Lock& lock) {
   if (growing) return false;
-  const auto missing = std::find(segments.begin(), segments.end(), SegmentState::kAbsent);
+  // From the first one up, as slots can only be used without a gap below them: one that is leaving
+  // is waited for.
+  const auto missing = std::find_if(segments.begin(), segments.end(), [](SegmentState state) {
+    return state == SegmentState::kAbsent || state == SegmentState::kLeaving;
+  });
   const auto segment = static_cast<int64_t>(missing - segments.begin());
-  if (missing == segments.end() || arena.first_of(segment) >= target) return false;
+  if (missing == segments.end() || *missing == SegmentState::kLeaving) return false;
+  if (arena.first_of(segment) >= target) return false;
   *missing = SegmentState::kComing;
   growing = true;
   lock.unlock();
@@ -110,7 +114,7 @@ bool Pool::Impl::grow(Lock& lock) {
   growing = false;
   if (error) {
     segments[segment] = SegmentState::kAbsent;
-    target = std::min(target, std::max(slots.limit(), options.least_slots));
+    target = std::min(target, static_cast<int32_t>(arena.first_of(segment)));
     resized.notify_all();
     throw *error;
   }
@@ -161,8 +165,7 @@ int32_t Pool::resize(int32_t slots) {
     throw Error(ErrorKind::kTimeout,
                 "the pool did not come to " + std::to_string(slots) + " slots in " +
                     std::to_string(impl.options.timeout.count()) +
-                    " ms: forwards or reads use the others and do not end; the rest of them goes "
-                    "when these do");
+                    " ms: the I/O thread does not come to it; the rest is done when it does");
   }
   return impl.slots.limit();
 }

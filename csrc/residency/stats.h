@@ -66,9 +66,9 @@ struct PoolStats {
   std::array<std::vector<LayerStats>, kPhases> layers;  // by phase, by layer
   std::vector<ExpertStats> experts;                     // layer * experts + expert
   std::optional<Error> prefetch_error;                  // of the last prefetch read that failed
-  int64_t shrinks = 0;                                  // calls of Pool::resize() that lowered it
-  int64_t grows = 0;                                    // or raised it
-  int32_t slots = 0;                                    // at this moment
+  int64_t shrinks = 0;  // calls of Pool::resize() after which fewer slots could be used,
+  int64_t grows = 0;    // or more
+  int32_t slots = 0;    // at this moment
 
   PoolStats(int32_t layers, int32_t experts);
 };

@@ -249,18 +249,29 @@ TEST(Resize, ARingThatKeepsASegmentKeepsTheOthersToo) {
 TEST(Resize, WhatIsInUseGoesWhenItsForwardEnds) {
   const TestStore store(2, 16);
   Pool pool(options_of(16), {}, store.source(), nullptr);
-  Holder holder(pool, 0, all_of(16));
-  auto resized = std::async(std::launch::async, [&] { return pool.resize(2); });
-  ASSERT_TRUE(comes_true([&] { return pool.slots() == 2; }));
-  EXPECT_EQ(resized.wait_for(50ms), std::future_status::timeout);
+  Holder holder(pool, 0, all_of(14));
+  EXPECT_EQ(pool.resize(2), 2);
+  EXPECT_EQ(pool.slots(), 2);
   EXPECT_EQ(pool.memory_bytes(), 16 * kRecord);
   pool.validate();
+  EXPECT_EQ(pool.resize(9), 9);  // and it can turn round meanwhile
+  EXPECT_EQ(pool.resize(1), 1);
   holder.end();
-  EXPECT_EQ(resized.get(), 2);
-  EXPECT_EQ(pool.memory_bytes(), 4 * kRecord);
-  EXPECT_EQ(resident(pool), 2);
+  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
+  EXPECT_EQ(resident(pool), 1);
   pool.validate();
   forward(pool, 1, all_of(16));
+}
+
+TEST(Resize, NothingIsGivenUpWhileAllIsInUse) {
+  const TestStore store(1, 16);
+  Pool pool(options_of(16), {}, store.source(), nullptr);
+  Holder holder(pool, 0, all_of(16));
+  EXPECT_EQ(pool.resize(1), 1);
+  EXPECT_EQ(pool.resize(16), 16);
+  holder.end();
+  EXPECT_EQ(resident(pool), 16);
+  pool.validate();
 }
 
 TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
@@ -272,63 +283,111 @@ TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
   pool.prefetch(0, all_of(16));  // into eight slots
   EXPECT_EQ(pool.resize(1), 1);
   pool.validate();
-  EXPECT_EQ(pool.memory_bytes(), 4 * kRecord);
+  pool.drain();
+  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
   EXPECT_LE(resident(pool), 1);
   EXPECT_GE(pool.stats()[0].prefetches_wasted, 7);
-  pool.drain();
   pool.validate();
 }
 
+// Segments of four slots, and an I/O thread that block() keeps busy.
+class BusyPool {
+ public:
+  explicit BusyPool(std::chrono::milliseconds timeout = 30s, const Runtime& runtime = {})
+      : store_(1, 16) {
+    PoolOptions options = options_of(16);
+    options.timeout = timeout;
+    Source source = store_.source();
+    source.raw = true;
+    source.checksums.clear();
+    const auto pack = [this](int32_t, std::span<const std::byte* const> pieces, std::byte* record) {
+      blocked_ = true;
+      opened_.wait();
+      std::copy_n(pieces[0], kRecord, record);
+    };
+    pool_.emplace(options, runtime, source, pack);
+  }
+  ~BusyPool() { unblock(); }
+  Pool* operator->() { return &*pool_; }
+  // The I/O thread packs a record, which never ends. One that is resident keeps its slot.
+  void block() {
+    pool_->prefetch(0, Experts{0});
+    ASSERT_TRUE(comes_true([&] { return blocked_.load(); }));
+  }
+  void unblock() {
+    if (!std::exchange(unblocked_, true)) gate_.set_value();
+  }
+  int64_t records() {  // that there is memory for, but for the staging buffers
+    return pool_->slot_bytes() / kRecord;
+  }
+
+ private:
+  TestStore<kRecord> store_;
+  std::promise<void> gate_;
+  std::shared_future<void> opened_ = gate_.get_future().share();
+  std::atomic<bool> blocked_ = false;
+  bool unblocked_ = false;
+  std::optional<Pool> pool_;
+};
+
 TEST(Resize, GivesUpAfterTheTimeOutAndTheRestFollows) {
-  const TestStore store(1, 16);
-  PoolOptions options = options_of(16);
-  options.timeout = 100ms;
-  Pool pool(options, {}, store.source(), nullptr);
-  Holder holder(pool, 0, all_of(16));
-  EXPECT_EQ(kind_of([&] { pool.resize(4); }), ErrorKind::kTimeout);
-  pool.validate();
-  holder.end();
-  EXPECT_TRUE(comes_true([&] { return pool.memory_bytes() == 4 * kRecord; }));
-  EXPECT_EQ(pool.resize(4), 4);
-  EXPECT_EQ(pool.detailed_stats().shrinks, 1);
+  BusyPool pool(100ms);
+  pool.block();
+  EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);
+  pool->validate();
+  pool.unblock();
+  EXPECT_TRUE(comes_true([&] { return pool.records() == 4; }));
+  EXPECT_EQ(pool->resize(4), 4);
+}
+
+TEST(Resize, CountsWhatHappenedAndNotWhatWasAskedFor) {
+  BusyPool pool(100ms);
+  EXPECT_EQ(pool->resize(4), 4);
+  pool.block();
+  EXPECT_EQ(kind_of([&] { pool->resize(16); }), ErrorKind::kTimeout);
+  EXPECT_EQ(kind_of([&] { pool->resize(4); }), ErrorKind::kTimeout);
+  pool.unblock();
+  EXPECT_TRUE(comes_true([&] { return pool.records() == 4; }));
+  const PoolStats stats = pool->detailed_stats();
+  EXPECT_EQ(stats.shrinks, 1);
+  EXPECT_EQ(stats.grows, 0);
+  EXPECT_EQ(pool->resize(13), 13);  // by three segments
+  EXPECT_EQ(pool->detailed_stats().grows, 1);
+}
+
+// Slots above a gap cannot be used.
+TEST(Resize, ASegmentThatLeavesIsWaitedForBeforeThoseAboveItCome) {
+  BusyPool pool;
+  EXPECT_EQ(pool->resize(8), 8);
+  pool.block();
+  auto smaller = std::async(std::launch::async, [&] { return pool->resize(4); });
+  ASSERT_TRUE(comes_true([&] { return pool->slots() == 4; }));
+  auto larger = std::async(std::launch::async, [&] { return pool->resize(16); });
+  EXPECT_EQ(larger.wait_for(100ms), std::future_status::timeout);
+  EXPECT_EQ(pool.records(), 8);
+  pool.unblock();
+  EXPECT_EQ(larger.get(), 16);
+  EXPECT_EQ(smaller.get(), 16);  // the last call decides
+  pool->validate();
 }
 
 TEST(Resize, AnInterruptEndsTheWait) {
-  const TestStore store(1, 8);
   Runtime runtime{};
   runtime.interrupted = [] { return true; };
-  Pool pool(options_of(8), runtime, store.source(), nullptr);
-  Holder holder(pool, 0, {0, 1, 2, 3, 4, 5, 6, 7});
-  EXPECT_EQ(kind_of([&] { pool.resize(1); }), ErrorKind::kInterrupted);
-  holder.end();
-  pool.validate();
+  BusyPool pool(30s, runtime);
+  pool.block();
+  EXPECT_EQ(kind_of([&] { pool->resize(1); }), ErrorKind::kInterrupted);
+  pool->validate();
 }
 
 TEST(Resize, CloseEndsTheWait) {
-  const TestStore store(1, 8);
-  Pool pool(options_of(8), {}, store.source(), nullptr);
-  Holder holder(pool, 0, all_of(8));
-  auto resized = std::async(std::launch::async, [&] { pool.resize(1); });
-  ASSERT_TRUE(comes_true([&] { return pool.slots() == 1; }));
-  pool.close();
+  BusyPool pool;
+  pool.block();
+  auto resized = std::async(std::launch::async, [&] { pool->resize(1); });
+  ASSERT_TRUE(comes_true([&] { return pool->slots() == 1; }));
+  pool->close();
   EXPECT_EQ(kind_of([&] { resized.get(); }), ErrorKind::kClosed);
-  EXPECT_EQ(kind_of([&] { pool.resize(8); }), ErrorKind::kClosed);
-  holder.end();
-}
-
-// The last call decides, whichever thread carries it out.
-TEST(Resize, ALaterCallChangesTheGoalOfAnEarlierOne) {
-  const TestStore store(1, 16);
-  Pool pool(options_of(16), {}, store.source(), nullptr);
-  Holder holder(pool, 0, all_of(16));
-  auto first = std::async(std::launch::async, [&] { return pool.resize(1); });
-  ASSERT_TRUE(comes_true([&] { return pool.slots() == 1; }));
-  EXPECT_EQ(pool.resize(16), 16);
-  EXPECT_EQ(first.get(), 16);
-  EXPECT_EQ(resident(pool), 16);  // nothing was given up: all were in use
-  holder.end();
-  EXPECT_EQ(resident(pool), 16);
-  pool.validate();
+  EXPECT_EQ(kind_of([&] { pool->resize(8); }), ErrorKind::kClosed);
 }
 
 TEST(Resize, RefusesWhatItCannotDo) {
