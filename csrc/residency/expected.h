@@ -38,7 +38,11 @@ class Expected {
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
     while_kept(slots, ids_, [&] { slot = reserve(ids_[next_]); });
-    if (slot < 0) clear();
+    if (slot < 0) {
+      clear();
+    } else {
+      ++next_;  // whatever comes of its read: one that fails at once is not asked for again
+    }
     return slot;
   }
 
@@ -52,7 +56,7 @@ class Expected {
   int32_t experts_;  // per layer
   int32_t layer_ = -1;
   std::vector<ExpertId> ids_;
-  size_t next_ = 0;  // those before it have a slot
+  size_t next_ = 0;  // those before it have or had a slot
 };
 
 }  // namespace torch_mesh

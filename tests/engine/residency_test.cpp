@@ -17,7 +17,9 @@
 #include <vector>
 
 #include "residency/arena.h"
+#include "residency/expected.h"
 #include "residency/pool.h"
+#include "residency/slots.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
@@ -278,6 +280,18 @@ TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
   EXPECT_EQ(pool.state(0, 14), SlotState::kEmpty) << "was read after its layer had begun";
   EXPECT_EQ(pool.stats()[0].cold_misses, 1);
   expect_at_rest(pool);
+}
+
+TEST(Pool, WhatIsExpectedIsAskedForOnce) {
+  SlotTable slots(8, 4, make_policy("lru", {1, 8, 4}));
+  Expected expected(8);
+  expected.set(0, std::vector<int32_t>{5, 2});
+  const auto reserve = [&](ExpertId id) { return slots.reserve(id); };
+  const int32_t first = expected.reserve_next(slots, reserve);
+  EXPECT_EQ(slots[first].expert, 5);
+  slots.fail(first, Error(ErrorKind::kClosed, "at once"));
+  EXPECT_EQ(slots[expected.reserve_next(slots, reserve)].expert, 2);
+  EXPECT_EQ(expected.reserve_next(slots, reserve), -1);
 }
 
 TEST(Pool, WhatIsExpectedMakesNoRoomForItsLike) {
