@@ -11,7 +11,9 @@
 // DeepSeek-V2-Lite trace; the decision has the figures.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
+#include <utility>
 
 #include "residency/policies.h"
 
@@ -25,6 +27,7 @@ constexpr float kLifeWeight = .100f;
 // Of the share of its layer's experts that a forward uses.
 constexpr float kPriorWeight = .117f;
 constexpr float kLeastProbability = 1e-4f;
+constexpr float kNegligible = 1e-9f;  // of a mean
 // How much of a use's weight is taken from the router's scores, where there are any.
 constexpr float kScoreShare = .5f;
 constexpr float kLearningRate = .001f;
@@ -38,6 +41,9 @@ constexpr int32_t kMostLearned = 32;
 constexpr size_t kLargestTable = size_t{1} << 26;
 // Of a prompt: the longest window has all but forgotten what was before.
 constexpr size_t kMostPromptTokens = 512;
+// Of those, the last ones teach the table: a tick costs microseconds, and all of them together held
+// the pool's lock for a millisecond per layer.
+constexpr size_t kMostPromptTicks = 32;
 
 class Heat final : public Policy {
  public:
@@ -106,27 +112,28 @@ class Heat final : public Policy {
   }
 
   void tick(int32_t layer, std::span<const int32_t> experts) override {
-    now_ = layer;
-    read_use(layer, experts);
-    learn(layer);
-    remember(layer, experts);
-    predict(layer);
-    stale_[layer] = true;
+    advance(layer, experts);
+    forget_scores(layer);
   }
 
   // As if the prompt had been decoded: that nearly all experts are used by some token says nothing,
-  // how often and how lately each was is what the next token asks for.
+  // how often and how lately each was is what the next token asks for. Scores that were observed
+  // count for each token alike.
   void tick_prompt(int32_t layer, std::span<const int32_t> experts, std::span<const int64_t> ids,
                    int32_t top_k) override {
     const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
     if (tokens == 0) return tick(layer, experts);
-    for (size_t token = tokens - std::min(tokens, kMostPromptTokens); token < tokens; ++token) {
+    ids = ids.last(std::min(tokens, kMostPromptTokens) * top_k);
+    const auto ticked = ids.last(std::min(ids.size(), kMostPromptTicks * top_k));
+    fold(layer, ids.first(ids.size() - ticked.size()), top_k);
+    for (size_t at = 0; at < ticked.size(); at += top_k) {
       token_.clear();
-      for (const int64_t id : ids.subspan(token * top_k, static_cast<size_t>(top_k))) {
-        if (id >= 0 && id < experts_) token_.push_back(static_cast<int32_t>(id));
+      for (const int64_t id : ticked.subspan(at, static_cast<size_t>(top_k))) {
+        if (is_expert(id)) token_.push_back(static_cast<int32_t>(id));
       }
-      tick(layer, token_);
+      advance(layer, token_);
     }
+    forget_scores(layer);
   }
 
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
@@ -171,20 +178,75 @@ class Heat final : public Policy {
     stale_[layer] = false;
   }
 
+  bool is_expert(int64_t id) const { return id >= 0 && id < experts_; }
+
+  void advance(int32_t layer, std::span<const int32_t> experts) {
+    now_ = layer;
+    read_use(layer, experts);
+    learn(layer);
+    remember(layer, experts);
+    predict(layer);
+    stale_[layer] = true;
+  }
+
+  // What advance() with each of these tokens would leave in the means, in one pass. It neither
+  // learns nor predicts.
+  void fold(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
+    if (ids.empty()) return;
+    const auto tokens = static_cast<float>(ids.size() / top_k);
+    const auto used = static_cast<float>(
+        std::count_if(ids.begin(), ids.end(), [this](int64_t id) { return is_expert(id); }));
+    const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreShare;  // a use's weight
+    std::fill(use_.begin(), use_.end(), 0.f);
+    blend_scores(layer, used / tokens);  // of every token alike: the rest of its weight
+    for (size_t window = 0; window < kWindows; ++window) {
+      const float decay = kDecays[window], left = std::pow(decay, tokens);
+      float* mean = window_of(layer, window);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        mean[expert] = left * mean[expert] + (1.f - left) * use_[expert];
+      }
+      float weight = own * (1.f - decay);
+      for (size_t at = ids.size(); at > 0 && weight > kNegligible; weight *= decay) {
+        for (int32_t choice = 0; choice < top_k; ++choice) {
+          if (is_expert(ids[--at])) mean[ids[at]] += weight;
+        }
+      }
+    }
+    ticks_[layer] += static_cast<int64_t>(tokens);
+    const float step = 1.f / static_cast<float>(ticks_[layer]);
+    share_[layer] += step * (used / static_cast<float>(experts_) - tokens * share_[layer]);
+    float* life = &life_[static_cast<size_t>(layer) * experts_];
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      life[expert] += step * tokens * (use_[expert] - life[expert]);
+    }
+    for (const int64_t id : ids) {
+      if (is_expert(id)) life[id] += step * own;
+    }
+    last_count_[layer] = 0;  // what comes next does not follow what was before the prompt
+  }
+
   // use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
   void read_use(int32_t layer, std::span<const int32_t> experts) {
     std::fill(use_.begin(), use_.end(), 0.f);
     for (int32_t expert : experts) use_[expert] = 1.f;
+    blend_scores(layer, static_cast<float>(experts.size()));
+  }
+
+  void blend_scores(int32_t layer, float used) {
     if (observed_[layer] == 0) return;
     // As much in all as the uses are; an expert is used once at most, however many tokens want it.
-    float* scores = &scores_[static_cast<size_t>(layer) * experts_];
-    const float scale = static_cast<float>(experts.size()) / static_cast<float>(observed_[layer]);
+    const float* scores = &scores_[static_cast<size_t>(layer) * experts_];
+    const float scale = used / static_cast<float>(observed_[layer]);
     for (int32_t expert = 0; expert < experts_; ++expert) {
       const float score = std::min(1.f, scores[expert] * scale);
       use_[expert] += kScoreShare * (score - use_[expert]);
-      scores[expert] = 0.f;
     }
-    observed_[layer] = 0;
+  }
+
+  void forget_scores(int32_t layer) {
+    if (std::exchange(observed_[layer], 0) == 0) return;
+    const auto first = scores_.begin() + static_cast<ptrdiff_t>(layer) * experts_;
+    std::fill(first, first + experts_, 0.f);
   }
 
   static size_t table_entries(const PolicyOptions& options) {

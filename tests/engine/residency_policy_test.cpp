@@ -215,7 +215,7 @@ TEST(Policy, HeatTakesAPromptAsItsTokensInTurn) {
        decoded = make_policy("heat", {2, kExperts, 24});
   std::mt19937_64 random(5);
   std::vector<int64_t> ids;
-  for (int32_t token = 0; token < 100; ++token) {
+  for (int32_t token = 0; token < 30; ++token) {
     const auto id = static_cast<int32_t>(std::min(random() % 12, random() % 12));
     const std::vector<int32_t> chosen{id, (id + 1) % kExperts};
     decoded->tick(1, chosen);
@@ -232,6 +232,47 @@ TEST(Policy, HeatTakesAPromptAsItsTokensInTurn) {
   EXPECT_EQ(order, victims(*decoded));
   // One use of all would have left them in the order of their numbers.
   EXPECT_FALSE(std::is_sorted(order.begin(), order.end()));
+}
+
+// Of a longer prompt the first part goes in one pass, which must leave the same means.
+TEST(Policy, HeatTakesALongPromptNearlyAsItsTokensInTurn) {
+  constexpr int32_t kExperts = 24, kTokens = 512;
+  for (const bool scored : {false, true}) {
+    const auto prompted = make_policy("heat", {1, kExperts, kExperts}),
+               decoded = make_policy("heat", {1, kExperts, kExperts});
+    // Uses that grow rarer from expert to expert, and of the last half other ones than before.
+    std::mt19937_64 random(11);
+    std::vector<int64_t> ids;
+    for (int32_t token = 0; token < kTokens; ++token) {
+      const auto rare = [&] { return std::min({random() % 24, random() % 24, random() % 24}); };
+      const auto first = static_cast<int32_t>(token < kTokens / 2 ? rare() : 23 - rare());
+      ids.insert(ids.end(), {first, (first + 7) % kExperts});
+    }
+    std::vector<float> scores(kExperts, .5f / 23);
+    scores[3] = .5f;
+    std::vector<int32_t> all(kExperts);
+    std::iota(all.begin(), all.end(), 0);
+    for (int32_t token = 0; token < kTokens; ++token) {
+      if (scored) {
+        prompted->observe(0, scores);
+        decoded->observe(0, scores);
+      }
+      decoded->tick(0, std::vector<int32_t>{static_cast<int32_t>(ids[2 * token]),
+                                            static_cast<int32_t>(ids[2 * token + 1])});
+    }
+    prompted->tick_prompt(0, all, ids, 2);
+    for (ExpertId id = 0; id < kExperts; ++id) {
+      prompted->admit(id);
+      decoded->admit(id);
+    }
+    const std::vector<ExpertId> order = victims(*prompted), expected = victims(*decoded);
+    for (ExpertId id = 0; id < kExperts; ++id) {
+      const auto place = std::find(order.begin(), order.end(), id) - order.begin();
+      const auto wanted = std::find(expected.begin(), expected.end(), id) - expected.begin();
+      EXPECT_LE(std::abs(place - wanted), 3) << "expert " << id << " scored " << scored;
+    }
+    EXPECT_TRUE(!scored || order.back() == 3);  // for the whole prompt, not for its first token
+  }
 }
 
 TEST(Policy, HeatTakesScoresForTheNextForward) {
