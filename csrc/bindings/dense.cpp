@@ -55,13 +55,14 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
   at::Tensor out = at::empty(sizes, x.options());
   if (out.numel() == 0) return out;
   const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
-  const at::Tensor bias32 = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
   dense_linear(matrix,
                DenseLinearCall{
                    .x = const_rows(rows, "x"),
                    .rows = rows.size(0),
                    .packed = bytes_of(packed),
-                   .bias = bias ? bias32.const_data_ptr<float>() : nullptr,
+                   .bias = bias ? addends.const_data_ptr() : nullptr,
+                   .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
                    .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
                torch_runtime(), at::get_num_threads(), process_workspaces());
   return out;

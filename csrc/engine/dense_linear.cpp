@@ -33,7 +33,10 @@ void linear_chunk(const PackedMatrix& matrix, const DenseLinearCall& call, const
     const auto columns =
         static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
     alignas(64) float bias[kBlockColumns] = {};
-    if (call.bias != nullptr) std::copy_n(call.bias + first, columns, bias);
+    if (call.bias != nullptr) {
+      table.to_floats(row_pointer(call.bias, call.bias_type, 1, first), call.bias_type, columns,
+                      bias);
+    }
     const LinearBlock block{call.packed + task * matrix.block_bytes, columns,
                             call.bias == nullptr ? nullptr : bias};
     void* out = row_pointer(call.out.data, call.out.type, 1, first);

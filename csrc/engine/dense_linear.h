@@ -16,8 +16,9 @@ struct DenseLinearCall {
   ConstRows x;  // [rows][matrix.depth]
   int64_t rows;
   const std::byte* packed;  // matrix.bytes()
-  const float* bias;        // [matrix.columns]; nullptr: none
-  MutableRows out;          // [rows][matrix.columns]
+  const void* bias;         // [matrix.columns]; nullptr: none
+  ScalarType bias_type;
+  MutableRows out;  // [rows][matrix.columns]
 };
 
 // out = x · W^T + bias on at most `threads` threads. Throws Error(kMemory). Safe from several
