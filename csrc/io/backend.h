@@ -44,7 +44,8 @@ class Backend {
   // From any thread: ends the current wait(), or the next one if none is under way.
   virtual void wake() = 0;
   // Memory that reads may go into from now on, or no more: a backend that pins memory pins it, or
-  // lets go of it. Nothing may be under way into it.
+  // lets go of it. Nothing may be under way into it. std::bad_alloc: there was no memory for a
+  // note.
   virtual void register_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   virtual void unregister_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   // Gives everything back; nothing may be under way.

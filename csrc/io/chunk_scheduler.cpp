@@ -43,8 +43,9 @@ void ChunkScheduler::unlink(Queue& queue, int32_t request) {
 void ChunkScheduler::add(const ReadRequest& read) {
   assert(read.pieces >= 1 && read.pieces <= kMaxPieces);
   if (free_requests_.empty()) {
-    free_requests_.push_back(static_cast<int32_t>(requests_.size()));
     requests_.emplace_back();
+    free_requests_.reserve(requests_.capacity());  // so that taking a finished one cannot fail
+    free_requests_.push_back(static_cast<int32_t>(requests_.size() - 1));
   }
   const int32_t index = free_requests_.back();
   free_requests_.pop_back();

@@ -3,10 +3,12 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cerrno>
 #include <condition_variable>
 #include <exception>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -199,7 +201,7 @@ class IoLoop {
       closing = life_ == Life::kClosing;
       stats_ = scheduler_.stats();
     }
-    for (const ReadRequest& request : taken_.requests) scheduler_.add(request);
+    for (const ReadRequest& request : taken_.requests) add(request);
     for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
     taken_.requests.clear();
     taken_.hastened.clear();
@@ -209,15 +211,28 @@ class IoLoop {
     return closing;
   }
 
-  void carry_out(const BufferChange& change) {
-    if (change.comes) {
-      backend_->register_buffer(change.buffer);
-    } else {
-      backend_->unregister_buffer(change.buffer);
+  // Nothing that this thread throws has anybody to catch it.
+  void add(const ReadRequest& request) {
+    try {
+      scheduler_.add(request);
+    } catch (const std::bad_alloc&) {
+      const Extent& from = request.piece[0].from;
+      done_({.tag = request.tag, .error = ENOMEM, .file = from.file, .offset = from.offset});
     }
-    {
+  }
+
+  void carry_out(const BufferChange& change) {
+    try {
+      if (change.comes) {
+        backend_->register_buffer(change.buffer);
+      } else {
+        backend_->unregister_buffer(change.buffer);
+      }
+      std::vector<std::string> notes = backend_->notes();
       const std::lock_guard lock(mutex_);
-      notes_ = backend_->notes();
+      notes_ = std::move(notes);
+    } catch (const std::bad_alloc&) {
+      // It is done, and only the note of it is lost.
     }
     change.then();
   }

@@ -102,7 +102,7 @@ int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
   for (size_t i = 0; i < claim.entries_.size() && claim.joined_ > 0; ++i) {
     Claim::Entry& entry = claim.entries_[i];
     if (entry.state != kJoined || slots[entry.slot].state == SlotState::kLoading) continue;
-    if (slots[entry.slot].error != nullptr) {
+    if (slots[entry.slot].error) {
       if (count > 0) break;  // what is in `ready` must reach the caller first
       const Error error = *slots[entry.slot].error;
       entry.state = kDone;

@@ -32,6 +32,8 @@ std::string read_failure_advice(int error) {
       return "the disk reported an error and repeating did not help; see the kernel's log";
     case ECANCELED:
       return "the pool is closing";
+    case ENOMEM:
+      return "keep fewer experts resident, or raise the memory limit";
     default:
       return "the operating system refused the read";
   }
@@ -78,12 +80,13 @@ void Pool::Impl::submit(int32_t slot) {
   ReadRequest request = request_for(slot);
   request.urgency = loads[slot].urgency;
   try {
-    reader->submit(request);
-  } catch (const Error& error) {
-    fail(slot, Error(error.kind(), error.what(), place_of(id), error.os_error()));
+    try {
+      reader->submit(request);
+    } catch (const Error& error) {
+      fail(slot, Error(error.kind(), error.what(), place_of(id), error.os_error()));
+    }
   } catch (const std::bad_alloc&) {
-    fail(slot,
-         Error(ErrorKind::kMemory, "no memory to queue the read of " + describe(id), place_of(id)));
+    fail(slot, no_memory);
   }
 }
 
@@ -121,22 +124,15 @@ void Pool::Impl::on_read(const ReadResult& result) {
   // LOADING, so that nobody else changes the slot's expert or its buffers meanwhile.
   const auto slot = static_cast<int32_t>(result.tag & UINT32_MAX);
   std::optional<Error> error;
-  int64_t bytes = 0;
-  if (result.error != 0) {
-    error = read_error(slot, result);
-  } else {
-    bytes = bytes_of(request_for(slot));
-    error = pack_record(slot);
+  const int64_t bytes = result.error != 0 ? 0 : bytes_of(request_for(slot));
+  try {
+    error = result.error != 0 ? read_error(slot, result) : pack_record(slot);
     if (!error && !checksum_matches(slot)) {
       if (read_again(slot, bytes)) return;
-      const ExpertId id = slots[slot].expert;
-      error = Error(ErrorKind::kChecksum,
-                    describe(id) +
-                        " is not what was stored: its checksum is wrong in a second read, too (" +
-                        place_of(id).file + ", offset " + std::to_string(place_of(id).offset) +
-                        "); run torch-mesh verify on the store, then convert it again",
-                    place_of(id));
+      error = checksum_error(slot);
     }
+  } catch (const std::bad_alloc&) {
+    error = no_memory;
   }
   const Lock lock(mutex);
   count_read(slot, bytes);
@@ -156,12 +152,25 @@ Error Pool::Impl::read_error(int32_t slot, const ReadResult& result) const {
     place.file = source.files[result.file].path;
     place.offset = result.offset;
   }
-  const ErrorKind kind = result.error == ECANCELED ? ErrorKind::kClosed : ErrorKind::kRead;
+  const ErrorKind kind = result.error == ECANCELED ? ErrorKind::kClosed
+                         : result.error == ENOMEM  ? ErrorKind::kMemory
+                                                   : ErrorKind::kRead;
   return Error(kind,
                "cannot read " + describe(id) + " from " + place.file + " at offset " +
                    std::to_string(place.offset) + ": " + strerror(result.error) + "; " +
                    read_failure_advice(result.error),
                place, result.error);
+}
+
+Error Pool::Impl::checksum_error(int32_t slot) const {
+  const ExpertId id = slots[slot].expert;
+  const ErrorPlace place = place_of(id);
+  return Error(ErrorKind::kChecksum,
+               describe(id) +
+                   " is not what was stored: its checksum is wrong in a second read, too (" +
+                   place.file + ", offset " + std::to_string(place.offset) +
+                   "); run torch-mesh verify on the store, then convert it again",
+               place);
 }
 
 std::optional<Error> Pool::Impl::pack_record(int32_t slot) {
@@ -179,6 +188,8 @@ std::optional<Error> Pool::Impl::pack_record(int32_t slot) {
     return std::nullopt;
   } catch (const Error& error) {
     return Error(error.kind(), "cannot pack " + describe(id) + ": " + error.what(), place_of(id));
+  } catch (const std::bad_alloc&) {
+    throw;
   } catch (const std::exception& error) {
     return Error(ErrorKind::kInvalid, "cannot pack " + describe(id) + ": " + error.what(),
                  place_of(id));
@@ -239,7 +250,11 @@ bool Pool::Impl::begin_anew(int32_t slot, const Error& error) {
 
 void Pool::Impl::keep_prefetch_error(int32_t slot, const Error& error) {
   ++stats_of(slot).prefetches_failed;
-  stats.prefetch_error = error;
+  try {
+    stats.prefetch_error = error;
+  } catch (const std::bad_alloc&) {
+    stats.prefetch_error = no_memory;
+  }
 }
 
 void Pool::Impl::fail(int32_t slot, Error error) {

@@ -139,6 +139,9 @@ struct Pool::Impl {
   const int32_t layers;
   const int32_t experts;
 
+  // Ready to be copied, which takes no memory.
+  const Error no_memory{ErrorKind::kMemory, "no memory to read an expert"};
+
   Arena arena;
   std::optional<Arena> staging_arena;  // for a raw source
 
@@ -159,10 +162,10 @@ struct Pool::Impl {
   };
   std::vector<SegmentState> segments;
   int32_t target;                   // slots that the last resize() asked for
+  bool grown = false;               // it has made the pool larger
   bool growing = false;             // some resize() faults a segment in
   std::condition_variable resized;  // a segment has come or gone, or the pool is closed
   PoolStats stats;
-  bool grown = false;               // it has made the pool larger
   std::vector<int64_t> forwards;                  // by layer; never reset
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
@@ -207,6 +210,7 @@ struct Pool::Impl {
   void fail(int32_t slot, Error error);
   bool begin_anew(int32_t slot, const Error& error);
   Error read_error(int32_t slot, const ReadResult& result) const;
+  Error checksum_error(int32_t slot) const;
   std::optional<Error> pack_record(int32_t slot);
   bool checksum_matches(int32_t slot);
   bool read_again(int32_t slot, int64_t bytes);

@@ -64,7 +64,7 @@ void SlotTable::fail(int32_t index, Error error) {
   slot.expert = kNoExpert;
   --loading_;
   if (slot.pins > 0) {
-    slot.error = std::make_unique<Error>(std::move(error));
+    slot.error.emplace(std::move(error));
   } else {
     put_back(index);
   }
@@ -124,7 +124,7 @@ void SlotTable::validate() const {
   }
   int32_t failed = 0, vacant = 0;
   for (int32_t index = 0; index < size(); ++index) {
-    failed += slots_[index].error != nullptr;
+    failed += slots_[index].error.has_value();
     vacant += retired(index) && slots_[index].state == SlotState::kEmpty && slots_[index].pins == 0;
   }
   check_invariant(empty + failed + loading + ready + vacant == size(), "a slot is lost");
@@ -146,14 +146,14 @@ void SlotTable::validate_slot(int32_t index) const {
   check_invariant(slot.pins >= 0, "a slot has fewer than zero pins");
   if (slot.state == SlotState::kEmpty) {
     check_invariant(slot.expert == kNoExpert, "an EMPTY slot names an expert");
-    check_invariant((slot.pins > 0) == (slot.error != nullptr),
+    check_invariant((slot.pins > 0) == slot.error.has_value(),
                     "an EMPTY slot is pinned without an error");
     return;
   }
   check_invariant(slot.expert >= 0 && slot.expert < static_cast<ExpertId>(slot_of_.size()),
                   "a slot names no expert of the model");
   check_invariant(slot_of_[slot.expert] == index, "the map does not lead to an expert's slot");
-  check_invariant(slot.error == nullptr, "a slot in use has an error");
+  check_invariant(!slot.error, "a slot in use has an error");
   if (slot.state == SlotState::kReady) {
     check_invariant(!retired(index) || slot.pins > 0, "a retired slot that nobody uses is READY");
     check_invariant(policy_->resident(slot.expert), "a READY slot is unknown to the policy");

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/error.h"
@@ -16,7 +17,9 @@ struct Slot {
   SlotState state = SlotState::kEmpty;
   ExpertId expert = kNoExpert;  // while LOADING or READY
   int32_t pins = 0;  // forwards that use it, wait for its read, or have yet to see its error
-  std::unique_ptr<Error> error;  // of a failed read, until the last of those forwards has seen it
+  // Of a failed read, until the last of those forwards has seen it; in place, so that failing takes
+  // no memory.
+  std::optional<Error> error;
 };
 
 class SlotTable {

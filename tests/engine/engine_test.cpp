@@ -3,6 +3,7 @@
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -15,8 +16,10 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -30,11 +33,20 @@
 
 namespace {
 thread_local int64_t allocations = 0;
+std::atomic<bool> io_starves = false;
+
+bool on_io_thread() {
+  std::array<char, 16> name{};
+  pthread_getname_np(pthread_self(), name.data(), name.size());
+  return std::string_view(name.data()) == "mesh-io";
+}
 }  // namespace
 
-// Counts what the code under test allocates on this thread.
+// Counts what the code under test allocates on this thread; gives the I/O threads nothing while
+// they starve.
 void* operator new(std::size_t bytes) {
   ++allocations;
+  if (io_starves && on_io_thread()) throw std::bad_alloc();
   if (void* memory = std::malloc(bytes)) return memory;
   throw std::bad_alloc();
 }
@@ -398,6 +410,37 @@ TEST(Engine, StaysWithinItsWorkspaceHoweverLongThePrompt) {
   }
 }
 
+TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
+  const testing::RecordFile file(
+      1, 4, [](int32_t, int32_t) { return std::vector<std::byte>(kRecordAlignment); });
+  Source source = file.source();
+  source.raw = true;
+  source.checksums.clear();
+  int32_t packed = 0;  // of the I/O thread
+  const auto pack = [&](int32_t, std::span<const std::byte* const>, std::byte*) {
+    if (packed++ > 0) throw Error(ErrorKind::kInvalid, "these bytes are no weights of an expert");
+  };
+  PoolOptions options;
+  options.slots = 4;
+  options.record_bytes = kRecordAlignment;
+  options.reader.backend = "threads";
+  Pool pool(options, {}, source, pack);
+  const auto kind = [&](int32_t expert) -> std::optional<ErrorKind> {
+    try {
+      pool.promote(0, {&expert, 1});
+      return std::nullopt;
+    } catch (const Error& error) {
+      return error.kind();
+    }
+  };
+  io_starves = true;
+  EXPECT_EQ(kind(0), std::nullopt);  // which takes no memory
+  EXPECT_EQ(kind(1), ErrorKind::kMemory);
+  io_starves = false;
+  EXPECT_EQ(kind(1), ErrorKind::kInvalid);
+  pool.validate();
+}
+
 TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
   // A team in turns on this thread, which is the one that is counted.
   Runtime in_turns;
@@ -478,9 +521,8 @@ TEST(Engine, AWindowShowsInReadsAndNotInTheOutput) {
         if (prefill == PrefillWindow::kNever) {
           EXPECT_EQ(ahead.prefetches, 0);
         } else if (slots > 1) {
-          EXPECT_GT(ahead.prefetches, 0)
-              << slots << " slots, workspace " << workspace << ", prefill "
-              << static_cast<int>(prefill);
+          EXPECT_GT(ahead.prefetches, 0) << slots << " slots, workspace " << workspace
+                                         << ", prefill " << static_cast<int>(prefill);
         }
       }
     }
