@@ -6,7 +6,9 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <future>
 #include <map>
 #include <string>
 #include <vector>
@@ -324,7 +326,8 @@ class PyEngine {
     try {
       close();
     } catch (const Error&) {
-      // A forked child can only forget its parent's engine.
+      // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
+      if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
     }
   }
 
@@ -453,7 +456,12 @@ class PyEngine {
     const std::future<void> ended = live->ended.get_future();
     live.reset();  // the last forward that runs, or this, waits for reads and frees the pool
     // A signal handler runs inside the forward that it interrupts, which cannot end before it.
-    if (!in_signal_handler()) ended.wait();
+    if (in_signal_handler()) return;
+    // Ctrl-C ends the wait. The last forward frees the pool all the same.
+    while (ended.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready) {
+      if (!torch_runtime().interrupted()) continue;
+      throw Error(ErrorKind::kInterrupted, "interrupted while forwards of the engine end");
+    }
   }
 
   py::dict describe() {

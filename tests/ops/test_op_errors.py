@@ -220,6 +220,23 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_pool_usable(open_pool: OpenPool, expe
     assert torch.equal(_call(pool), expected)
 
 
+def test_ctrl_c_ends_the_wait_of_close(open_pool: OpenPool, expected: Tensor) -> None:
+    pool = open_pool(SPEC, slots=8, faults={"seed": 2, "delay": 1.0, "max_delay": 4.0})
+    outputs: list[Tensor] = []
+    forward = threading.Thread(target=lambda: outputs.append(_call(pool)))
+    forward.start()
+    while 1 not in pool.residency():
+        time.sleep(0.01)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pool.engine.close()
+    assert time.monotonic() - begin < 1.5 and forward.is_alive()
+    forward.join(timeout=60)
+    assert torch.equal(outputs[0], expected)  # nothing is taken from under it
+    pool.engine.close()
+
+
 def test_what_a_signal_handler_raises_comes_out_of_the_op(open_pool: OpenPool) -> None:
     class Alarm(Exception):
         pass
