@@ -112,7 +112,7 @@ def _check_stats_every(field: str, value: Any) -> int:
     return int(value)
 
 
-def _check_stats_file(field: str, value: Any) -> str | None:
+def _check_file(field: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
@@ -146,12 +146,15 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threads": _check_threads,
     "workspace": _check_workspace,
     "timeout": _check_timeout,
-    "stats_file": _check_stats_file,
+    "predictor": _check_file,
+    "stats_file": _check_file,
     "stats_every": _check_stats_every,
 }
 
-# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to write.
-_LOCAL = ("stats_file", "stats_every")
+FIELDS = tuple(_CHECKS)
+
+# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to open.
+_LOCAL = ("predictor", "stats_file", "stats_every")
 
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
@@ -169,6 +172,7 @@ _DEFAULTS: dict[str, Any] = {
     "threads": "auto",
     "workspace": "256MiB",
     "timeout": 30.0,
+    "predictor": None,
     "stats_file": None,
     "stats_every": 100,
 }
@@ -208,6 +212,8 @@ class MeshConfig(QuantizationConfigMixin):
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
         timeout: seconds that a read or a wait for a slot may take.
+        predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
+            router, the first layer's too. None: the routers do. Needs ``prefetch``; not kept in a checkpoint.
         stats_file: a file to which statistics are appended, a line of JSON at a time: ``Stats.to_dict(experts=False)`` with
             ``time`` and ``forward``. A write that fails is warned of once and disturbs nothing. Not kept in a checkpoint.
         stats_every: forwards of the model between two such lines.
@@ -230,6 +236,7 @@ class MeshConfig(QuantizationConfigMixin):
     threads: str | int
     workspace: str | int
     timeout: float
+    predictor: str | None
     stats_file: str | None
     stats_every: int
 
@@ -251,6 +258,7 @@ class MeshConfig(QuantizationConfigMixin):
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,
+        predictor: str | os.PathLike[str] | None = _NOT_GIVEN,
         stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,
         stats_every: int = _NOT_GIVEN,
         **unknown: Any,

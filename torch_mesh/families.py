@@ -180,6 +180,22 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     return layers
 
 
+def find_router(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
+    """The module beside the experts whose weight is [experts, hidden]; None if there is no such one or several."""
+    parent = model.get_submodule(layer.path.rpartition(".")[0])
+    routers = [
+        child
+        for child in parent.children()
+        if child is not layer.module and _shape(child) == (layer.num_experts, layer.hidden)
+    ]
+    return routers[0] if len(routers) == 1 else None
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
+
+
 def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
     """The geometry shared by all ``layers``; UnsupportedModelError if they differ, for one pool has slots of one size."""
     first = layers[0]

@@ -24,7 +24,7 @@ from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
-from .lookahead import connect
+from .lookahead import check_predictor, connect
 from .modules import install, put_back, take_parameters
 from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer
@@ -58,6 +58,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         check_attention(model, self.quantization_config)
+        check_predictor(layers, self.quantization_config)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 from torch import nn
 
 from .config import MeshConfig
-from .families import ExpertsLayer
+from .families import ExpertsLayer, find_router
+from .predictor import FittedRouter, load_predictor
 
 
 @dataclass(frozen=True)
 class NextLayer:
-    """The layer that runs after another one: its router's module, its handle, and how many experts a token takes there.
+    """The layer that runs after another one: its router's module or a fitted one, its handle, and how many experts a token takes.
 
     The module and not its weight, which ``.to()`` may replace; inside this object, so that torch does not take it for a
     child of the module that looks ahead.
@@ -35,28 +35,29 @@ class NextLayer:
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Tells each patched layer, in the order in which they run, of the next one. Layers without a plain router get no hints."""
+    """Tells each patched layer, in the order in which they run, of the next one. Layers without a router get no hints.
+
+    Raises MeshError for a predictor that was fitted to another model.
+    """
     if config.prefetch == "off":
         return
-    for layer, following in itertools.pairwise(layers):
-        router = find_router(model, following)
-        module: Any = layer.module
-        next_module: Any = following.module
+    routers = [None, *(find_router(model, layer) for layer in layers[1:])]
+    if config.predictor is not None:
+        routers = _fitted(model, layers, config.predictor)
+    for index, router in enumerate(routers):  # the first layer runs after the last one, for the next token
+        module: Any = layers[index - 1].module
+        following: Any = layers[index].module
         if router is not None:
-            module._mesh_next = NextLayer(router, next_module._mesh_handle, following.top_k)
+            module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
 
 
-def find_router(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
-    """The module beside the experts whose weight is [experts, hidden]; None if there is no such one or several."""
-    parent = model.get_submodule(layer.path.rpartition(".")[0])
-    routers = [
-        child
-        for child in parent.children()
-        if child is not layer.module and _shape(child) == (layer.num_experts, layer.hidden)
-    ]
-    return routers[0] if len(routers) == 1 else None
+def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+    """Raises StoreError for a predictor that no model with these layers can have, before much work is done for it."""
+    if config.predictor is not None:
+        load_predictor(config.predictor, layers)
 
 
-def _shape(module: nn.Module) -> tuple[int, ...] | None:
-    weight = getattr(module, "weight", None)
-    return tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
+def _fitted(model: nn.Module, layers: Sequence[ExpertsLayer], path: str) -> list[Any]:
+    predictor = load_predictor(path, layers)
+    predictor.check_model(model, layers, path)
+    return [FittedRouter(weight) for weight in predictor.weights]

@@ -19,7 +19,7 @@ from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
-from .lookahead import connect
+from .lookahead import check_predictor, connect
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
@@ -44,6 +44,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     layers = find_experts(model)
     _check_patchable(model, layers)
     check_attention(model, config)
+    check_predictor(layers, config)
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)

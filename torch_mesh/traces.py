@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from .errors import MeshError
-from .families import find_experts
-from .lookahead import find_router
+from .families import find_experts, find_router
+from .predictor import load_predictor
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
 _MOST_EXPERTS = 65536
@@ -131,16 +131,22 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def record_trace(
-    model: nn.Module, path: str | os.PathLike[str], *, scores: bool = False, lookahead: bool = False
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    scores: bool = False,
+    lookahead: bool = False,
+    predictor: str | os.PathLike[str] | None = None,
 ) -> Iterator[None]:
     """Records the routing of every forward of ``model`` within the block, and writes it to ``path`` (.npz) at its end.
 
     ``scores`` adds the probabilities of all experts, ``lookahead`` those that each layer's router makes of the hidden states
-    one layer before. A forward of more than one token begins a new sequence. Works for patched and for plain models; one
+    one layer before; ``predictor``, a file of ``torch-mesh fit``, those that it makes in their place, the first layer's from
+    the last one's a token earlier. A forward of more than one token begins a new sequence. Works for patched and for plain models; one
     sequence at a time, so that a batch raises ValueError. Nothing is written when the block raises, or ran no forward:
     then MeshError.
     """
-    recorder = _Recorder(model, scores, lookahead)
+    recorder = _Recorder(model, scores, lookahead, predictor)
     handles = recorder.install()
     try:
         yield
@@ -151,16 +157,26 @@ def record_trace(
 
 
 class _Recorder:
-    def __init__(self, model: nn.Module, scores: bool, lookahead: bool) -> None:
+    def __init__(
+        self, model: nn.Module, scores: bool, lookahead: bool, predictor: str | os.PathLike[str] | None
+    ) -> None:
         self.model = model
         self.layers = find_experts(model)
-        self.routers = [find_router(model, layer) if scores or lookahead else None for layer in self.layers]
-        if (scores or lookahead) and None in self.routers:
-            lacking = self.layers[self.routers.index(None)].path
+        by_router = scores or (lookahead and predictor is None)
+        routers: list[Any] = [find_router(model, layer) if by_router else None for layer in self.layers]
+        if by_router and None in routers:
+            lacking = self.layers[routers.index(None)].path
             raise MeshError(
                 f"{lacking} has no router with a plain weight beside it: record without scores and lookahead."
             )
-        self.with_scores, self.with_lookahead = scores, lookahead
+        # The weights and not the modules, which may be hooked.
+        self.routers = [None if router is None else router.weight for router in routers]
+        self.foretelling = [None, *self.routers[1:]]
+        if predictor is not None:
+            fitted = load_predictor(predictor, self.layers)
+            fitted.check_model(model, self.layers, predictor)
+            self.foretelling = list(fitted.weights)
+        self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
         self.experts = max(layer.num_experts for layer in self.layers)
         self.starts: list[int] = []
         self.tokens = 0
@@ -196,16 +212,16 @@ class _Recorder:
     def record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
         self.ids[index].append(ids.cpu().numpy())
         if self.with_scores:
-            self.scores[index].append(self.asked(index, hidden))
-        if self.with_lookahead and index == 0:
-            self.lookahead[0].append(np.zeros((ids.size(0), self.experts), np.float16))
-        if self.with_lookahead and index + 1 < len(self.layers):
-            self.lookahead[index + 1].append(self.asked(index + 1, hidden))
+            self.scores[index].append(self.asked(self.routers[index], hidden))
+        if self.with_lookahead:
+            following = (index + 1) % len(self.layers)
+            self.lookahead[following].append(self.asked(self.foretelling[following], hidden))
 
-    def asked(self, index: int, hidden: torch.Tensor) -> npt.NDArray[Any]:
-        """The probabilities of a layer's router [tokens, experts]. Its weight, not the module: that may be hooked."""
-        weight: Any = self.routers[index].weight  # type: ignore[union-attr]
-        logits = torch.nn.functional.linear(hidden.float(), weight.float())
+    def asked(self, weight: torch.Tensor | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
+        """Probabilities [tokens, experts] of a router with this weight; 0 without one."""
+        if weight is None:
+            return np.zeros((hidden.size(0), self.experts), np.float16)
+        logits = torch.nn.functional.linear(hidden.float(), weight.to(hidden.device, torch.float32))
         return torch.softmax(logits, -1).half().cpu().numpy()
 
     def trace(self, name: str) -> Trace:
@@ -215,11 +231,15 @@ class _Recorder:
         def stacked(parts: list[list[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
             return np.stack([np.concatenate(layer) for layer in parts], axis=1)
 
+        lookahead = stacked(self.lookahead) if self.with_lookahead else None
+        if lookahead is not None:  # the first layer's were made a token earlier
+            lookahead[1:, 0] = lookahead[:-1, 0].copy()
+            lookahead[self.starts, 0] = 0
         return Trace(
             name,
             stacked(self.ids).astype(np.int32),
             np.array([*self.starts, self.tokens], np.int64),
             self.experts,
             stacked(self.scores) if self.with_scores else None,
-            stacked(self.lookahead) if self.with_lookahead else None,
+            lookahead,
         )

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import torch_mesh
-from torch_mesh.cli import convert, doctor, inspect, plan, simulate, verify
+from torch_mesh.cli import convert, doctor, fit, inspect, plan, simulate, verify
 from torch_mesh.errors import MeshError
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
     except ValueError as error:
         return _complain(parsed, str(error), _USAGE)
-    except (MeshError, OSError, ImportError) as error:
+    except (MeshError, OSError, ImportError, MemoryError) as error:
         return _complain(parsed, str(error), _FAILURE)
 
 
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"torch-mesh {torch_mesh.__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (convert, verify, inspect, plan, simulate, doctor):
+    for command in (convert, verify, inspect, plan, fit, simulate, doctor):
         command.add_parser(subparsers)
     return parser
 

@@ -7,6 +7,7 @@ import os
 
 from rich.filesize import decimal as format_bytes
 
+from torch_mesh.cli.options import positive
 from torch_mesh.store.checkpoint import local_folder
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=64,
         help="weights that share one scale, for all but bf16 (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=_positive, help="experts packed at a time (default: one per processor)")
+    parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")
     parser.set_defaults(run=run, interrupted="interrupted; the same command continues where it stopped")
 
@@ -54,10 +55,3 @@ def run(arguments: argparse.Namespace) -> int:
     what = f"{shape.layers} x {shape.experts} experts, {format_bytes(size)} as {arguments.weights}"
     print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value

@@ -1,0 +1,271 @@
+"""Fitted predictors: what they add, what is refused, and that the tokens stay what they were."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation import CompileConfig
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError, StoreError
+from torch_mesh.cli import main
+from torch_mesh.families import find_experts, find_router
+from torch_mesh.modules import patched_modules
+from torch_mesh.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
+from torch_mesh.simulation import simulate
+from torch_mesh.traces import load_trace
+
+TEXT = Path(__file__).parents[1] / "data" / "text"
+
+
+@pytest.fixture(scope="module")
+def model(mesh_tiny: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(mesh_tiny)
+
+
+@pytest.fixture(scope="module")
+def sequences(mesh_tiny: Path) -> list[torch.Tensor]:
+    """Half prose and half code, 256 tokens each."""
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
+    texts = []
+    for name in ("prose", "code"):
+        texts.append([json.loads(line)["text"] for line in (TEXT / f"{name}.jsonl").read_text().splitlines()])
+    documents = [text for pair in zip(*texts, strict=False) for text in pair]
+    return [torch.tensor(tokenizer(text)["input_ids"][:256]) for text in documents]
+
+
+@pytest.fixture(scope="module")
+def predictor(model: PreTrainedModel, sequences: list[torch.Tensor]) -> Predictor:
+    return fit(model, sequences[:22])
+
+
+@pytest.fixture(scope="module")
+def file(predictor: Predictor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("predictor") / "tiny.safetensors"
+    save_predictor(predictor, path)
+    return path
+
+
+def test_it_foretells_more_of_other_texts_than_the_routers(
+    model: PreTrainedModel, predictor: Predictor, sequences: list[torch.Tensor]
+) -> None:
+    rows = recall(model, predictor, sequences[22:])
+    assert [row.fetched for row in rows] == [(4, 6, 8)] * 6
+    assert rows[0].lookahead is None and rows[0].fitted[0] > 0.4
+    for row in rows[1:]:
+        assert row.lookahead is not None
+        assert all(ours > theirs for ours, theirs in zip(row.fitted, row.lookahead, strict=True))
+        assert all(a < b for a, b in zip(row.fitted, row.fitted[1:], strict=False))
+    gains = np.mean([np.subtract(row.fitted, row.lookahead) for row in rows[1:]], axis=0)
+    assert gains[0] > 0.03
+
+
+def test_recall_is_that_of_a_direct_count(
+    model: PreTrainedModel, predictor: Predictor, sequences: list[torch.Tensor]
+) -> None:
+    layers = find_experts(model)
+    seen: dict[int, Any] = {}
+    hooks = [
+        layer.module.register_forward_pre_hook(
+            lambda _, arguments, index=index: seen.__setitem__(index, (arguments[0], arguments[1]))
+        )
+        for index, layer in enumerate(layers)
+    ]
+    with torch.no_grad():
+        model(input_ids=sequences[-1].unsqueeze(0))
+    for hook in hooks:
+        hook.remove()
+    rows = recall(model, predictor, sequences[-1:])
+    for index in range(6):
+        right = 0
+        for token in range(1 if index == 0 else 0, len(sequences[-1])):
+            x = seen[(index - 1) % 6][0][token - (index == 0)]
+            guess = (predictor.weights[index].float() @ x.float()).topk(6).indices.tolist()
+            right += len(set(guess) & set(seen[index][1][token].tolist()))
+        assert rows[index].fitted[1] == pytest.approx(right / (4 * (len(sequences[-1]) - (index == 0))))
+
+
+def test_without_data_it_is_the_router(model: PreTrainedModel, sequences: list[torch.Tensor]) -> None:
+    routers: list[Any] = [find_router(model, layer) for layer in find_experts(model)]
+    near, far = (fit(model, [sequences[0][:count]]) for count in (2, 200))
+    for index in range(1, 6):
+        moved = [(fitted.weights[index] - routers[index].weight).norm() for fitted in (near, far)]
+        assert moved[0] < moved[1] < routers[index].weight.norm()
+
+
+def test_layers_without_a_router_are_fitted_to_whom_they_chose(
+    model: PreTrainedModel, sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_mesh.predictor.find_router", lambda model, layer: None)
+    rows = recall(model, fit(model, sequences[:22]), sequences[22:])
+    assert all(row.lookahead is None for row in rows)
+    assert all(row.fitted[0] > 0.6 for row in rows[1:])
+
+
+def test_it_is_saved_as_it_was(predictor: Predictor, file: Path, model: PreTrainedModel) -> None:
+    loaded = load_predictor(file, find_experts(model))
+    assert loaded.identity == predictor.identity == identity_of(model, find_experts(model))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.weights, predictor.weights, strict=True))
+    assert list(file.parent.iterdir()) == [file]
+
+
+def _generate(folder: Path, **fields: object) -> tuple[torch.Tensor, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=0.25, **fields))
+    prompt = torch.arange(3, 15).unsqueeze(0)
+    tokens = model.generate(prompt, max_new_tokens=32, min_new_tokens=32, do_sample=False)
+    next(patched_modules(model))._mesh_pool.engine.drain()
+    return tokens, torch_mesh.stats(model)
+
+
+def test_a_model_reads_ahead_with_it_and_gives_the_same_tokens(mesh_tiny: Path, file: Path) -> None:
+    plain, _ = _generate(mesh_tiny, prefetch="off")
+    routers, by_routers = _generate(mesh_tiny)
+    fitted, by_fitted = _generate(mesh_tiny, predictor=file)
+    assert torch.equal(plain, fitted) and torch.equal(plain, routers)
+    assert by_routers.per_layer[0].prefetches == 0 < by_fitted.per_layer[0].prefetches
+    assert all(layer.prefetches > 0 for layer in by_fitted.per_layer)
+
+
+def test_it_compiles_into_the_same_step(mesh_tiny: Path, file: Path) -> None:
+    config = MeshConfig(resident=0.25, predictor=file, io="threads")
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    prompt = {"input_ids": torch.arange(3, 15).unsqueeze(0), "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    settings = {"cache_implementation": "static", "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**prompt, **settings, disable_compile=True)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_config = CompileConfig(fullgraph=True, backend="aot_eager")
+    compile_config._compile_all_devices = True
+    torch_mesh.reset_stats(model)
+    assert torch.equal(model.generate(**prompt, **settings, compile_config=compile_config), expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert torch_mesh.stats(model).per_layer[0].prefetches > 0
+
+
+def test_what_it_foretells_is_recorded_and_replayed(
+    model: PreTrainedModel, file: Path, sequences: list[torch.Tensor], tmp_path: Path
+) -> None:
+    for name, extra in (("routers", {"lookahead": True}), ("fitted", {"predictor": file})):
+        with torch_mesh.record_trace(model, tmp_path / f"{name}.npz", **extra):
+            for tokens in sequences[22:]:
+                model(input_ids=tokens.unsqueeze(0))
+    routers, fitted = (load_trace(tmp_path / f"{name}.npz") for name in ("routers", "fitted"))
+    assert fitted.lookahead is not None and (fitted.lookahead[fitted.offsets[:-1], 0] == 0).all()
+    rows = [simulate(trace, "auto", 0.25, predictor="lookahead") for trace in (routers, fitted)]
+    counted = recall(model, load_predictor(file, find_experts(model)), sequences[22:])
+    assert rows[1].recall == pytest.approx(np.mean([row.fitted[0] for row in counted]), abs=0.01)
+    assert rows[1].recall > rows[0].recall + 0.1  # the first layer too
+    assert rows[1].wait_rate < rows[0].wait_rate
+
+
+def _rewritten(file: Path, folder: Path, change: Any) -> Path:
+    """The file with another header."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    change(header, body)
+    text = json.dumps(header).encode()
+    path = folder / "changed.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return path
+
+
+def _other_format(header: Any, body: bytearray) -> None:
+    header["__metadata__"]["format"] = "torch_mesh predictor 2"
+
+
+def _no_number(header: Any, body: bytearray) -> None:
+    body[2:4] = b"\xc0\x7f"
+
+
+def _other_shape(header: Any, body: bytearray) -> None:
+    header["layers.3"]["shape"] = header["layers.3"]["shape"][::-1]
+
+
+def _other_dtype(header: Any, body: bytearray) -> None:
+    header["layers.3"]["dtype"] = "F16"
+
+
+def _other_name(header: Any, body: bytearray) -> None:
+    header["layers.6"] = header.pop("layers.5")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_other_format, "its format is 'torch_mesh predictor 2'"),
+        (_no_number, "'layers.0' holds values that are not finite"),
+        (_other_shape, "fitted to another model"),
+        (_other_dtype, "but the model wants 6 in BF16"),
+        (_other_name, "fitted to another model"),
+    ],
+)
+def test_damaged_files_are_refused(model: PreTrainedModel, file: Path, tmp_path: Path, change: Any, said: str) -> None:
+    with pytest.raises(StoreError, match=said):
+        load_predictor(_rewritten(file, tmp_path, change), find_experts(model))
+
+
+def test_any_cut_is_noticed(model: PreTrainedModel, file: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    data = file.read_bytes()
+    for end in rng.integers(0, len(data), 20):
+        (tmp_path / "cut").write_bytes(data[:end])
+        with pytest.raises(StoreError):
+            load_predictor(tmp_path / "cut", find_experts(model))
+
+
+def test_another_model_is_refused(mesh_tiny: Path, model: PreTrainedModel, file: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    with torch.no_grad():
+        find_router(other, find_experts(other)[2]).weight[0, 0] += 1  # type: ignore[union-attr, index]
+    with pytest.raises(MeshError, match="was fitted to another model"):
+        torch_mesh.patch(other, predictor=file, resident=0.5)
+    with pytest.raises(StoreError, match="cannot be read"):
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(predictor=tmp_path / "none"))
+    # Formats and dtypes of the same model are the same model.
+    for weights in ("int8", "int4"):
+        config = MeshConfig(resident=0.5, weights=weights, predictor=file)
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config, dtype=torch.float32)
+
+
+def test_a_checkpoint_cannot_name_a_predictor(file: Path) -> None:
+    assert "predictor" not in MeshConfig(predictor=file).to_dict()
+    assert MeshConfig.from_dict({"quant_method": "mesh", "predictor": str(file)}).predictor is None
+
+
+def test_the_command_fits_and_says_what_it_adds(
+    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny.safetensors"
+    files = [str(TEXT / f"{name}.jsonl") for name in ("prose", "code")]
+    arguments = [str(mesh_tiny), "--out", str(out), "--resident", "0.5", "--length", "128", "--io", "threads"]
+    assert main(["fit", *arguments, "--tokens", "4000", "--text", *files]) == 0
+    printed = capsys.readouterr().out
+    assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(predictor=" in printed
+    _generate(mesh_tiny, predictor=out)
+
+
+def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short, strange, binary = tmp_path / "short.txt", tmp_path / "strange.jsonl", tmp_path / "binary"
+    short.write_text("In the beginning.")
+    strange.write_text('{"text": "a"}\n{"words": 3}\n')
+    binary.write_bytes(b"\xff\xfe")
+    for text, extra, code, said in (
+        (short, [], 2, "at least 5 are needed"),
+        (strange, [], 1, "strange.jsonl, line 2: not a JSON object with a text"),
+        (binary, [], 1, "is not text in UTF-8"),
+        (tmp_path / "none", [], 1, "No such file"),
+        (short, ["--resident", "0"], 2, "resident=0.0 is not a fraction"),
+        (short, ["--out", str(tmp_path / "none" / "out")], 1, "there is no such folder"),
+    ):
+        arguments = ["--text", str(text), "--out", str(tmp_path / "out"), *extra]
+        assert main(["fit", str(mesh_tiny), *arguments]) == code
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,101 @@
+"""``torch-mesh fit``: a predictor for one model, learned from text that it reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+
+from torch_mesh.cli.opening import open_model, open_tokenizer, read_documents, token_sequences
+from torch_mesh.cli.options import add_config_arguments, given_config, positive
+from torch_mesh.store.checkpoint import local_folder
+
+if TYPE_CHECKING:
+    from torch_mesh.predictor import Recall
+
+_HELD_OUT = 5  # one sequence in so many is not learned from, but measured on
+_WORTH_IT = 0.03  # recall at k that a predictor should add
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "fit",
+        help="learn from text which experts a model will want next",
+        description="Runs a model over text and fits the matrices that foretell its experts, for MeshConfig(predictor=...). "
+        "Every fifth sequence is left out, and the recall on those is printed beside that of the routers alone.",
+    )
+    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "--text", nargs="+", required=True, metavar="FILE", help='plain text, or .jsonl with a "text" in each line'
+    )
+    parser.add_argument("--out", required=True, metavar="PREDICTOR", help="the file to write (.safetensors)")
+    parser.add_argument(
+        "--tokens", type=positive, default=50000, help="how many tokens to run at most (default: %(default)s)"
+    )
+    parser.add_argument("--length", type=positive, default=512, help="tokens of a sequence (default: %(default)s)")
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fits, writes the file and prints what it adds; returns the exit code."""
+    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    from torch_mesh.predictor import fit, recall, save_predictor
+
+    config = given_config(arguments)
+    if not Path(arguments.out).absolute().parent.is_dir():
+        raise FileNotFoundError(f"{arguments.out}: there is no such folder")
+    documents = read_documents(arguments.text)
+    folder = local_folder(arguments.model)
+    sequences = token_sequences(open_tokenizer(folder), documents, arguments.length)
+    sequences = sequences[: -(-arguments.tokens // arguments.length)]
+    held_out = sequences[_HELD_OUT - 1 :: _HELD_OUT]
+    if not held_out:
+        raise ValueError(
+            f"the text makes {len(sequences)} sequences of up to {arguments.length} tokens, and at least {_HELD_OUT} are needed: "
+            "give more --text or --tokens, or a smaller --length"
+        )
+    learned_from = [sequence for index, sequence in enumerate(sequences, start=1) if index % _HELD_OUT]
+    model = open_model(folder, config)
+    predictor = fit(model, _shown(learned_from, "Fitting"))
+    rows = recall(model, predictor, _shown(held_out, "Measuring"))
+    save_predictor(predictor, arguments.out)
+    _print_table(rows)
+    print(_verdict(rows, arguments.out, sum(map(len, learned_from)), sum(map(len, held_out))))
+    return 0
+
+
+def _shown(sequences: Sequence[Any], what: str) -> Iterable[Any]:
+    console = Console(stderr=True)
+    return rich.progress.track(sequences, what, console=console, disable=not console.is_terminal)
+
+
+def _print_table(rows: Sequence[Recall]) -> None:
+    table = Table("MoE layer", title="experts foretold, by how many are fetched", title_justify="left")
+    for name in ("routers", "fitted"):
+        for count in rows[0].fetched:
+            table.add_column(f"{name}, {count}", justify="right")
+    for row in rows:
+        table.add_row(str(row.layer), *_cells(row.lookahead, len(row.fetched)), *_cells(row.fitted, len(row.fetched)))
+    Console(width=120).print(table)
+
+
+def _cells(shares: tuple[float, ...] | None, count: int) -> list[str]:
+    return ["-"] * count if shares is None else [f"{share:.1%}" for share in shares]
+
+
+def _verdict(rows: Sequence[Recall], path: str, learned_from: int, measured: int) -> str:
+    where = f"{path}: fitted to {learned_from} tokens, measured on {measured} others."
+    both = [(row.fitted[0], row.lookahead[0]) for row in rows if row.lookahead is not None]
+    if not both:
+        return f"{where} The routers foretell nothing here; use it with MeshConfig(predictor={path!r})."
+    fitted, lookahead = (sum(column) / len(both) for column in zip(*both, strict=True))
+    said = f"{where} Where the routers foretell {lookahead:.1%} of the experts, it foretells {fitted:.1%}"
+    if fitted - lookahead < _WORTH_IT:
+        return f"{said}: too little to gain by it. More --text of the kind that the model will read may help."
+    return f"{said}. Use it with MeshConfig(predictor={path!r})."

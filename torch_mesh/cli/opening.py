@@ -1,0 +1,63 @@
+"""What commands that run a model share: the model, its tokenizer, text for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import MeshError
+
+_SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
+
+
+def open_model(folder: Path, config: MeshConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The model's own; MeshError where it has none that transformers can load."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise MeshError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+
+
+def read_documents(paths: Sequence[str]) -> list[str]:
+    """The texts of plain files, and of .jsonl files those of each line's ``text``. MeshError names a line that has none."""
+    documents: list[str] = []
+    for path in paths:
+        try:
+            content = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise MeshError(f"{path} is not text in UTF-8: {error}") from error
+        documents += _lines(path, content) if path.endswith(".jsonl") else [content]
+    return documents
+
+
+def _lines(path: str, content: str) -> Iterator[str]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            text = None
+        if not isinstance(text, str):
+            raise MeshError(f'{path}, line {number}: not a JSON object with a text, as in {{"text": "..."}}')
+        yield text
+
+
+def token_sequences(tokenizer: Any, documents: Sequence[str], length: int) -> list[Any]:
+    """Tensors of token ids [at most ``length``], in order; what is left of a document and shorter than two tokens is dropped."""
+    import torch
+
+    sequences = []
+    for document in documents:
+        ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
+        sequences += [part for part in ids.split(length) if len(part) >= _SHORTEST]
+    return sequences

@@ -1,0 +1,269 @@
+"""Routers fitted for lookahead: what ``torch-mesh fit`` learns of a model, and its file. docs/predictor.md describes both."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import MeshError
+from .families import ExpertsLayer, find_experts, find_router
+from .memory import available_bytes
+from .store.header import encode_header, read_header, store_error
+
+FORMAT = "torch_mesh predictor 1"
+# How many tokens, for each hidden channel, weigh as much as the router does from which the fit starts: docs/decisions/0024.
+_RIDGE = 0.1
+_FETCHED = (1.0, 1.5, 2.0)  # times top_k: where recall is measured
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """``weights[l]``, bfloat16 [experts, hidden], scores the experts of the model's MoE layer ``l`` from the hidden states that
+    the experts of the MoE layer before it take in; those of the first layer from what the last layer's took in one token earlier.
+
+    ``identity`` is that of the model that it was fitted to, see ``identity_of``.
+    """
+
+    identity: str
+    weights: tuple[torch.Tensor, ...]
+
+    def check_model(self, model: nn.Module, layers: Sequence[ExpertsLayer], path: str | os.PathLike[str]) -> None:
+        """Raises MeshError unless ``model`` is the one that this was fitted to: ``path`` is only named."""
+        if self.identity != identity_of(model, layers):
+            raise MeshError(
+                f"{path} was fitted to another model: the routers of {type(model).__name__} are not those that it has seen. Fit "
+                "one to this model with torch-mesh fit."
+            )
+
+
+@dataclass(frozen=True)
+class FittedRouter:
+    """Stands where lookahead looks for the next layer's router."""
+
+    weight: torch.Tensor
+
+
+def identity_of(model: nn.Module, layers: Sequence[ExpertsLayer]) -> str:
+    """A digest of the sizes and the routers of ``model``, which its routing depends on and other formats of its experts do not."""
+    digest = hashlib.blake2b(digest_size=16)
+    for layer in layers:
+        digest.update(f"{layer.num_experts} {layer.hidden} {layer.top_k};".encode())
+        router: Any = find_router(model, layer)
+        if router is not None:
+            weight = router.weight.detach().to("cpu", torch.bfloat16).contiguous()
+            digest.update(weight.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
+    """Fits a predictor to what ``model`` does with ``sequences``, each a tensor of token ids [tokens].
+
+    Ridge regression of each layer's router logits on the hidden states one layer before (arXiv 2511.10676 trains such a matrix
+    by descent), drawn towards the layer's own router: with no data it *is* the lookahead. A layer without a plain router is
+    regressed on the experts that it chose. Takes 4 * layers * hidden * (hidden + experts) bytes of memory.
+
+    Raises UnsupportedModelError for a model without supported experts, MeshError where the hidden states are not finite or there
+    are no two tokens in a row, MemoryError if the sums do not fit.
+    """
+    layers = find_experts(model)
+    needed = sum(4 * layer.hidden * (layer.hidden + layer.num_experts) for layer in layers)
+    if needed > available_bytes():
+        raise MemoryError(
+            f"Fitting takes {needed:,} bytes beside the model, but {available_bytes():,} are left: open the model with a smaller "
+            "resident."
+        )
+    routers = [find_router(model, layer) for layer in layers]
+    sums = [_Sums(layer, router) for layer, router in zip(layers, routers, strict=True)]
+    for seen in _routing(model, layers, sequences):
+        for index, layer_sums in enumerate(sums):
+            layer_sums.add(*_foretold(seen, index))
+    return Predictor(identity_of(model, layers), tuple(layer_sums.solve() for layer_sums in sums))
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Of the experts that a layer's tokens used, the shares that were among the best ``fetched``; None: nobody foretells it."""
+
+    layer: int
+    fetched: tuple[int, ...]  # k, 1.5 k and 2 k
+    fitted: tuple[float, ...]
+    lookahead: tuple[float, ...] | None  # of the next layer's own router
+
+
+def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Tensor]) -> list[Recall]:
+    """How much of the routing of ``sequences`` the predictor foretells, and the untrained lookahead, layer by layer."""
+    layers = find_experts(model)
+    counts = [_Hits(layer, find_router(model, layer) if index else None) for index, layer in enumerate(layers)]
+    for seen in _routing(model, layers, sequences):
+        for index, hits in enumerate(counts):
+            hits.add(predictor.weights[index].float(), *_foretold(seen, index))
+    if not counts[0].asked:
+        raise MeshError("The text that recall is measured on has no two tokens in a row: give more text.")
+    return [hits.recall(index) for index, hits in enumerate(counts)]
+
+
+def save_predictor(predictor: Predictor, path: str | os.PathLike[str]) -> None:
+    """Writes a predictor: the file appears when it is complete."""
+    path = Path(path)
+    tensors = [
+        (_name(index), "BF16", tuple(weight.shape), weight.nbytes) for index, weight in enumerate(predictor.weights)
+    ]
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(encode_header(tensors, {"format": FORMAT, "model": predictor.identity}))
+            for weight in predictor.weights:
+                file.write(weight.contiguous().view(torch.uint8).numpy().tobytes())
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer]) -> Predictor:
+    """Reads and checks a predictor for ``layers``; whether it is this model's is ``Predictor.check_model``'s matter.
+
+    Raises StoreError for a file that cannot be read or is none, saying what is wrong.
+    """
+    header = read_header(path)
+    if header.metadata.get("format") != FORMAT:
+        raise store_error(
+            path, f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: torch-mesh fit writes those"
+        )
+    expected = {_name(index): (layer.num_experts, layer.hidden) for index, layer in enumerate(layers)}
+    found = {tensor.name: tensor.shape for tensor in header.tensors.values() if tensor.dtype == "BF16"}
+    if found != expected or len(header.tensors) != len(expected):
+        raise store_error(
+            path,
+            f"it has {len(header.tensors)} tensors, {_first(found)}, but the model wants {len(expected)} in BF16, "
+            f"{_first(expected)}: it was fitted to another model",
+        )
+    weights = []
+    with open(path, "rb") as file:
+        for name, shape in expected.items():
+            tensor = header.tensors[name]
+            file.seek(tensor.offset)
+            data = bytearray(file.read(tensor.bytes))
+            if len(data) < tensor.bytes:
+                raise store_error(path, f"shrank while it was read: tensor {name!r} is cut short", tensor.offset)
+            weight = torch.frombuffer(data, dtype=torch.bfloat16).view(shape)
+            if not weight.isfinite().all():
+                raise store_error(path, f"tensor {name!r} holds values that are not finite", tensor.offset)
+            weights.append(weight)
+    return Predictor(header.metadata.get("model", ""), tuple(weights))
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+def _first(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return "none in BF16" if not shapes else "{}: {}".format(*next(iter((name, list(s)) for name, s in shapes.items())))
+
+
+# What the experts of each layer took in, [tokens, hidden] in float32, and who they were, [tokens, k]
+_Seen = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _routing(model: nn.Module, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
+    """Runs each sequence, and yields what its layers saw."""
+    seen: list[Any] = [None] * len(layers)
+
+    def hook(index: int) -> Any:
+        def keep(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            hidden, ids = [*arguments, *named.values()][:2]
+            seen[index] = (hidden.float().cpu(), ids.long().cpu())
+
+        return keep
+
+    handles = [
+        layer.module.register_forward_pre_hook(hook(index), with_kwargs=True) for index, layer in enumerate(layers)
+    ]
+    try:
+        for tokens in sequences:
+            with torch.no_grad():
+                model(input_ids=tokens.unsqueeze(0), use_cache=False)
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _foretold(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each token: the hidden states that foretell ``layer``, its own, and the experts that it used."""
+    hidden, ids = seen[layer]
+    if layer:
+        return seen[layer - 1][0], hidden, ids
+    return seen[-1][0][:-1], hidden[1:], ids[1:]
+
+
+class _Sums:
+    """Normal equations of one layer's regression, summed over tokens."""
+
+    def __init__(self, layer: ExpertsLayer, router: Any) -> None:
+        self.layer = layer
+        self.router = None if router is None else router.weight.detach().float().cpu()
+        self.tokens = 0
+        self.gram = torch.zeros(layer.hidden, layer.hidden)
+        self.products = torch.zeros(layer.hidden, layer.num_experts)
+
+    def add(self, x: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> None:
+        # What the layer's own router says of these hidden states too much or too little is what there is to learn.
+        lacking = (hidden - x) @ self.router.T if self.router is not None else self.chosen(ids)
+        self.tokens += len(x)
+        self.gram.addmm_(x.T, x)
+        self.products.addmm_(x.T, lacking)
+
+    def chosen(self, ids: torch.Tensor) -> torch.Tensor:
+        experts = self.layer.num_experts
+        used = torch.zeros(len(ids), experts + 1).scatter_(1, ids.clamp(max=experts), 1.0)  # the last: sentinels
+        return used[:, :experts]
+
+    def solve(self) -> torch.Tensor:
+        gram = self.gram.double()
+        scale = gram.diagonal().mean() / max(1, self.tokens)
+        if not 0 < scale < float("inf"):
+            raise MeshError(
+                f"Nothing can be fitted to {self.layer.path}: its hidden states are all 0, not finite, or there are no two tokens in "
+                "a row."
+            )
+        gram.diagonal().add_(_RIDGE * self.layer.hidden * scale)
+        weight = torch.linalg.solve(gram, self.products.double()).T
+        return (weight if self.router is None else weight + self.router).to(torch.bfloat16)
+
+
+class _Hits:
+    """Counts of what was foretold of one layer."""
+
+    def __init__(self, layer: ExpertsLayer, router: Any) -> None:
+        self.router = None if router is None else router.weight.detach().float().cpu()
+        self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.num_experts) for share in _FETCHED)
+        self.fitted = [0] * len(_FETCHED)
+        self.lookahead = [0] * len(_FETCHED)
+        self.asked = 0
+
+    def add(self, fitted: torch.Tensor, x: torch.Tensor, _: torch.Tensor, ids: torch.Tensor) -> None:
+        self.asked += ids.numel()
+        for counts, weight in ((self.fitted, fitted), (self.lookahead, self.router)):
+            if weight is None:
+                continue
+            ranked = (x @ weight.T).topk(self.fetched[-1]).indices
+            found = ranked.unsqueeze(1) == ids.unsqueeze(2)  # [tokens, k, fetched]
+            for index, fetched in enumerate(self.fetched):
+                counts[index] += int(found[..., :fetched].sum())
+
+    def recall(self, layer: int) -> Recall:
+        def shares(counts: list[int]) -> tuple[float, ...]:
+            return tuple(count / self.asked for count in counts)
+
+        lookahead = None if self.router is None else shares(self.lookahead)
+        return Recall(layer, self.fetched, shares(self.fitted), lookahead)
