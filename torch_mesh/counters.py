@@ -128,10 +128,14 @@ class Stats(PhaseCounters):
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
 
-    def __str__(self) -> str:
+    def table(self) -> list[tuple[str, ...]]:
+        """Headings, then a row for each layer, for each phase that there was, and for all together."""
         rows = [_HEADINGS, *(_row(str(index), counters) for index, counters in enumerate(self.per_layer))]
         rows += [_row(name, getattr(self, name)) for name in PHASES if getattr(self, name).accesses]
-        rows.append(_row("all", self))
+        return [*rows, _row("all", self)]
+
+    def __str__(self) -> str:
+        rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         if self.slots < self.most_slots or self.shrinks:

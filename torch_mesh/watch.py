@@ -16,6 +16,7 @@ from .counters import PHASES, Counters, Stats, engine_stats, percent
 from .errors import MeshError
 from .stats import engines_of
 
+RATES = ("forwards", "per s", "hit rate", "in flight", "read", "waiting", "prefetches used", "wasted")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -76,19 +77,20 @@ def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> Renderabl
     (begin, old), (end, new) = before, after
     if new.accesses < old.accesses:  # reset meanwhile
         old = Stats(per_layer=[type(layer)() for layer in new.per_layer])
-    table = Table("", "forwards", "per s", "hit rate", "in flight", "read", "waiting", "prefetches used", "wasted")
+    table = Table("", *RATES)
     for name in PHASES:
-        table.add_row(name, *_cells(getattr(old, name), getattr(new, name), end - begin))
-    table.add_row("all", *_cells(old, new, end - begin))
-    lines: list[RenderableType] = [table, Text(f"hit rate by layer  {_layer_bars(old, new)}")]
+        table.add_row(name, *rate_cells(getattr(old, name), getattr(new, name), end - begin))
+    table.add_row("all", *rate_cells(old, new, end - begin))
+    lines: list[RenderableType] = [table, Text(f"hit rate by layer  {layer_bars(old, new)}")]
     if new.prefetch_error is not None:
         lines.append(Text(f"last failed prefetch: {new.prefetch_error}", style="yellow"))
     return Group(*lines)
 
 
-def _cells(old: Counters, new: Counters, seconds: float) -> list[str]:
+def rate_cells(old: Counters, new: Counters, seconds: float) -> list[str]:
+    """What ``RATES`` names, of the ``seconds`` between two looks."""
     accesses = new.accesses - old.accesses
-    if not accesses:
+    if not accesses or seconds <= 0:
         return [str(new.forwards), *["-"] * 7]
     settled = new.prefetches_used + new.prefetches_wasted - old.prefetches_used - old.prefetches_wasted
     return [
@@ -103,7 +105,7 @@ def _cells(old: Counters, new: Counters, seconds: float) -> list[str]:
     ]
 
 
-def _layer_bars(old: Stats, new: Stats) -> str:
+def layer_bars(old: Stats, new: Stats) -> str:
     """One bar for each layer, its height the hit rate; ``-`` for a layer that was not asked."""
     bars = []
     for before, after in zip(old.per_layer, new.per_layer, strict=True):

@@ -1,0 +1,156 @@
+"""torch-mesh report: sums that are right over resets and restarts, and files that are damaged or none."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError
+from torch_mesh.cli import main
+from torch_mesh.counters import Counters, LayerCounters, Stats
+from torch_mesh.stats_report import read_report
+
+LAYERS = 3
+
+
+def line(at: float, forward: int, hits: list[int], misses: int = 0) -> dict[str, Any]:
+    """Statistics in which each layer had so many hits, all of them decoding, and all the same number of misses."""
+    layers = []
+    for count in hits:
+        counts = {"forwards": forward, "accesses": count + misses, "hits": count, "cold_misses": misses}
+        counts |= {"bytes_read": 1000 * misses, "stall_seconds": 0.25 * misses}
+        layers.append(LayerCounters(**counts, decode=Counters(**counts)))
+    whole = {
+        name: sum(getattr(layer, name) for layer in layers)
+        for name in ("accesses", "hits", "cold_misses", "bytes_read", "stall_seconds")
+    }
+    stats = Stats(**whole, forwards=forward, decode=Counters(**whole, forwards=forward), per_layer=layers, slots=7)
+    return {"time": at, "forward": forward} | stats.to_dict(experts=False)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
+    return path
+
+
+def test_counts_go_on_over_resets_and_begin_anew_with_a_process(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "s.jsonl",
+        line(100, 10, [4, 5, 6], 2),
+        line(102, 20, [14, 15, 16], 4),
+        line(104, 30, [1, 1, 1], 1),  # after a reset
+        line(108, 40, [9, 9, 9], 5),
+        line(200, 10, [1, 2, 3]),  # another process
+    )
+    first, second = read_report(file).runs
+    assert (first.lines, first.forwards, first.begin, first.end) == (4, 40, 100, 108)
+    assert [layer.hits for layer in first.total.per_layer] == [14 + 9, 15 + 9, 16 + 9]
+    assert first.total.hits == 45 + 27 and first.total.decode.cold_misses == 3 * (4 + 5)
+    assert [(part.begin, part.end, part.stats.hits) for part in first.stretches] == [(100, 102, 30), (104, 108, 24)]
+    assert first.stretches[1].stats.per_layer[2].bytes_read == 4000
+    assert (second.lines, second.total.hits, second.stretches) == (1, 6, ())
+
+
+@pytest.mark.parametrize("stretches", [1, 2, 5, 200])
+def test_stretches_cover_all_lines(tmp_path: Path, rng: np.random.Generator, stretches: int) -> None:
+    count = int(rng.integers(2, 60))
+    hits = np.cumsum(rng.integers(0, 9, (count, LAYERS)), axis=0).tolist()
+    file = write(tmp_path / "s.jsonl", *(line(index, index + 1, row) for index, row in enumerate(hits)))
+    (run,) = read_report(file, stretches).runs
+    assert 1 <= len(run.stretches) <= stretches
+    assert run.stretches[0].begin == 0 and run.stretches[-1].end == count - 1
+    assert all(a.end == b.begin for a, b in zip(run.stretches, run.stretches[1:], strict=False))
+    assert sum(part.stats.hits for part in run.stretches) == sum(hits[-1]) - sum(hits[0])
+
+
+def test_lines_that_are_cut_short_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = json.dumps(line(3, 30, [7, 7, 7]))
+    lines = [line(1, 10, [1, 1, 1]), whole[:50], "", line(2, 20, [2, 2, 2]), whole[:-1]]
+    file = write(tmp_path / "s.jsonl", *lines)
+    file.write_text(file.read_text().rstrip("\n"))
+    report = read_report(file)
+    assert report.damaged == (2, 5) and report.runs[0].total.hits == 6
+    assert main(["report", str(file)]) == 0
+    assert "2 lines are cut short and left out: 2, 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no line of statistics"),
+        ("\n\n", "holds no line of statistics"),
+        ("hello\n", "line 1: not JSON"),
+        ("\x00\xff" * 100, "line 1: not JSON"),
+        ("[1]\n", "line 1: no line of statistics, but a JSON list"),
+        ('{"a": 1}\n', "its time is None"),
+        ('{"time": 1, "forward": -1}\n', "its forward is -1"),
+        ('{"time": 1, "forward": 1}\n', "it has no per_layer"),
+        ('{"time": 1, "forward": 1, "per_layer": [3]}\n', "layer 0 is no object"),
+        ('{"time": 1, "forward": 1, "per_layer": []}\n', "counts no accesses"),
+        ("[" * 100000 + "\n", "not JSON"),
+        ('{"time": NaN, "forward": 1, "per_layer": []}\n', "its time is nan"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.jsonl").write_text(content, encoding="latin-1")
+    assert main(["report", str(tmp_path / "s.jsonl")]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [-1, "3", None, True, float("inf"), [1]])
+def test_a_count_is_a_number(tmp_path: Path, wrong: Any) -> None:
+    spoilt = line(2, 20, [2, 2, 2])
+    spoilt["per_layer"][1]["decode"]["hits"] = wrong
+    with pytest.raises(MeshError, match="line 2: .* hits of decode of layer 1 is .* and no count"):
+        read_report(write(tmp_path / "s.jsonl", line(1, 10, [1, 1, 1]), spoilt))
+
+
+def test_other_versions_may_count_more_or_less(tmp_path: Path) -> None:
+    other = line(1, 10, [1, 1, 1])
+    other["new"] = {"thing": 1}
+    other["decode"]["entropy"] = 0.5
+    del other["grows"], other["per_layer"][0]["evicted"]
+    assert read_report(write(tmp_path / "s.jsonl", other)).runs[0].total.hits == 3
+
+
+def test_a_clock_that_goes_back_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "s.jsonl", line(100, 10, [1, 1, 1]), line(90, 20, [2, 2, 2]))
+    assert main(["report", str(file), "--stretches", "3"]) == 0
+    assert "over time" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(file), "--png", str(tmp_path / "out.png")]) == 2
+    assert "nothing to draw" in capsys.readouterr().err
+
+
+def test_what_a_model_writes_is_what_it_counted(
+    mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stats.jsonl"
+    config = MeshConfig(resident=0.25, io="threads", stats_file=file, stats_every=2)
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    with torch.no_grad():
+        for rows in (40, 1, 1, 1, 1, 1):
+            model(input_ids=torch.randint(0, 200, (1, rows)), use_cache=False)
+            time.sleep(0.02)
+    counted = torch_mesh.stats(model)
+    deadline = time.monotonic() + 20
+    while not (file.exists() and file.read_text().count('"forward": 6')) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (run,) = read_report(file).runs
+    for name in ("accesses", "hits", "bytes_read", "cold_misses"):
+        assert getattr(run.total, name) == getattr(counted, name)
+        assert getattr(run.total.per_layer[5].decode, name) == getattr(counted.per_layer[5].decode, name)
+    html, png = tmp_path / "out.html", tmp_path / "out.png"
+    drawn = ["--png", str(png)] if pytest.importorskip("matplotlib") else []
+    assert main(["report", str(file), str(file), "--html", str(html), *drawn]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("up to forward 6") == 2 and "decode" in printed and "prefill" in printed
+    assert "up to forward 6" in html.read_text() and png.read_bytes().startswith(b"\x89PNG")

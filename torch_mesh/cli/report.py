@@ -1,0 +1,139 @@
+"""``torch-mesh report``: what the statistics say that a model has written."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from torch_mesh.cli.options import positive
+
+if TYPE_CHECKING:
+    from torch_mesh.stats_report import Report, Run
+
+_WIDTH = 160
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="summarise the statistics that a model has written",
+        description="Reads files that MeshConfig(stats_file=...) named: hits, reads and waits by layer, by phase and over time. "
+        "Each run of a process is summarised by itself.",
+    )
+    parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
+    parser.add_argument("--stretches", type=positive, default=12, help="rows of the table over time (%(default)s)")
+    parser.add_argument("--html", metavar="OUT", help="write the tables to this file, too")
+    parser.add_argument("--png", metavar="OUT", help="draw the last run over time; needs matplotlib")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the reports; returns the exit code."""
+    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    from torch_mesh.stats_report import read_report
+
+    reports = [read_report(path, arguments.stretches) for path in arguments.files]
+    _print(reports, Console(width=_WIDTH))
+    if arguments.html:
+        page = Console(width=_WIDTH, record=True, file=io.StringIO())
+        _print(reports, page)
+        Path(arguments.html).write_text(page.export_html(), encoding="utf-8")
+    if arguments.png:
+        _draw(reports[-1], arguments.png)
+    return 0
+
+
+def _print(reports: list[Report], console: Console) -> None:
+    for report in reports:
+        for index, run in enumerate(report.runs):
+            which = f", run {index + 1} of {len(report.runs)}" if len(report.runs) > 1 else ""
+            console.print(f"{report.path}{which}: {_span(run)}", markup=False, highlight=False)
+            headings, *rows = run.total.table()
+            table = Table(*headings)
+            for row in rows:
+                table.add_row(*row, end_section=row is rows[len(run.total.per_layer) - 1])
+            console.print(table, markup=False)
+            if run.stretches:
+                console.print(_over_time(run), markup=False)
+        if report.damaged:
+            lines = ", ".join(map(str, report.damaged[:10])) + (", ..." if len(report.damaged) > 10 else "")
+            console.print(f"{len(report.damaged)} lines are cut short and left out: {lines}", markup=False)
+
+
+def _span(run: Run) -> str:
+    begin, end = (datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") for time in (run.begin, run.end))
+    return f"{run.lines} lines up to forward {run.forwards}, {begin} to {end}, {run.total.slots} slots at the end"
+
+
+def _over_time(run: Run) -> Table:
+    from torch_mesh.counters import PHASES, Stats
+    from torch_mesh.watch import RATES, layer_bars, rate_cells
+
+    table = Table("from", "phase", *RATES, "hit rate by layer", title="over time", title_justify="left")
+    for stretch in run.stretches:
+        seconds = stretch.end - stretch.begin
+        none = Stats(per_layer=[type(layer)() for layer in stretch.stats.per_layer])
+        start, bars = _clock(stretch.begin - run.begin), layer_bars(none, stretch.stats)
+        for name in PHASES:
+            counters = getattr(stretch.stats, name)
+            if counters.accesses:
+                table.add_row(start, name, *rate_cells(getattr(none, name), counters, seconds), bars)
+                start = bars = ""
+    return table
+
+
+def _clock(seconds: float) -> str:
+    if abs(seconds) < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _draw(report: Report, path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib, which is not installed: pip install matplotlib") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    run = report.runs[-1]
+    stretches = [stretch for stretch in run.stretches if stretch.end > stretch.begin]
+    if not stretches:
+        raise ValueError(f"{report.path} has no two lines of its last run between which time passed: nothing to draw")
+    minutes = [(stretch.begin + stretch.end) / 2 / 60 - run.begin / 60 for stretch in stretches]
+    figure, (rates, reads, layers) = pyplot.subplots(3, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    for name in ("prefill", "decode"):
+        shares = [getattr(stretch.stats, name).hit_rate for stretch in stretches]
+        if any(share is not None for share in shares):
+            rates.plot(minutes, [float("nan") if share is None else share for share in shares], "o-", label=name)
+    rates.set(ylabel="hit rate", ylim=(0, 1))
+    rates.legend()
+    lengths = [stretch.end - stretch.begin for stretch in stretches]
+    speeds = [stretch.stats.bytes_read / length / 1e6 for stretch, length in zip(stretches, lengths, strict=True)]
+    waits = [100 * stretch.stats.stall_seconds / length for stretch, length in zip(stretches, lengths, strict=True)]
+    reads.plot(minutes, speeds, "o-", color="tab:green", label="read")
+    reads.set(ylabel="MB/s read", ylim=(0, None))
+    waiting = reads.twinx()
+    waiting.plot(minutes, waits, "o-", color="tab:red")
+    waiting.set(ylabel="% of the time waiting (red)", ylim=(0, None))
+    by_layer = [[layer.hit_rate for layer in stretch.stats.per_layer] for stretch in stretches]
+    grid = [[float("nan") if share is None else share for share in column] for column in zip(*by_layer, strict=True)]
+    image = layers.pcolormesh(
+        [stretch.begin / 60 - run.begin / 60 for stretch in stretches] + [(stretches[-1].end - run.begin) / 60],
+        range(len(grid) + 1),
+        grid,
+        vmin=0,
+        vmax=1,
+    )
+    layers.set(ylabel="MoE layer", xlabel="minutes")
+    figure.colorbar(image, ax=layers, label="hit rate")
+    figure.suptitle(str(report.path))
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,175 @@
+"""What a file of statistics says: the lines that ``stats_file`` has got, read back, and cut into runs and stretches of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .counters import PHASES, Counters, LayerCounters, Stats
+from .errors import MeshError
+
+_LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
+_COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
+_SIZES = ("slots", "most_slots", "shrinks", "grows")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What was counted between two lines. ``begin`` and ``end`` are seconds since 1970."""
+
+    begin: float
+    end: float
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Run:
+    """Lines of one pool: ``forward`` rises. Counters begin anew where they were reset, and are added up here."""
+
+    begin: float  # of the first line
+    end: float
+    lines: int
+    forwards: int  # the last line's
+    total: Stats  # of all that was counted
+    stretches: tuple[Stretch, ...]  # between lines, in order
+
+
+@dataclass(frozen=True)
+class Report:
+    path: Path
+    runs: tuple[Run, ...]
+    damaged: tuple[int, ...]  # numbers of lines that are cut short
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A line that can be read, without what takes memory."""
+
+    offset: int
+    time: float
+    forward: int
+    accesses: int
+
+
+def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
+    """Reads a file that ``MeshConfig(stats_file=...)`` named, and cuts each of its runs into at most ``stretches``.
+
+    A line that is cut short, as a full disk or a killed process leaves it, is left out and counted. MeshError for a file that
+    holds anything else than statistics, saying which line; OSError if it cannot be read.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        places, damaged = _places(path, file)
+        if not places:
+            raise MeshError(f"{path} holds no line of statistics: give a file that MeshConfig(stats_file=...) named.")
+        runs = tuple(_run(path, file, run, stretches) for run in _split(places, lambda a, b: b.forward <= a.forward))
+    return Report(path, runs, tuple(damaged))
+
+
+def _places(path: Path, file: BinaryIO) -> tuple[list[_Place], list[int]]:
+    places: list[_Place] = []
+    damaged: list[int] = []
+    number = offset = 0
+    while line := file.readline(_LONGEST_LINE):
+        number += 1
+        if len(line) == _LONGEST_LINE:
+            raise MeshError(f"{path}, line {number}: longer than any line of statistics.")
+        if line.strip():
+            try:
+                table = json.loads(line)
+            except (ValueError, RecursionError):
+                damaged.append(number)
+            else:
+                time, stats = _parsed(path, number, table)
+                places.append(_Place(offset, time, table["forward"], stats.accesses))
+        offset += len(line)
+    if damaged and not places:
+        raise MeshError(f"{path}, line {damaged[0]}: not JSON, so no line of statistics.")
+    return places, damaged
+
+
+def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
+    """Cuts a list before each element that ``begins`` something after the one before it."""
+    part = [places[0]]
+    for before, place in itertools.pairwise(places):
+        if begins(before, place):
+            yield part
+            part = []
+        part.append(place)
+    yield part
+
+
+def _run(path: Path, file: BinaryIO, places: list[_Place], stretches: int) -> Run:
+    def stats(place: _Place) -> Stats:
+        file.seek(place.offset)
+        return _parsed(path, 0, json.loads(file.readline()))[1]
+
+    total, parts = Stats(), []
+    share = max(1, math.ceil((len(places) - 1) / stretches))
+    for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
+        chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
+        seen = [stats(place) for place in chosen]
+        for index in range(1, len(chosen)):
+            counted = _combined(seen[index], seen[index - 1], -1)
+            parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted))
+        total = _combined(seen[-1], total, 1)
+    return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
+
+
+def _combined(new: Stats, old: Stats, sign: int) -> Stats:
+    """``new`` plus or minus ``old``; what is no count is ``new``'s."""
+    layers = [
+        LayerCounters(**_added(layer, old.per_layer[index] if index < len(old.per_layer) else LayerCounters(), sign))
+        for index, layer in enumerate(new.per_layer)
+    ]
+    return dataclasses.replace(new, per_layer=layers, **_added(new, old, sign))
+
+
+def _added(new: Any, old: Any, sign: int) -> dict[str, Any]:
+    def sums(a: Counters, b: Counters) -> dict[str, Any]:
+        return {name: getattr(a, name) + sign * getattr(b, name) for name in _COUNTERS}
+
+    return sums(new, old) | {phase: Counters(**sums(getattr(new, phase), getattr(old, phase))) for phase in PHASES}
+
+
+def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
+    """Time and statistics of one line. What other versions count besides is left aside, what they did not count is 0."""
+
+    def refuse(problem: str) -> MeshError:
+        return MeshError(f"{path}, line {number}: no line of statistics, {problem}.")
+
+    def counts(held: Any, where: str) -> dict[str, Any]:
+        if not isinstance(held, Mapping):
+            raise refuse(f"{where} is no object")
+        found = {name: held.get(name, default) for name, default in _COUNTERS.items()}
+        for name, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise refuse(f"{name} of {where} is {value!r} and no count")
+        if "accesses" not in held:
+            raise refuse(f"{where} counts no accesses")
+        return found
+
+    def phases(held: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return counts(held, where) | {name: Counters(**counts(held.get(name), f"{name} of {where}")) for name in PHASES}
+
+    if not isinstance(table, dict):
+        raise refuse(f"but a JSON {type(table).__name__}")
+    time, forward, layers = table.get("time"), table.get("forward"), table.get("per_layer")
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e11:
+        raise refuse(f"its time is {time!r}")
+    if type(forward) is not int or not 0 <= forward < 1 << 63:
+        raise refuse(f"its forward is {forward!r}")
+    if not isinstance(layers, list):
+        raise refuse("it has no per_layer")
+    per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
+    sizes = {name: table.get(name, 0) for name in _SIZES}
+    if not all(type(size) is int for size in sizes.values()):
+        raise refuse(f"its sizes are {sizes}")
+    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, **sizes)
