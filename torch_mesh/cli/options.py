@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from torch_mesh.config import FIELDS, MeshConfig
+from torch_mesh.config import FIELDS, MeshConfig, parse_size
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,3 +25,11 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def size(text: str) -> int:
+    """The ``type`` of an option such as ``--memory 8GiB``."""
+    try:
+        return parse_size(int(text) if text.isdigit() else text, "the size")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -12,6 +12,7 @@ from rich.filesize import decimal as format_bytes
 from rich.markup import escape
 from rich.table import Table
 
+from torch_mesh.cli.options import size
 from torch_mesh.config import DENSE, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
 from torch_mesh.store.checkpoint import local_folder
 
@@ -30,9 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Exits with 1 only where the model cannot run.",
     )
     parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
-    parser.add_argument(
-        "--memory", type=_size, help="what the process may take in all (default: what it can take here)"
-    )
+    parser.add_argument("--memory", type=size, help="what the process may take in all (default: what it can take here)")
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
     parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
@@ -125,13 +124,6 @@ def _workspace(planned: Plan) -> str:
 
 def _bytes(value: int | None) -> str:
     return "unknown" if value is None else format_bytes(value)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(int(text) if text.isdigit() else text, "--memory")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _speed(text: str) -> float:

@@ -1,0 +1,102 @@
+"""torch-mesh bench: what it prints is what happened, beside the plan of the very same configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh.cli import main
+from torch_mesh.plan import Speeds
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    """Given instead of measured, which takes seconds: tests of plan measure them."""
+    speeds = Speeds(disk=1e9, experts=2e10, dense=1e10, layer_seconds=1e-3, measured=())
+    monkeypatch.setattr("torch_mesh.bench.measure_speeds", lambda sizes, config: speeds)
+    return speeds
+
+
+def bench(folder: Path, out: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["bench", str(folder), "--io", "threads", *arguments, "--json", str(out / "bench.json")]) == 0
+    return json.loads((out / "bench.json").read_text())
+
+
+def test_it_measures_what_it_was_asked_for(
+    mesh_tiny: Path, tmp_path: Path, speeds: Speeds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--resident", "0.25", "--tokens", "12", "--prompt-tokens", "40", "--prefetch", "off"]
+    measured = bench(mesh_tiny, tmp_path, *arguments)
+    assert (measured["prompt_tokens"], measured["decoded_tokens"], len(measured["step_seconds"])) == (40, 12, 11)
+    decode = measured["stats"]["decode"]
+    assert decode["forwards"] == 11 and measured["stats"]["prefill"]["forwards"] == 1
+    assert measured["hit_rate"] == decode["hit_rate"] == decode["hits"] / (11 * 6 * 4)
+    assert measured["bytes_per_token"] == decode["bytes_read"] / 11
+    assert measured["limits"]["disk"] == pytest.approx(1e9 / measured["bytes_per_token"])
+    assert measured["stall_share"] == pytest.approx(decode["stall_seconds"] / sum(measured["step_seconds"]))
+    assert 0 < measured["stall_share"] < 1 and 0 <= measured["prefill_stall_share"] < 1
+    assert measured["tokens_per_second_p10"] <= measured["tokens_per_second"] <= measured["tokens_per_second_p90"]
+    assert measured["prefill_tokens_per_second"] == pytest.approx(40 / measured["prefill_seconds"])
+    planned = measured["plan"]
+    assert (planned["slots"], planned["speeds"]["disk"]) == (48, 1e9)
+    assert measured["ratio_to_plan"] == pytest.approx(measured["tokens_per_second"] / planned["tokens_per_second"])
+    used = 6 * 4 * planned["sizes"]["expert_bytes"] / 2e10 + planned["sizes"]["dense_bytes_per_token"] / 1e10
+    assert measured["limits"]["memory"] == pytest.approx(1 / used)
+    assert measured["peak_bytes"] > planned["pool_bytes"]
+    table = " ".join(capsys.readouterr().out.split())
+    for words in ("prompt of 40", "decoding 12", "plan", "the disk allows", "memory at the peak", "1.0 GB/s"):
+        assert words in table
+
+
+def test_memory_decides_what_is_resident(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+    measured = bench(mesh_tiny, tmp_path, "--tokens", "3", "--prompt-tokens", "4", "--memory", "64GiB")
+    assert measured["plan"]["memory_bytes"] == 64 << 30
+    assert measured["plan"]["slots"] == measured["stats"]["slots"] == 192
+    assert main(["bench", str(mesh_tiny), "--memory", "1MiB"]) == 1
+
+
+def test_the_prompt_may_be_ones_own(mesh_tiny: Path, tmp_path: Path, speeds: Speeds) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning God created the heaven and the earth. " * 4)
+    measured = bench(
+        mesh_tiny, tmp_path, "--resident", "0.5", "--tokens", "2", "--prompt-tokens", "20", "--text", str(text)
+    )
+    assert len(measured["step_seconds"]) == 1
+    assert measured["tokens_per_second_p10"] == measured["tokens_per_second_p90"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--tokens", "1"], 2, "at least 2"),
+        (["--resident", "0"], 2, "resident=0.0 is not a fraction"),
+        (["--policy", "mru"], 2, "policy='mru' is unknown"),
+        (["--prompt-tokens", "1000", "--text", "{text}"], 2, "give a longer --text"),
+        (["--text", "none"], 1, "No such file"),
+        (["--memory", "1MiB"], 1, "give more memory"),
+    ],
+)
+def test_bad_input_is_named(
+    mesh_tiny: Path,
+    tmp_path: Path,
+    speeds: Speeds,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    (tmp_path / "text.txt").write_text("And it came to pass")
+    filled = [argument.format(text=tmp_path / "text.txt") for argument in arguments]
+    assert main(["bench", str(mesh_tiny), *filled]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--prompt-tokens", "x"], ["--memory", "much"]])
+def test_impossible_numbers_are_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "model", *wrong])
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err

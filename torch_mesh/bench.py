@@ -1,0 +1,203 @@
+"""What a model reaches on this machine, beside the machine's own limits and what ``plan`` foretold, measured in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import MeshConfig
+from .counters import Stats
+from .errors import MeshError
+from .plan import Plan, find_sizes, plan
+from .speed import measure_speeds
+from .stats import reset_stats, stats
+
+_LOOK_SECONDS = 0.02  # between two looks at the memory that is taken
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Tokens per second that this machine could not exceed, whatever the software, with the reads that there were."""
+
+    disk: float | None  # None: nothing was read, or the disk's speed is not known
+    memory: float | None  # each weight that a token needs goes through the processor once
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, bytes and tokens per second."""
+
+    folder: str
+    prompt_tokens: int
+    decoded_tokens: int
+    open_seconds: float
+    prefill_seconds: float
+    prefill_tokens_per_second: float
+    step_seconds: tuple[float, ...]  # of each decoded token after the first, which ends the prefill
+    tokens_per_second: float  # of the median step
+    tokens_per_second_p10: float  # a tenth of the steps are slower
+    tokens_per_second_p90: float  # a tenth of the steps are faster
+    hit_rate: float | None  # decoding
+    stall_share: float  # of the time of decoding, spent waiting for the disk
+    prefill_stall_share: float
+    bytes_per_token: float  # read while decoding
+    peak_bytes: int  # memory of the process without mapped files and the page cache
+    limits: Limits
+    plan: Plan
+    stats: Stats
+
+    @property
+    def ratio_to_plan(self) -> float | None:
+        """Tokens per second over those that were planned."""
+        planned = self.plan.tokens_per_second
+        return None if planned is None else self.tokens_per_second / planned
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        rest = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return rest | {
+            "limits": dataclasses.asdict(self.limits),
+            "plan": self.plan.to_dict(),
+            "stats": self.stats.to_dict(experts=False),
+            "ratio_to_plan": self.ratio_to_plan,
+        }
+
+
+def default_text() -> str:
+    """Some 200,000 characters of English and Python that are wherever torch is: prompts of random tokens route like no text."""
+    return inspect.getsource(torch.nn.functional)
+
+
+def measure(
+    folder: Path,
+    config: MeshConfig,
+    open_model: Callable[[Path, MeshConfig], Any],
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    memory: int | None = None,
+) -> Measured:
+    """Measures the machine, opens the model, and lets it read ``prompt`` and generate ``tokens`` tokens, greedily.
+
+    ``memory``: bytes that the process may take in all, from which ``resident="auto"`` is planned; None: what it can take.
+    Raises MeshError where the model cannot run in it, and what loading raises.
+    """
+    sizes = find_sizes(folder, config)
+    speeds = measure_speeds(sizes, config)
+    planned = plan(folder, config, memory=memory, speeds=speeds)
+    if planned.status == "too small":
+        raise MeshError(planned.advice)
+    if memory is not None and config.resident == "auto" and planned.pool_bytes is not None:
+        config = config.replace(resident=planned.pool_bytes)
+    peak = _PeakMemory()
+    try:
+        begin = time.perf_counter()
+        model = open_model(folder, config)
+        opened = time.perf_counter() - begin
+        clock, counted = _generate(model, prompt, tokens)
+    finally:
+        peak.stop()
+    steps = clock.steps()
+    fast, slow = _tenths(steps)
+    decode = counted.decode
+    read = decode.bytes_read / len(steps)
+    used = sizes.shape.layers * sizes.shape.top_k * sizes.expert_bytes
+    through = None
+    if speeds is not None and sizes.dense_bytes_per_token is not None:
+        through = 1 / (used / speeds.experts + sizes.dense_bytes_per_token / speeds.dense)
+    return Measured(
+        folder=str(folder),
+        prompt_tokens=len(prompt),
+        decoded_tokens=tokens,
+        open_seconds=opened,
+        prefill_seconds=clock.prefill(),
+        prefill_tokens_per_second=len(prompt) / clock.prefill(),
+        step_seconds=tuple(steps),
+        tokens_per_second=1 / statistics.median(steps),
+        tokens_per_second_p10=1 / slow,
+        tokens_per_second_p90=1 / fast,
+        hit_rate=decode.hit_rate,
+        stall_share=decode.stall_seconds / sum(steps),
+        prefill_stall_share=counted.prefill.stall_seconds / clock.prefill(),
+        bytes_per_token=read,
+        peak_bytes=peak.bytes,
+        limits=Limits(disk=speeds.disk / read if speeds is not None and read else None, memory=through),
+        plan=planned,
+        stats=counted,
+    )
+
+
+def _generate(model: Any, prompt: Sequence[int], tokens: int) -> tuple[_Clock, Stats]:
+    ids = torch.tensor([list(prompt)], device=model.device)
+    clock = _Clock()
+    reset_stats(model)
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        streamer=clock,
+    )
+    return clock, stats(model)
+
+
+class _Clock:
+    """A streamer of ``generate``: it is given the prompt before the first forward, and then each token when it is chosen."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def prefill(self) -> float:
+        return self.times[1] - self.times[0]
+
+    def steps(self) -> list[float]:
+        return [end - begin for begin, end in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+def _tenths(values: Sequence[float]) -> tuple[float, float]:
+    """The values that a tenth lies below, and above."""
+    if len(values) == 1:
+        return values[0], values[0]
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return cuts[0], cuts[-1]
+
+
+class _PeakMemory(threading.Thread):
+    """The most anonymous memory that this process has had since it was started; what is mapped from files can always be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(name="torch_mesh memory", daemon=True)
+        self.bytes = _anonymous_bytes()
+        self._ended = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self.bytes = max(self.bytes, _anonymous_bytes())
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon line")

@@ -1,0 +1,105 @@
+"""``torch-mesh bench``: what a model reaches here, beside the machine's limits and what ``plan`` foretells."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal as format_bytes
+from rich.table import Table
+
+from torch_mesh.cli.opening import open_model, open_tokenizer, read_documents
+from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
+from torch_mesh.store.checkpoint import local_folder
+
+if TYPE_CHECKING:
+    from torch_mesh.bench import Measured
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure what a model reaches here, beside the machine's limits and the plan",
+        description="Measures the disk and the memory, opens a model, lets it read a prompt and generate, and prints what it "
+        "reached beside what the machine allows and what torch-mesh plan foretells. Weights in another format than the checkpoint's are "
+        "converted when it is opened for the first time, which counts.",
+    )
+    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument("--tokens", type=positive, default=64, help="to generate (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=positive, default=128, help="of the prompt (default: %(default)s)")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="what the prompt is the beginning of (default: the source of torch.nn.functional)",
+    )
+    parser.add_argument("--memory", type=size, help="what the process may take in all, for --resident auto")
+    parser.add_argument("--json", metavar="OUT", help="write everything to this file, too")
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit code."""
+    # Here, so that `torch-mesh doctor` runs where the extension does not.
+    from torch_mesh.bench import default_text, measure
+
+    config = given_config(arguments)
+    if arguments.tokens < 2:
+        raise ValueError("--tokens is 1; the first token ends the prompt, so that at least 2 are needed")
+    text = "\n\n".join(read_documents([arguments.text])) if arguments.text else default_text()
+    folder = local_folder(arguments.model)
+    prompt = open_tokenizer(folder)(text, verbose=False)["input_ids"][: arguments.prompt_tokens]
+    if len(prompt) < arguments.prompt_tokens:
+        raise ValueError(
+            f"the text has {len(prompt)} tokens, and --prompt-tokens is {arguments.prompt_tokens}: give a longer --text"
+        )
+    measured = measure(folder, config, open_model, prompt, arguments.tokens, memory=arguments.memory)
+    _print_table(measured)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(measured.to_dict(), indent=1) + "\n")
+    return 0
+
+
+def _print_table(measured: Measured) -> None:
+    planned, limits = measured.plan, measured.limits
+    table = Table("", "measured", "beside it", "", "ratio", title=measured.folder, title_justify="left")
+
+    def add(name: str, value: str, beside: str = "", other: str = "", ratio: float | None = None) -> None:
+        table.add_row(name, value, beside, other, "" if ratio is None else f"{ratio:.2f}")
+
+    add("seconds to open", f"{measured.open_seconds:.1f}")
+    add(f"prompt of {measured.prompt_tokens}", f"{measured.prefill_tokens_per_second:.1f} tokens/s")
+    add("waiting for the disk", f"{measured.prefill_stall_share:.1%}")
+    speed = measured.tokens_per_second
+    spread = f"{measured.tokens_per_second_p10:.2f} to {measured.tokens_per_second_p90:.2f}"
+    value = f"{speed:.2f} tokens/s ({spread})"
+    if planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
+        low, high = planned.tokens_per_second_range
+        other = f"{planned.tokens_per_second:.2f} ({low:.2f} to {high:.2f})"
+        add(f"decoding {measured.decoded_tokens}", value, "plan", other, measured.ratio_to_plan)
+    else:
+        add(f"decoding {measured.decoded_tokens}", value)
+    for name, limit in (("memory", limits.memory), ("disk", limits.disk)):
+        if limit is not None:
+            add("", "", f"the {name} allows", f"{limit:.2f}", speed / limit)
+    add("waiting for the disk", f"{measured.stall_share:.1%}")
+    rate = "-" if measured.hit_rate is None else f"{measured.hit_rate:.1%}"
+    if planned.hit_rate is None:
+        add("hit rate", rate)
+    else:
+        add("hit rate", rate, "plan, before prefetch", f"{planned.hit_rate.expected:.1%}")
+    add("read per token", format_bytes(int(measured.bytes_per_token)))
+    if planned.peak_bytes is None:
+        add("memory at the peak", format_bytes(measured.peak_bytes))
+    else:
+        ratio = measured.peak_bytes / planned.peak_bytes
+        add("memory at the peak", format_bytes(measured.peak_bytes), "plan", format_bytes(planned.peak_bytes), ratio)
+    if (speeds := planned.speeds) is not None:
+        table.add_section()
+        add("disk", "", "measured", f"{format_bytes(int(speeds.disk))}/s")
+        add("memory, experts", "", "measured", f"{format_bytes(int(speeds.experts))}/s")
+        add("memory, the rest", "", "measured", f"{format_bytes(int(speeds.dense))}/s")
+    Console(width=120).print(table, markup=False)
