@@ -125,11 +125,9 @@ def gguf(directory: Path) -> Path:
     return path
 
 
-def planned(model: Path, resident: int, hit_rate: float | None) -> dict[str, Any]:
+def planned(model: Path, resident: int, *known: str) -> dict[str, Any]:
     command = [str(Path(sys.executable).with_name("torch-mesh")), "plan", str(model), "--json", "--prefetch", "off"]
-    command += ["--resident", str(resident), "--dense", DENSE]
-    if hit_rate is not None:
-        command += ["--hit-rate", str(hit_rate)]
+    command += ["--resident", str(resident), "--dense", DENSE, *known]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout)
 
@@ -159,8 +157,12 @@ def measure(options: Any) -> Report:
             result = sessions.run(Path(sys.executable), "mesh_replay.py", model, sessions.NO_LIMIT, own)
             seconds = options.tokens / result["tokens_per_second"]
             console.print(f"{name}: {result['tokens_per_second']:.2f} tok/s, hit rate {result['hit_rate']:.1%}")
-            for label, hits in (("plan", None), ("plan, with the hit rate it had", result["hit_rate"])):
-                plan = planned(model, resident, hits)
+            for label, known in (
+                ("plan", ()),
+                ("plan, told the overlap", ("--overlap", str(OVERLAP))),
+                ("plan, told the hit rate it had", ("--hit-rate", str(result["hit_rate"]))),
+            ):
+                plan = planned(model, resident, *known)
                 speed = plan["tokens_per_second"]
                 # Within 25 % either way: the larger of the two over the smaller.
                 ratio = max(speed, result["tokens_per_second"]) / min(speed, result["tokens_per_second"])

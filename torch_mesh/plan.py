@@ -1,7 +1,7 @@
 """What a model will need and reach on a machine, before it is loaded.
 
 Sizes come from headers, config and manifest, through the code that loading itself uses. Speeds are measured for a moment or
-given. What a model's own routing will do cannot be known beforehand: see ``expected_hit_rate``.
+given. What a model's own routing will do cannot be known beforehand: see ``expected_hit_rate`` and ``simulated_hit_rate``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model,
 from .store.convert import checked_group_size
 from .store.header import weight_files
 from .store.manifest import Shape, is_store, open_store
+from .synthetic import synthetic_trace
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
 
@@ -32,6 +33,11 @@ Status = Literal["ok", "below recommended", "too small", "nothing to do", "unkno
 _SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 _EXPECTED_HITS = (0.0, 0.312, 0.535, 0.761, 1.0)
 _LOCAL_HITS = (0.0, 0.359, 0.684, 0.911, 1.0)
+
+# What simulated_hit_rate replays: prompts long enough for what a prompt repeats to show. Layers are alike, so a few stand for all.
+_SIMULATED_LAYERS = 6
+_SIMULATED_PROMPTS = 4
+_SIMULATED_TOKENS = 256
 
 # With lookahead about half of the time that demand reads would be waited for is left, and half as much again is read: the
 # tables of docs/decisions/0007.
@@ -116,14 +122,15 @@ def plan(
     memory: int | None = None,
     speeds: Speeds | None = None,
     hit_rate: float | None = None,
+    overlap: float | None = None,
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
     ``memory``: bytes that the whole process may take; None: what it has and what it can still take here. ``hit_rate``: a known
-    one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. Without ``speeds`` nothing is
-    said of time.
+    one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
+    share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would.
+    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has.
     """
     sizes = find_sizes(folder, config)
     shape = sizes.shape
@@ -134,7 +141,7 @@ def plan(
     every = shape.layers * shape.experts
     recommended = shape.layers * min(shape.experts, 2 * shape.top_k)
     share = None if slots is None else slots / every
-    rate = None if share is None else _hit_rate(share, hit_rate)
+    rate = None if share is None else _hit_rate(shape, share, hit_rate, overlap)
     chunk = _tokens_per_chunk(sizes, config)
     chunk_bytes = None if slots is None else (every if slots < every else 0) * sizes.expert_bytes
     seconds = None
@@ -183,6 +190,28 @@ def expected_hit_rate(share: float) -> HitRate:
     return HitRate(expected=expected, low=share, high=high)
 
 
+def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
+    """What to expect where ``overlap`` of a token's experts serve the next token, too: policy "auto" on a made-up trace.
+
+    The trace has topics and drift (see ``synthetic_trace``), its first prompt only fills the pool. About a second. Raises ValueError for an overlap
+    that is less than chance gives or more than 0.95.
+    """
+    layers = min(shape.layers, _SIMULATED_LAYERS)
+    trace = synthetic_trace(
+        layers=layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        prompts=_SIMULATED_PROMPTS,
+        prompt_tokens=_SIMULATED_TOKENS,
+        overlap=overlap,
+    )
+    slots = max(shape.top_k, round(share * layers * shape.experts))
+    result = _C.replay(trace.ids, experts=shape.experts, policy="auto", slots=slots, sequences=trace.offsets[:-1])
+    hits = result["hits"][trace.offsets[1] :]
+    expected = float(hits.mean()) / (layers * shape.top_k)
+    return HitRate(expected=expected, low=min(share, expected), high=max(expected, expected_hit_rate(share).high))
+
+
 def token_seconds(sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool) -> float:
     """Seconds that one token of one sequence takes.
 
@@ -205,12 +234,12 @@ def _process_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _hit_rate(share: float, given: float | None) -> HitRate:
-    if given is None or share == 1:
-        return expected_hit_rate(share)
-    if not 0 <= given <= 1:
+def _hit_rate(shape: Shape, share: float, given: float | None, overlap: float | None) -> HitRate:
+    if given is not None and not 0 <= given <= 1:
         raise ValueError(f"hit_rate={given} must be in [0, 1]")
-    return HitRate(given, given, given)
+    if share == 1 or (given is None and overlap is None):
+        return expected_hit_rate(share)
+    return HitRate(given, given, given) if given is not None else simulated_hit_rate(shape, share, overlap or 0.0)
 
 
 def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C, MeshConfig
 from torch_mesh.cli import main
-from torch_mesh.plan import Plan, Speeds, expected_hit_rate, find_sizes, plan, token_seconds
+from torch_mesh.plan import Plan, Speeds, expected_hit_rate, find_sizes, plan, simulated_hit_rate, token_seconds
 from torch_mesh.speed import disk_speed, measure_speeds
 from torch_mesh.store.convert import convert
 
@@ -151,6 +151,20 @@ def test_a_known_hit_rate_replaces_the_expected(mesh_tiny: Path, capsys: pytest.
     assert planned["hit_rate"] == {"expected": 0.9, "low": 0.9, "high": 0.9}
     low, high = planned["tokens_per_second_range"]
     assert low == high == planned["tokens_per_second"]
+
+
+def test_a_known_overlap_says_more_of_the_hits(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = find_sizes(mesh_tiny, MeshConfig()).shape
+    rates = [simulated_hit_rate(shape, 0.25, overlap) for overlap in (0.2, 0.4, 0.6)]
+    assert all(rate.low <= rate.expected <= rate.high for rate in rates)
+    assert all(a.expected < b.expected for a, b in itertools.pairwise(rates))
+    assert simulated_hit_rate(shape, 0.5, 0.4).expected > rates[1].expected
+    planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--overlap", "0.4")
+    share = planned["slots"] / 192
+    assert planned["hit_rate"]["expected"] == simulated_hit_rate(shape, share, 0.4).expected
+    for overlap in (0.05, 0.99):
+        with pytest.raises(ValueError, match=r"overlap must be between chance, 0\.125, and 0\.95"):
+            plan(mesh_tiny, MeshConfig(resident=0.25), overlap=overlap)
 
 
 def test_speeds_are_measured(store: Path) -> None:

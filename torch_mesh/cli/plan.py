@@ -35,6 +35,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
     parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        help="a known share of a token's experts that the next token uses too, such as 0.39 for Qwen3-30B-A3B: hits are then simulated",
+    )
     parser.add_argument("--resident", help="as MeshConfig has it: 'auto', a size, or a fraction of all experts")
     parser.add_argument("--weights", choices=WEIGHTS, help="format of the experts' weights")
     parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
@@ -60,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     speeds = measure_speeds(
         find_sizes(folder, config), config, disk=arguments.disk_speed, memory=arguments.memory_speed
     )
-    planned = plan(folder, config, memory=arguments.memory, speeds=speeds, hit_rate=arguments.hit_rate)
+    planned = plan(
+        folder, config, memory=arguments.memory, speeds=speeds, hit_rate=arguments.hit_rate, overlap=arguments.overlap
+    )
     if arguments.json:
         print(json.dumps(planned.to_dict()))
     else:
