@@ -71,9 +71,15 @@ def liburing_flags() -> tuple[list[str], list[str]]:
     return [], []
 
 
-def require_xxhash() -> None:
+def xxhash_flags() -> tuple[list[str], list[str]]:
+    """Compile and link flags for xxHash: its library, which chooses the instruction set when it runs, or else its header alone."""
     if not compiles("#include <xxhash.h>\nint main() {}\n"):
         raise SystemExit("torch_mesh: xxhash.h not found. Install libxxhash-dev (Debian) or put it on CPATH.")
+    program = "#include <xxh_x86dispatch.h>\nint main() { return XXH3_64bits_dispatch(nullptr, 0) == 0; }\n"
+    if compiles(program, "-lxxhash"):
+        return ["-DTORCH_MESH_WITH_XXH_DISPATCH"], ["-lxxhash"]
+    print("torch_mesh: building with xxHash's header alone; checksums take twice the time", file=sys.stderr)
+    return [], []
 
 
 class NinjaFile:
@@ -148,7 +154,7 @@ class BuildExtension(build_ext):
                 "torch_mesh: install torch first, then build with `pip install --no-build-isolation` "
                 "(an isolated build would fetch a torch of its own)"
             ) from None
-        require_xxhash()
+        xxhash_compile, xxhash_link = xxhash_flags()
         uring_compile, uring_link = liburing_flags()
         includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
         libraries = cpp_extension.library_paths()
@@ -157,11 +163,11 @@ class BuildExtension(build_ext):
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", *(f"-L{path}" for path in libraries)]
         link += [f"-Wl,-rpath,{path}" for path in libraries]
-        link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_link]
+        link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_link, *xxhash_link]
 
         # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
         folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
-        build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *uring_compile], link)
+        build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *uring_compile, *xxhash_compile], link)
         build.compile(sources(*ENGINE_ROOMS))
         build.compile(sources("bindings"), torch_flags)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -181,7 +187,7 @@ class EngineTests(Command):
             raise SystemExit(f"--sanitize is {self.sanitize!r}; allowed: thread, address")
 
     def run(self) -> None:
-        require_xxhash()
+        xxhash_compile, xxhash_link = xxhash_flags()
         uring_compile, uring_link = liburing_flags()
         sanitizers = {
             "": [],
@@ -190,11 +196,12 @@ class EngineTests(Command):
         }
         flags = sanitizers[self.sanitize]
         folder = ROOT / "build" / f"engine-tests{'-' + self.sanitize if self.sanitize else ''}"
+        common = [*COMMON, f"-I{ROOT / 'tests' / 'engine'}"]
         optimise = ["-O1", "-fno-omit-frame-pointer"] if self.sanitize else ["-O2"]
         build = NinjaFile(
             folder,
-            [*COMMON, *optimise, "-g", "-pthread", f"-I{ROOT / 'tests' / 'engine'}", *uring_compile, *flags],
-            ["-pthread", *flags, "-lgtest", "-lgtest_main", *uring_link],
+            [*common, *optimise, "-g", "-pthread", *uring_compile, *xxhash_compile, *flags],
+            ["-pthread", *flags, "-lgtest", "-lgtest_main", *uring_link, *xxhash_link],
         )
         build.compile(sources(*ENGINE_ROOMS))
         build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")))

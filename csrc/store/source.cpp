@@ -5,8 +5,13 @@
 #include <string>
 #include <utility>
 
+#ifdef TORCH_MESH_WITH_XXH_DISPATCH
+#define XXH_STATIC_LINKING_ONLY
+#include <xxh_x86dispatch.h>
+#else
 #define XXH_INLINE_ALL
 #include <xxhash.h>
+#endif
 
 #include "base/error.h"
 #include "store/record.h"
