@@ -57,6 +57,17 @@ def replay(
     Raises ValueError for ids out of range or doubled, and for options that make no sense.
     """
 
+def product_ways(isa: str, format: str) -> dict[str, int]:
+    """The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm', with the rows from which on it does."""
+
+def product_seconds(
+    isa: str, format: str, group_size: int, in_features: int, out_features: int, rows: int, way: str
+) -> float:
+    """What one thread takes for ``rows`` rows times one matrix by one way, for benchmarks/row_thresholds.py.
+
+    Raises ValueError for an instruction set or a way that this machine has not.
+    """
+
 def direct_io_alignment(path: str) -> int:
     """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""
 

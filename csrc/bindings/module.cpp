@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/errors.h"
+#include "bindings/product_time.h"
 #include "bindings/record_sum.h"
 #include "bindings/registry.h"
 #include "bindings/replay.h"
@@ -573,6 +574,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("expert"), py::arg("record"));
   m.def("policy_names", torch_mesh::policies);
   torch_mesh::define_replay(m);
+  torch_mesh::define_product_time(m);
   m.def("direct_io_alignment", torch_mesh::direct_io_alignment, py::arg("path"));
 
   py::class_<PySource>(m, "Source")

@@ -8,6 +8,6 @@ namespace torch_mesh {
 
 constinit const KernelTable kAvx512Table =
     make_table<Prefetching<ExpandedBf16Dot>, Prefetching<PairInt8Dot>, Prefetching<PairInt4Dot>,
-               Prefetching<PairLut4Dot>>("avx512", {4, 4, 4});
+               Prefetching<PairLut4Dot>>("avx512", {4, 4, 4}, 8);
 
 }  // namespace torch_mesh

@@ -26,6 +26,6 @@ struct NativeBf16Dot {
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
-    make_table<NativeBf16Dot, VnniInt8Dot, VnniInt4Dot, VnniLut4Dot>("avx512_bf16", {8, 8, 8});
+    make_table<NativeBf16Dot, VnniInt8Dot, VnniInt4Dot, VnniLut4Dot>("avx512_bf16", {8, 8, 8}, 0);
 
 }  // namespace torch_mesh

@@ -8,6 +8,6 @@ namespace torch_mesh {
 
 constinit const KernelTable kAvx512VnniTable =
     make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, Prefetching<VnniInt4Dot>,
-               Prefetching<VnniLut4Dot>>("avx512_vnni", {4, 8, 8});
+               Prefetching<VnniLut4Dot>>("avx512_vnni", {4, 8, 8}, 8);
 
 }  // namespace torch_mesh

@@ -9,6 +9,6 @@ namespace torch_mesh {
 
 constinit const KernelTable kAvxVnniTable =
     make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, Prefetching<VnniInt4Dot>,
-               Prefetching<VnniLut4Dot>>("avx_vnni", {4, 8, 8});
+               Prefetching<VnniLut4Dot>>("avx_vnni", {4, 8, 8}, 8);
 
 }  // namespace torch_mesh

@@ -39,7 +39,6 @@ struct ExpandedBf16Dot {
   };
   using Row = Weights;
   static constexpr int kRowWords = 1;
-  static constexpr int kPanelRows = torch_mesh::kPanelRows;
 
   static Weights unfold(Words words) {
     return {as_floats(shift_left<16>(words)), as_floats(words & broadcast_word(0xffff0000))};

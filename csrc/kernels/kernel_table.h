@@ -73,7 +73,11 @@ struct KernelTable {
   const char* name;
 
   // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
+  // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
+  // From this many rows at once on, bf16 goes by panels, which give the same bits; nullptr: none.
+  int32_t panel_rows;
+  void (*bf16_panels)(const BlockProducts& products);
 
   void (*products[kFormats])(const BlockProducts& products);  // by Format
 

@@ -23,8 +23,6 @@ constexpr int32_t kLanes = 8;
 constexpr TileShape kTile = {.rows = 2, .vectors = 4, .single_row_vectors = 8};
 // Of a panel: 12 sums, 2 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {.rows = 6, .vectors = 2, .single_row_vectors = 4};
-// From this many rows on a panel is faster.
-constexpr int32_t kPanelRows = 8;
 
 inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }

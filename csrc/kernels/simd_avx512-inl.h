@@ -32,8 +32,6 @@ constexpr int32_t kLanes = 16;
 constexpr TileShape kTile = {.rows = 4, .vectors = 4, .single_row_vectors = 4};
 // Of a panel: 24 sums, 4 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {.rows = 6, .vectors = 4, .single_row_vectors = 4};
-// From this many rows on a panel is faster.
-constexpr int32_t kPanelRows = 8;
 
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }

@@ -17,7 +17,6 @@ constexpr int32_t kLanes = 1;
 
 constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
 constexpr TileShape kPanelTile = kTile;
-constexpr int32_t kPanelRows = INT32_MAX;  // the oracle has one way
 
 template <typename To, typename From>
 inline To bits_as(From from) {

@@ -24,10 +24,12 @@ template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf16(products);
   clear_sums(products);
-  if constexpr (requires { Dot::kPanelRows; }) {
-    if (products.rows.count >= Dot::kPanelRows) return bf16_panels(products);
-  }
   bf16_products<Dot>(products);
+}
+
+inline void block_panels_bf16(const BlockProducts& products) {
+  clear_sums(products);
+  bf16_panels(products);
 }
 
 template <typename Dot>
@@ -41,10 +43,13 @@ struct GemmRows {
   int32_t bf16, int8, nibbles;
 };
 
+// `panel_rows` of 0: bf16 has no panels.
 template <typename Bf16, typename Int8, typename Int4, typename Lut4>
-constexpr KernelTable make_table(const char* name, GemmRows gemm_rows) {
+constexpr KernelTable make_table(const char* name, GemmRows gemm_rows, int32_t panel_rows) {
   return {name,
           {gemm_rows.bf16, gemm_rows.int8, gemm_rows.nibbles, gemm_rows.nibbles},
+          panel_rows,
+          panel_rows > 0 ? block_panels_bf16 : nullptr,
           {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>,
            block_products_integer<Lut4>},
           to_floats,

@@ -39,10 +39,14 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
 
 TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
                            const PackedMatrix& matrix, int32_t rows)
-    : product_(table.products[static_cast<int>(matrix.format)]), runtime_(runtime) {
+    : product_(table.products[static_cast<int>(matrix.format)]),
+      panels_(table.bf16_panels),
+      runtime_(runtime) {
   const bool has_gemm =
       matrix.format == Format::kBf16 ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
   use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
+  const bool has_panels = matrix.format == Format::kBf16 && panels_ != nullptr && !use_gemm_;
+  panel_rows_ = has_panels ? table.panel_rows : INT32_MAX;
 }
 
 TaskProducts::~TaskProducts() {

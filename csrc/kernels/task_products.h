@@ -31,11 +31,14 @@ class TaskProducts {
 
   void operator()(const std::byte* block, const OperandShape& shape, const OperandRows& rows,
                   float* sums) const {
-    product_({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
+    const auto product = rows.count >= panel_rows_ ? panels_ : product_;
+    product({block, shape, rows, use_gemm_ ? &runtime_ : nullptr, sums});
   }
 
  private:
   void (*product_)(const BlockProducts&);
+  void (*panels_)(const BlockProducts&);
+  int32_t panel_rows_;
   const Runtime& runtime_;
   bool use_gemm_;
 };
