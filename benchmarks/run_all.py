@@ -26,10 +26,11 @@ OWN = (
     "attention_op.py",
     "decode_op.py",
     "prefill_op.py",
+    "row_thresholds.py",
     "stats_cost.py",
 )
-PEERS = ("weight_error.py", "layer_peers.py", "whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py")
-ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py")
+ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py", "cold_read.py", "cold_bound.py")
+PEERS = ("weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
 
 
 def run(script: str, directory: Path, report: Path) -> bool:

@@ -1,0 +1,210 @@
+"""Claim: without prefetch, a decode step with a part of the experts resident takes at most 1.15 × what it must: what it takes with all of
+them, and for each layer what reading its cold experts takes beyond computing them.
+
+The synthetic model in int4, with the routing of a made-up trace (as the full-size benchmark's) instead of its routers'. Reading takes what a
+plain loop of direct reads takes for as many experts at once, as many requests under way. Reads bypass the page cache. Beside it, what
+a stand-in for a predictor hides of the waiting, which names three of four of the next layer's experts and a wrong one for each that it misses.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import synthetic
+import torch
+from full_size import OVERLAP
+from harness import Report, Row
+from prefill_cold import CHUNK, DEPTH, forward, open_model
+
+import torch_mesh
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.manifest import open_store
+from torch_mesh.synthetic import synthetic_trace
+
+WARM_UP = 128
+PAST = 16  # tokens before the first
+RECALL = 0.75
+
+
+class Replayed:
+    """A model whose layers take the experts that a trace names; ``foretell``: a stand-in predictor names the next layer's beforehand."""
+
+    def __init__(self, model: Any, routing: torch.Tensor, foretell: bool) -> None:
+        self.model, self.routing = model, routing  # [tokens, layers, top_k]
+        self.modules = list(patched_modules(model))
+        self.engine = self.modules[0]._mesh_pool.engine
+        self.token = 0
+        self.seconds = torch.zeros(len(self.modules))  # that each layer's experts took last
+        self.guesses = guesses(routing, self.modules[0].num_experts) if foretell else None
+        for layer, module in enumerate(self.modules):
+            module.register_forward_pre_hook(self._force(layer))
+            module.register_forward_hook(self._stop(layer))
+
+    def _force(self, layer: int) -> Any:
+        def hook(_module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
+            hidden, ids, weights = arguments
+            if hidden.size(0) == 1:
+                ids = self.routing[self.token, layer].unsqueeze(0)
+                if self.guesses is not None:
+                    self._prefetch(layer)
+            self.seconds[layer] = -time.perf_counter()
+            return hidden, ids, weights
+
+        return hook
+
+    def _prefetch(self, layer: int) -> None:
+        token, following = self.token + (layer + 1) // len(self.modules), (layer + 1) % len(self.modules)
+        if token < len(self.routing):
+            handle = self.modules[following]._mesh_handle
+            torch.ops.torch_mesh.prefetch(handle, self.guesses[token, following])
+
+    def _stop(self, layer: int) -> Any:
+        def hook(*_: object) -> None:
+            self.seconds[layer] += time.perf_counter()
+
+        return hook
+
+    def steps(self, tokens: int) -> Iterator[tuple[float, torch.Tensor, np.ndarray]]:
+        """For each token: its seconds, each layer's seconds in its experts, and how many it had to read."""
+        ids = torch.zeros(1, PAST, dtype=torch.long)
+        past = forward(self.model, ids)
+        for self.token in range(tokens):
+            before = self.engine.stats()["cold_misses"].copy()
+            begin = time.perf_counter()
+            past = forward(self.model, ids[:, :1], past)
+            seconds = time.perf_counter() - begin
+            yield seconds, self.seconds.clone(), self.engine.stats()["cold_misses"] - before
+
+
+def guesses(routing: torch.Tensor, experts: int) -> torch.Tensor:
+    """As many guesses as choices, of which RECALL are right."""
+    rng = np.random.default_rng(0)
+    guessed = routing.numpy().copy()
+    for chosen in guessed.reshape(-1, guessed.shape[-1]):
+        others = np.setdiff1d(np.arange(experts), chosen)
+        wrong = rng.random(len(chosen)) >= RECALL
+        chosen[wrong] = rng.choice(others, int(wrong.sum()), replace=False)
+    return torch.from_numpy(guessed)
+
+
+@contextmanager
+def replayed(folder: Path, routing: torch.Tensor, resident: float, foretell: bool = False) -> Iterator[Replayed]:
+    model = open_model(folder, resident=resident, dense="int4", verify="never", prefetch="off")
+    yield Replayed(model, routing, foretell)
+    del model
+    gc.collect()
+
+
+def read_seconds(folder: Path, most: int) -> list[float]:
+    """What a plain loop takes for 0, 1, ... ``most`` records at once."""
+    source = open_store(folder).source_arguments()
+    records = source["extents"].reshape(-1, 3)
+    descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path, _ in source["files"]]
+    rng = np.random.default_rng(1)
+    memory = mmap.mmap(-1, DEPTH * CHUNK)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # as the pool's: small pages cut the disk's requests up
+    buffers = [memoryview(memory)[index * CHUNK : (index + 1) * CHUNK] for index in range(DEPTH)]
+    with ThreadPoolExecutor(DEPTH) as readers:
+
+        def read(part: tuple[int, list[tuple[int, int, int]]]) -> None:
+            index, chunks = part
+            for file, offset, size in chunks:
+                os.preadv(descriptors[file], [buffers[index][:size]], offset)
+
+        def run(count: int) -> float:
+            chosen = records[rng.choice(len(records), count, replace=False)].tolist()
+            chunks = [
+                (file, offset + at, min(CHUNK, size - at))
+                for file, offset, size in chosen
+                for at in range(0, size, CHUNK)
+            ]
+            begin = time.perf_counter()
+            list(readers.map(read, enumerate(chunks[first::DEPTH] for first in range(min(DEPTH, len(chunks))))))
+            return time.perf_counter() - begin
+
+        run(DEPTH)  # starts the threads and faults the buffers in
+        medians = [statistics.median(run(count) for _ in range(25)) for count in range(1, most + 1)]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return [0.0, *medians]
+
+
+def measure(options: Any) -> Report:
+    shape = synthetic.Shape(layers=options.layers)
+    folder = synthetic.store(options.dir, shape, "int4")
+    tokens = WARM_UP + options.tokens
+    trace = synthetic_trace(
+        layers=shape.layers,
+        experts=shape.experts,
+        top_k=shape.experts_per_token,
+        prompts=1,
+        prompt_tokens=2 * tokens,
+        overlap=OVERLAP,
+    )
+    routing = torch.from_numpy(trace.ids[:tokens]).long()
+    report = Report(f"Decode with replayed routing, {shape.layers} layers, int4, dense int4, eager")
+
+    with replayed(folder, routing, 1.0) as whole:
+        steps = list(whole.steps(tokens))[WARM_UP:]
+    least = statistics.median(seconds for seconds, _, _ in steps)
+    computing = [statistics.median(float(experts[layer]) for _, experts, _ in steps) for layer in range(shape.layers)]
+    reading = read_seconds(folder, shape.experts_per_token)
+    for resident in options.resident:
+        with replayed(folder, routing, resident) as model:
+            steps = list(model.steps(tokens))[WARM_UP:]
+            rate = torch_mesh.stats(model.model).decode.hit_rate
+        bounds = [
+            least + sum(max(0.0, reading[cold] - computes) for cold, computes in zip(misses, computing, strict=True))
+            for _, _, misses in steps
+        ]
+        taken = [seconds for seconds, _, _ in steps]
+        name = f"{resident:.0%} resident"
+        report.add(
+            Row(
+                f"a token, {name}",
+                1e3 * statistics.mean(taken),
+                "ms",
+                "bound",
+                1e3 * statistics.mean(bounds),
+                at_most=1.15,
+            )
+        )
+        report.add(Row(f"hit rate, {name}", 100 * (rate or 0), "%"))
+        with replayed(folder, routing, resident, foretell=True) as model:
+            hinted = statistics.mean(seconds for seconds, _, _ in list(model.steps(tokens))[WARM_UP:])
+        waiting = statistics.mean(taken) - least
+        hidden = statistics.mean(taken) - hinted
+        report.add(Row(f"hidden by a recall of {RECALL}, {name}", 1e3 * hidden, "ms", "waiting", 1e3 * waiting))
+    report.add(Row("a token, everything resident", 1e3 * least, "ms"))
+    report.add(Row("reading one expert", 1e3 * reading[1], "ms", "all of a token's in a layer", 1e3 * reading[-1]))
+    report.notes.append(
+        f"means over {options.tokens} tokens after {WARM_UP}; {OVERLAP:.0%} of a token's experts serve the next"
+    )
+    report.details |= {"reading": reading, "computing": computing}
+    return report
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    harness.add_dir(arguments)
+    arguments.add_argument("--layers", type=int, default=synthetic.Shape.layers)
+    arguments.add_argument("--resident", type=float, nargs="+", default=[0.25, 0.4])
+    arguments.add_argument("--tokens", type=int, default=128)
+    options = arguments.parse_args()
+    return measure(options).finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
