@@ -203,8 +203,8 @@ class MeshConfig(QuantizationConfigMixin):
         policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
         guard: ``"on"``: the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never
-            beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"`` where one
-            pool serves the model.
+            beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"``.
+            Several models in a process, or several layers alone, give up and take back the same share of what each had.
         prefill: prompts of more than 16 tokens: with ``"auto"`` a layer that needs nearly all of its experts streams them through a
             window of the pool, reading the next layer's ahead; with ``"window"`` each layer does; ``"off"``: none, and experts are
             read when their layer runs. Not for models whose experts run by projection.

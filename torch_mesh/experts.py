@@ -88,8 +88,6 @@ class Experts(nn.Module):
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
         source = _C.Source(**opened.source_arguments())
         config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
-        if config.guard == "auto":  # the pools know nothing of each other: all would shrink for the same shortage
-            config = config.replace(guard="off")
         pool = ExpertPool(
             described.geometry,
             shape.layers,

@@ -1,13 +1,17 @@
-"""Keeps a pool within the memory that the machine and its cgroups leave to this process, while forwards run."""
+"""Keeps pools within the memory that the machine and its cgroups leave to this process, while forwards run."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from . import _C
+from .background import BackgroundThread
 from .errors import PoolClosedError, ReadTimeoutError
 from .memory import auto_margin, left_bytes
 
@@ -24,56 +28,89 @@ _CALM_SECONDS = 3.0
 _GROWTH_BYTES = 2**30
 
 
-def wanted_slots(left: int, slot_bytes: int, about: dict[str, int]) -> int:
-    """How many slots a pool should have whose slots take ``slot_bytes`` where ``left`` bytes are free; less than 0: above a limit.
+def wanted_slots(left: int, pools: Sequence[dict[str, int]]) -> list[int]:
+    """How many slots each of a process's ``pools`` should have where ``left`` bytes are free; less than 0: above a limit.
 
-    That is what ``resident="auto"`` would choose now, in whole segments, which is how memory comes and goes. To change
-    little for little, it is the present number while between a half and five quarters of auto's margin are left.
-    ``about`` is what ``Engine.describe`` says.
+    Together they have what ``resident="auto"`` would choose now, each the same share of its size at first where that is possible, in
+    whole segments, which is how memory comes and goes. To change little for little, it is the present number while between a half
+    and five quarters of auto's margin are left. ``pools`` are what ``Engine.describe_size`` says.
     """
-    total = left + slot_bytes
+    present = [pool["slots"] for pool in pools]
+    total = left + sum(pool["slot_bytes"] for pool in pools)
     margin = auto_margin(total)
     if margin // 2 <= left <= margin + margin // 4:
-        return about["slots"]
-    segments = max(0, total - margin) // (about["segment_slots"] * about["record_bytes"])
-    wanted = min(about["most_slots"], max(about["least_slots"], segments * about["segment_slots"]))
-    return min(wanted, about["slots"]) if left < margin else max(wanted, about["slots"])
+        return present
+    wanted = [_in_segments(pool, size) for pool, size in zip(pools, _shares(total - margin, pools), strict=True)]
+    change = min if left < margin else max
+    return [change(slots, now) for slots, now in zip(wanted, present, strict=True)]
+
+
+def _shares(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
+    """Bytes of each pool: the same share of the most that it may have, but for those that cannot do with so little."""
+    most = [pool["most_slots"] * pool["record_bytes"] for pool in pools]
+    least = [pool["least_slots"] * pool["record_bytes"] for pool in pools]
+    sharing = set(range(len(pools)))
+    while sharing:
+        rest = budget - sum(least[index] for index in range(len(pools)) if index not in sharing)
+        whole = sum(most[index] for index in sharing)
+        too_small = {index for index in sharing if rest * most[index] < least[index] * whole}
+        if not too_small:
+            return [rest * most[index] // whole if index in sharing else least[index] for index in range(len(pools))]
+        sharing -= too_small
+    return least
+
+
+def _in_segments(pool: dict[str, int], size: int) -> int:
+    segments = size // (pool["segment_slots"] * pool["record_bytes"])
+    return min(pool["most_slots"], max(pool["least_slots"], segments * pool["segment_slots"]))
 
 
 class MemoryGuard:
-    """A thread that shrinks ``engine``'s pool at once when memory runs low, and lets it grow back when memory has been free for a while.
+    """A thread that shrinks a process's pools at once when memory runs low, and lets them grow back when memory has been free for a while.
 
-    It looks four times a second. Nothing that goes wrong with it disturbs a forward: where the system's files cannot be
-    read it says so once, and the pool stays as it is. Ends with the engine.
+    It looks four times a second, while there are engines that were added. One guard has all of them, so that no two answer the same
+    shortage. Nothing that goes wrong with it disturbs a forward: where the system's files cannot be read it says so once, and the
+    pools stay as they are.
     """
 
-    def __init__(self, engine: _C.Engine, proc: Path = Path("/proc"), calm: float = _CALM_SECONDS) -> None:
-        self._engine = engine
+    def __init__(self, proc: Path = Path("/proc"), calm: float = _CALM_SECONDS) -> None:
         self._proc = proc
         self._calm = calm
+        self._engines: list[_C.Engine] = []
+        self._thread: BackgroundThread | None = None
+        self._stop = threading.Event()
+        # Reentrant, as the garbage collector may remove an engine at any moment.
+        self._lock = threading.RLock()
         self._free_since: float | None = None
         self._warned = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torch_mesh memory guard", daemon=True)
-        self._thread.start()
 
-    def stop(self) -> None:
-        """Before the engine is closed."""
-        self._stop.set()
+    @staticmethod
+    def of_this_process() -> MemoryGuard:
+        """The one that looks at this process's memory. A forked child has another one."""
+        return _guards.setdefault(os.getpid(), MemoryGuard())
 
-    def join(self) -> None:
-        """Waits for the thread, whose engine has been closed. A process that ended under it would abort."""
-        if threading.current_thread() is not self._thread:  # the garbage collector runs wherever it likes
-            self._thread.join(timeout=5.0)
+    def add(self, engine: _C.Engine) -> None:
+        with self._lock:
+            self._engines.append(engine)
+            if len(self._engines) == 1:
+                self._stop = threading.Event()
+                self._thread = BackgroundThread(partial(self._run, self._stop), "torch_mesh memory guard")
 
-    def _run(self) -> None:
+    def remove(self, engine: _C.Engine) -> BackgroundThread | None:
+        """To be called before ``engine`` is closed. With the last one the thread is told to end, and returned, to be waited for."""
+        with self._lock:
+            if engine in self._engines:
+                self._engines.remove(engine)
+                if not self._engines:
+                    self._stop.set()
+            return None if self._engines else self._thread
+
+    def _run(self, stop: threading.Event) -> None:
         pause = _INTERVAL_SECONDS
-        while not self._stop.wait(pause):
+        while not stop.wait(pause):
             try:
                 pause = _SETTLING_SECONDS if self._look() else _INTERVAL_SECONDS
-            except PoolClosedError:
-                return
-            except ReadTimeoutError as error:  # what is in use goes when its forwards end
+            except ReadTimeoutError as error:  # the rest of it goes when the disk answers
                 _LOG.warning("%s", error)
             except MemoryError as error:
                 self._free_since = None
@@ -84,23 +121,43 @@ class MemoryGuard:
                     _LOG.warning("Free memory cannot be read, so the pool of experts keeps its size: %s", error)
 
     def _look(self) -> bool:
-        """True if the pool has another size now."""
-        about = self._engine.describe_size()
+        """True if some pool has another size now."""
+        described = []
+        for engine in list(self._engines):
+            try:
+                described.append((engine, engine.describe_size()))
+            except PoolClosedError:  # by somebody else than its pool
+                self.remove(engine)
         left = left_bytes(self._proc)
-        slots, wanted = about["slots"], wanted_slots(left, about["slot_bytes"], about)
-        if wanted <= slots:
+        wanted = wanted_slots(left, [about for _, about in described])
+        changes = [
+            (engine, about, slots)
+            for (engine, about), slots in zip(described, wanted, strict=True)
+            if slots != about["slots"]
+        ]
+        growth = any(slots > about["slots"] for _, about, slots in changes)
+        if not growth:
             self._free_since = None
-        if wanted == slots:
-            return False
-        if wanted > slots:
+        else:
             now = time.monotonic()
             self._free_since = self._free_since or now
             if now - self._free_since < self._calm:
                 return False
-            wanted = min(wanted, slots + max(about["segment_slots"], _GROWTH_BYTES // about["record_bytes"]))
-        self._engine.resize(wanted)
+        for engine, about, slots in changes:
+            self._resize(engine, about, slots, left, _GROWTH_BYTES // len(changes))
+        return bool(changes)
+
+    def _resize(self, engine: _C.Engine, about: dict[str, int], wanted: int, left: int, most_growth: int) -> None:
+        slots = about["slots"]
+        wanted = min(wanted, slots + max(about["segment_slots"], most_growth // about["record_bytes"]))
+        try:
+            engine.resize(wanted)
+        except PoolClosedError:
+            return
         if wanted < slots:
             _LOG.warning("%d MiB of memory are left: %d experts stay resident of %d.", left >> 20, wanted, slots)
         else:
             _LOG.info("%d MiB of memory are left: %d experts may be resident, not %d.", left >> 20, wanted, slots)
-        return True
+
+
+_guards: dict[int, MemoryGuard] = {}  # by process id

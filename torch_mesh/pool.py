@@ -102,7 +102,9 @@ class ExpertPool:
         if config.stats_file is not None:
             last = layers - 1 if last_layer is None else last_layer
             log = StatsLog(self.engine, last, config.stats_every, config.stats_file)
-        guard = MemoryGuard(self.engine) if _wants_guard(config, source) else None
+        guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
+        if guard is not None:
+            guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
 
     def handle(self, layer: int) -> torch.Tensor:
@@ -172,9 +174,10 @@ def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
 def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not wait for its parent's reads
         return
-    if guard is not None:
-        guard.stop()
-    engine.close()
-    for thread in (log, guard):
-        if thread is not None:
-            thread.join()
+    threads = [log and log.thread, guard and guard.remove(engine)]
+    try:
+        engine.close()
+    finally:
+        for thread in threads:
+            if thread is not None:
+                thread.end()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import warnings
 
 from . import _C
+from .background import BackgroundThread
 from .counters import engine_stats
 from .errors import PoolClosedError
 
@@ -31,13 +31,7 @@ class StatsLog:
         self._path = path
         self._warned = False
         self._cut_short = False  # the last line is not whole
-        self._thread = threading.Thread(target=self._run, name="torch_mesh statistics", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Waits for the thread, whose engine has been closed. A process that ended under it would abort."""
-        if threading.current_thread() is not self._thread:  # the garbage collector runs wherever it likes
-            self._thread.join(timeout=5.0)
+        self.thread = BackgroundThread(self._run, "torch_mesh statistics")
 
     def _run(self) -> None:
         try:

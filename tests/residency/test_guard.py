@@ -107,13 +107,77 @@ ABOUT = {"least_slots": 8, "most_slots": 1000, "record_bytes": 4 * MIB, "segment
     ],
 )
 def test_what_the_guard_wants(left: int, slots: int, wanted: int) -> None:
-    assert wanted_slots(left, slots * ABOUT["record_bytes"], ABOUT | {"slots": slots}) == wanted
+    assert wanted_slots(left, [_pool(slots)]) == [wanted]
+
+
+def _pool(slots: int, **others: int) -> dict[str, int]:
+    pool = ABOUT | {"slots": slots} | others
+    return pool | {"slot_bytes": slots * pool["record_bytes"]}
+
+
+@pytest.mark.parametrize(
+    ("left", "wanted"),
+    [
+        (512 * MIB, [2000, 500, 8]),  # the margin is that of all pools together: an eighth of 10 GiB and more
+        (-2000 * MIB, [1392, 336, 8]),
+        (-99000 * MIB, [8, 8, 8]),
+    ],
+)
+def test_pools_give_up_the_same_share(left: int, wanted: list[int]) -> None:
+    pools = [_pool(2000, most_slots=2000), _pool(500, most_slots=500), _pool(8, most_slots=10)]
+    if left > 0:
+        left = sum(pool["slot_bytes"] for pool in pools) // 7  # an eighth of what there is then
+    assert wanted_slots(left, pools) == wanted
+
+
+def test_pools_come_to_rest() -> None:
+    """Whatever their sizes: what one takes must not make another give up."""
+    draw = random.Random(1)
+    for _ in range(300):
+        pools = [_pool(0, most_slots=draw.randint(8, 4000), record_bytes=draw.randint(1, 16) * MIB) for _ in range(3)]
+        machine = draw.randint(600, 60_000) * MIB
+        sizes = [pool["most_slots"] for pool in pools]
+        history = []
+        for _ in range(5):
+            pools = [_pool(slots, **_without_size(pool)) for slots, pool in zip(sizes, pools, strict=True)]
+            sizes = wanted_slots(machine - sum(pool["slot_bytes"] for pool in pools), pools)
+            history.append(sizes)
+        assert history[-1] == history[-2], history
+
+
+def _without_size(pool: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in pool.items() if name not in ("slots", "slot_bytes")}
+
+
+def test_two_pools_answer_one_shortage_once(machine: Machine, experts: TinyExperts, tmp_path: Path) -> None:
+    source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
+    engines = [open_engine(experts, source, slots=slots) for slots in (SLOTS, SLOTS // 2)]
+    guard = MemoryGuard(machine.proc, calm=0.2)
+    for engine in engines:
+        guard.add(engine)
+    assert [thread.name for thread in threading.enumerate()].count("torch_mesh memory guard") == 1
+    machine.limit(1 * GIB)
+    assert _comes_true(lambda: [engine.describe_size()["slots"] for engine in engines] == [1, 1])
+    assert guard.remove(engines[0]) is None
+    engines[0].close()
+    machine.limit(6 * GIB)  # the other one goes on
+    assert _comes_true(lambda: engines[1].describe_size()["slots"] == SLOTS // 2)
+    _end(guard, engines[1])
+    engines[1].close()
+
+
+def _end(guard: MemoryGuard, engine: _C.Engine) -> None:
+    thread = guard.remove(engine)
+    assert thread is not None
+    thread.end()
+    assert not thread.is_alive()
 
 
 def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = MemoryGuard(engine, machine.proc, calm=0.5)
+    guard = MemoryGuard(machine.proc, calm=0.5)
+    guard.add(engine)
     expected = [_output(engine, seed) for seed in range(12)]
     with caplog.at_level(logging.INFO, logger="torch_mesh.guard"):
         machine.limit(1 * GIB)
@@ -127,8 +191,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     stats = engine.detailed_stats()
     assert (stats["shrinks"], stats["grows"], stats["slots"], stats["most_slots"]) == (1, 1, SLOTS, SLOTS)
     assert len(caplog.records) == 2
-    guard.stop()
-    guard.join()
+    _end(guard, engine)
 
 
 def test_files_that_cannot_be_read_are_said_once_and_disturb_nothing(
@@ -137,25 +200,27 @@ def test_files_that_cannot_be_read_are_said_once_and_disturb_nothing(
     for broken in ("MemTotal: 5 kB\n", "MemAvailable: many\n", "MemAvailable:\n", "\x00"):
         (machine.proc / "meminfo").write_text(broken)
         caplog.clear()
-        guard = MemoryGuard(engine, machine.proc)
+        guard = MemoryGuard(machine.proc)
+        guard.add(engine)
         _output(engine, 0)
         time.sleep(0.8)
         assert len(caplog.records) == 1
         assert engine.describe_size()["slots"] == SLOTS
-        guard.stop()
-        guard.join()
+        _end(guard, engine)
     (machine.proc / "meminfo").unlink()
-    guard = MemoryGuard(engine, machine.proc)
+    guard = MemoryGuard(machine.proc)
+    guard.add(engine)
     time.sleep(0.4)
     assert engine.describe_size()["slots"] == SLOTS
     engine.close()
-    guard.join()
+    _end(guard, engine)
 
 
 def test_the_guard_ends_with_the_engine(machine: Machine, engine: _C.Engine) -> None:
-    guard = MemoryGuard(engine, machine.proc)
+    guard = MemoryGuard(machine.proc)
+    guard.add(engine)
     engine.close()
-    guard.join()
+    _end(guard, engine)
     assert "torch_mesh memory guard" not in {thread.name for thread in threading.enumerate()}
 
 
