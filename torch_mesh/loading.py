@@ -183,6 +183,7 @@ def _local_store(model: PreTrainedModel, folder: Path) -> Store:
 
 
 def _record_files(folder: Path) -> set[str]:
+    source = _C.Source(**records.source_arguments)
     from .store.header import read_json_file
 
     manifest = read_json_file(folder / MANIFEST_NAME)
@@ -191,7 +192,12 @@ def _record_files(folder: Path) -> set[str]:
 
 def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig) -> ExpertPool:
     slots = pool_slots(
-        layers, config, stored_layers=records.layers, weights=records.weights, group_size=records.group_size
+        layers,
+        config,
+        stored_layers=records.layers,
+        weights=records.weights,
+        group_size=records.group_size,
+        staging=source.staging_bytes,
     )
     return ExpertPool(
         common_geometry(layers),
@@ -201,7 +207,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         weights=records.weights,
         group_size=records.group_size,
         exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
-        source=_C.Source(**records.source_arguments),
+        source=source,
         last_layer=records.places[-1],
         least_slots=least_slots(layers),
     )

@@ -327,7 +327,7 @@ def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int
     if config.resident == "auto":
         if available is None:
             return None, ""
-        if (budget := auto_budget(available, config.workspace_bytes)) < least:
+        if (budget := auto_budget(available, config.workspace_bytes + sizes.staging_bytes)) < least:
             left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
             return None, f"{left}: give more memory{_smaller(sizes)}."
     try:
@@ -337,7 +337,7 @@ def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int
             experts=shape.experts,
             top_k=shape.top_k,
             record_bytes=sizes.expert_bytes,
-            reserved=config.workspace_bytes,
+            reserved=config.workspace_bytes + sizes.staging_bytes,
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
         ), ""

@@ -28,10 +28,11 @@ def pool_slots(
     weights: str,
     group_size: int,
     freed: int = 0,
+    staging: int = 0,
 ) -> int:
     """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
 
-    ``freed``: bytes that are taken now and will be given back.
+    ``freed``: bytes that are taken now and will be given back. ``staging``: bytes of the buffers that raw records are read into.
     """
     shape = common_geometry(layers)
     return resident_slots(
@@ -42,7 +43,7 @@ def pool_slots(
         record_bytes=_C.record_bytes(
             weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
         ),
-        reserved=config.workspace_bytes - freed,
+        reserved=config.workspace_bytes + staging - freed,
     )
 
 

@@ -15,8 +15,8 @@ from tiny_models import TINY_MODELS
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError, UnsupportedModelError
-from torch_mesh.modules import MeshExperts
+from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, memory
+from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.store.convert import convert
 
 RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
@@ -251,3 +251,14 @@ def test_experts_are_never_materialised(tmp_path: Path) -> None:
         [sys.executable, "-c", _PEAK, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
     )
     assert int(peak.stdout.split()[-1]) << 10 < bytes_of_experts / 2
+
+
+def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = _C.record_bytes("bf16", 0, 192, 64, True, False)
+    config = MeshConfig(workspace="64MiB", io="threads", guard="off")
+    free = (64 << 20) + (512 << 20) + 50 * record  # the workspace, auto's margin, and 50 experts with their buffers
+    monkeypatch.setattr(memory, "available_bytes", lambda: free)
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    held = next(patched_modules(model))._mesh_pool.engine.describe()
+    assert 0 < held["slots"] < 50
+    assert 49 * record < held["pool_bytes"] <= 50 * record
