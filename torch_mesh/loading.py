@@ -30,7 +30,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
 from .store.convert import convert
-from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store
+from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 
 
@@ -177,20 +177,13 @@ def _local_store(model: PreTrainedModel, folder: Path) -> Store:
     if not is_store(folder) and not os.path.isdir(name):
         where = {"cache_dir": folder.parents[2], "revision": folder.name}
         cached_file(name, MANIFEST_NAME, **where)
-        for file in sorted(_record_files(folder)):
-            cached_file(name, file, **where)
+        for file in read_manifest(folder).record_files:
+            cached_file(name, file.name, **where)
     return open_store(folder)
 
 
-def _record_files(folder: Path) -> set[str]:
-    source = _C.Source(**records.source_arguments)
-    from .store.header import read_json_file
-
-    manifest = read_json_file(folder / MANIFEST_NAME)
-    return {file["name"] for file in manifest["record_files"]}
-
-
 def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig) -> ExpertPool:
+    source = _C.Source(**records.source_arguments)
     slots = pool_slots(
         layers,
         config,

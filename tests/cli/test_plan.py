@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -236,3 +244,79 @@ def test_too_little_memory_is_a_failure_that_still_prints(mesh_tiny: Path, capsy
     planned = run(capsys, str(mesh_tiny), "--memory", "1MiB", code=1)
     assert planned["status"] == "too small"
     assert "0 bytes are left for experts" in planned["advice"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that serves folders, as much of a file as is asked for, and counts the bytes."""
+
+    models: ClassVar[Mapping[str, Path]] = {}
+    sent: ClassVar[Counter[str]] = Counter()
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        model, _, name = self.path.strip("/").partition("/resolve/main/")
+        file = self.models[model] / name if name and model in self.models else None
+        if file is None or not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if model in self.models else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        first, last = 0, file.stat().st_size - 1
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            first, last = int(asked[1]), min(last, int(asked[2]))
+        self.send_response(206 if asked else 200)
+        self.send_header("ETag", f'"{file.name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.end_headers()
+        if body:
+            with file.open("rb") as data:
+                data.seek(first)
+                self.wfile.write(data.read(last + 1 - first))
+            self.sent[file.name] += last + 1 - first
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_of_the_hub_is_planned_without_its_weights(
+    mesh_tiny: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Hub.models = {"tiny/raw": mesh_tiny, "tiny/int4": store}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+        "TRANSFORMERS_OFFLINE": "0",
+    }
+
+    def planned(model: str) -> subprocess.CompletedProcess[str]:
+        code = "import sys; from torch_mesh.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "plan", model, "--resident", "0.25", "--json"]
+        command += GIVEN
+        return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+
+    for model, folder in Hub.models.items():
+        Hub.sent.clear()
+        answer = planned(model)
+        assert answer.returncode == 0, answer.stderr
+        here, there = run(capsys, str(folder), "--resident", "0.25"), json.loads(answer.stdout)
+        assert there["folder"] == model and there["sizes"].pop("files") == [] and here["sizes"].pop("files")
+        assert there["sizes"] == here["sizes"]
+        assert there["tokens_per_second"] > 0
+        weights = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+        assert set(weights) <= set(Hub.sent)
+        assert sum(Hub.sent.values()) < sum(weights.values()) / 5, (Hub.sent, weights)
+    unknown = planned("tiny/none")
+    assert unknown.returncode == 1 and "nor a model that the hub gives" in unknown.stderr
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    server.shutdown()

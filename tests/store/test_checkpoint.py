@@ -15,10 +15,10 @@ from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     checkpoint_fingerprint,
     find_checkpoint_experts,
-    local_folder,
     meta_model,
     read_config,
 )
+from torch_mesh.store.hub import local_folder
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 

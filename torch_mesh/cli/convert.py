@@ -8,8 +8,8 @@ import os
 from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
-from torch_mesh.store.checkpoint import local_folder
 from torch_mesh.store.convert import convert
+from torch_mesh.store.hub import local_folder
 from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from torch_mesh.cli.opening import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.cli.options import add_config_arguments, given_config, positive
-from torch_mesh.store.checkpoint import local_folder
+from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
     from torch_mesh.predictor import Recall

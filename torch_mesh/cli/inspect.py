@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
-from torch_mesh.store.checkpoint import local_folder
+from torch_mesh.store.hub import local_folder
 from torch_mesh.store.inspect import describe
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from torch_mesh.cli.options import size
 from torch_mesh.config import DENSE, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
-from torch_mesh.store.checkpoint import local_folder
+from torch_mesh.store.hub import outline_folder
 
 if TYPE_CHECKING:
     from torch_mesh.plan import Plan
@@ -27,7 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="say what a model will need and reach here, and what to change",
         description="Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
-        "will be. Reads headers, config and manifest (a model id is downloaded first), and for two seconds the disk's and the memory's speed. "
+        "will be. Reads headers, config and manifest, of a model id on the hub too, and for two seconds the disk's and the memory's speed: where the "
+        "model is not on this disk, give --disk-speed. "
         "Exits with 1 only where the model cannot run.",
     )
     parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
@@ -61,13 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = MeshConfig(**given)
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
-    folder = local_folder(arguments.model)
-    speeds = measure_speeds(
-        find_sizes(folder, config), config, disk=arguments.disk_speed, memory=arguments.memory_speed
-    )
-    planned = plan(
-        folder, config, memory=arguments.memory, speeds=speeds, hit_rate=arguments.hit_rate, overlap=arguments.overlap
-    )
+    with outline_folder(arguments.model) as (folder, present):
+        sizes = find_sizes(folder, config)
+        if not present:  # there is nothing to read
+            sizes = dataclasses.replace(sizes, files=())
+        speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
+        rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
+        planned = plan(folder, config, memory=arguments.memory, speeds=speeds, **rates)
+    if not present:
+        planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
         print(json.dumps(planned.to_dict()))
     else:

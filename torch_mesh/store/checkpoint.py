@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
-import huggingface_hub.errors
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -114,21 +112,6 @@ class CheckpointExperts:
         if part.endswith("_bias"):
             return (hidden,) if part == "down_bias" else (intermediate,)
         return (hidden, intermediate) if part == "down" else (intermediate, hidden)
-
-
-def local_folder(source: str | os.PathLike[str]) -> Path:
-    """``source`` if it is a folder; else the files of that model id on the Hugging Face hub, downloaded to its cache."""
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                os.fspath(source),
-                ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"],
-            )
-        )
-    except (huggingface_hub.errors.HFValidationError, huggingface_hub.errors.HfHubHTTPError, OSError) as problem:
-        raise store_error(source, f"is neither a folder nor a model that the hub gives: {problem}") from problem
 
 
 def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:

@@ -153,9 +153,7 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
     """The store in ``folder``, everything but the records' bytes checked. Raises ``StoreError`` for whatever does not agree."""
     folder = Path(folder)
     path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise store_error(folder, f"is not a store: it has no {MANIFEST_NAME} (torch-mesh convert makes one)")
-    manifest = _parse_manifest(path, read_json_file(path))
+    manifest = read_manifest(folder)
     expected = manifest.shape.record_bytes(manifest.weights, manifest.group_size)
     if manifest.record_bytes != expected:
         raise store_error(path, f"says that a record has {manifest.record_bytes} bytes; its shape makes {expected}")
@@ -164,6 +162,14 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
         _check_record_file(folder, manifest, file, first)
         first += file.records
     return Store(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, checked in itself."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise store_error(folder, f"is not a store: it has no {MANIFEST_NAME} (torch-mesh convert makes one)")
+    return _parse_manifest(path, read_json_file(path))
 
 
 def record_name(modules: tuple[str, ...], experts: int, index: int) -> str:

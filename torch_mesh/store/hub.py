@@ -1,0 +1,92 @@
+"""Models of the Hugging Face hub: their files, or no more of them than says what is in them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from torch_mesh.errors import StoreError
+from torch_mesh.store.header import INDEX_NAME, SINGLE_NAME, encode_header, read_index, store_error, weight_files
+from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
+
+_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
+
+
+def local_folder(source: str | os.PathLike[str]) -> Path:
+    """``source`` if it is a folder; else the files of that model id on the Hugging Face hub, downloaded to its cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    with _hub_errors(source):
+        return Path(huggingface_hub.snapshot_download(os.fspath(source), ignore_patterns=_NO_WEIGHTS))
+
+
+@contextmanager
+def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
+    """A folder from which headers, config and manifest of ``source`` can be read, and whether its weights can be, too.
+
+    That is ``source`` if it is a folder, or what the hub's cache has of that model id if it is all there. Else a temporary folder
+    where each safetensors file has its header and its length, and nothing behind the header: kilobytes are downloaded.
+    """
+    present = Path(source) if Path(source).is_dir() else _cached_folder(os.fspath(source))
+    if present is not None:
+        yield present, True
+        return
+    with tempfile.TemporaryDirectory(prefix="torch_mesh-outline-") as folder:
+        with _hub_errors(source):
+            _write_outline(os.fspath(source), Path(folder))
+        yield Path(folder), False
+
+
+def _cached_folder(model: str) -> Path | None:
+    try:
+        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        files = weight_files(folder)
+        if is_store(folder):  # transformers fetches only the files that it knows
+            files += [folder / file.name for file in read_manifest(folder).record_files]
+        return folder if all(file.is_file() for file in files) else None
+    except (LocalEntryNotFoundError, HFValidationError, StoreError):
+        return None
+
+
+def _write_outline(model: str, folder: Path) -> None:
+    hub = huggingface_hub.HfApi()
+    hub.hf_hub_download(model, "config.json", local_dir=folder)
+    names = {SINGLE_NAME}
+    if _fetch(hub, model, INDEX_NAME, folder):
+        names = set(read_index(folder / INDEX_NAME).values())
+    if _fetch(hub, model, MANIFEST_NAME, folder):
+        names |= {file.name for file in read_manifest(folder).record_files}
+    for name in sorted(names):
+        described = hub.parse_safetensors_file_metadata(model, name)
+        tensors = sorted(described.tensors.items(), key=lambda item: item[1].data_offsets)
+        rows = [
+            (key, info.dtype, tuple(info.shape), info.data_offsets[1] - info.data_offsets[0]) for key, info in tensors
+        ]
+        header = encode_header(rows, described.metadata)
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(size for *_, size in rows))
+
+
+def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> bool:
+    try:
+        hub.hf_hub_download(model, name, local_dir=folder)
+    except LocalEntryNotFoundError:  # the hub cannot be reached, which does not mean that it has no such file
+        raise
+    except EntryNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def _hub_errors(source: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except (HFValidationError, HfHubHTTPError, huggingface_hub.errors.SafetensorsParsingError, OSError) as problem:
+        raise store_error(source, f"is neither a folder nor a model that the hub gives: {problem}") from problem
