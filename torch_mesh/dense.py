@@ -30,6 +30,7 @@ class MeshLinear(PackedModule, nn.Linear):
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
     _mesh_format: str
     _mesh_group_size: int
+    _mesh_exact: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.ops.torch_mesh.linear(
@@ -45,7 +46,7 @@ class MeshLinear(PackedModule, nn.Linear):
     @property
     def exact(self) -> bool:
         """Whether unpacking gives back the very weights that were packed."""
-        return self._mesh_format == "bf16" and self.weight.dtype == torch.bfloat16
+        return self._mesh_exact
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
@@ -105,6 +106,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         weight = module.weight
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_format, module._mesh_group_size = config.dense, group_size
+        module._mesh_exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}
         module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
         change_class(module, MeshLinear)

@@ -20,12 +20,17 @@ class PackedModule(nn.Module):
     _mesh_parameters: dict[str, bool]  # their names, and whether they wanted gradients
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Moves and casts everything but those parameters, which have no data to move."""
+        """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype, for ``unpatch``."""
         taken = take_parameters(self, self._mesh_parameters)
         try:
             super()._apply(fn, recurse)
         finally:
             put_back(self, taken)
+        for name in self._mesh_parameters:
+            parameter: Any = self._parameters[name]
+            dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
+            if dtype != parameter.dtype:
+                self._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
         return self
 
 

@@ -72,6 +72,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 
     The parameters get the values that the model would have without torch_mesh. Where the pool does not have those (int8,
     int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get the rounded ones.
+    They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``.
     """
     patched = list(patched_modules(model))
     if not patched:

@@ -156,6 +156,17 @@ def test_moving_and_casting_leave_the_experts_alone(ids: torch.Tensor) -> None:
     assert _logits(model, ids).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dense", ["none", "bf16"])
+def test_a_cast_of_a_patched_model_casts_what_unpatch_gives_back(dense: str) -> None:
+    model = _build()
+    expected = copy.deepcopy(model).float().state_dict()
+    torch_mesh.unpatch(torch_mesh.patch(model, resident=0.5, dense=dense).float())
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
+
+
 def test_submodules_of_experts_are_moved() -> None:
     model = torch_mesh.patch(_build("MuseSparkExperts"), resident=0.5).float()
     modules = [module for module in model.modules() if isinstance(module, MeshExperts)]
