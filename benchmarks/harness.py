@@ -203,6 +203,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
+def add_rounds(arguments: argparse.ArgumentParser, rounds: int) -> None:
+    arguments.add_argument("--rounds", type=int, default=rounds)
+    arguments.add_argument("--threads", type=int, default=available_cpus())
+    arguments.add_argument("--seed", type=int, default=0)
+
+
 def add_dir(arguments: argparse.ArgumentParser) -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     arguments.add_argument(

@@ -167,10 +167,8 @@ def measure(options: Any) -> Report:
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=9)
+    harness.add_rounds(arguments, 9)
     arguments.add_argument("--calls", type=int, default=16)
-    arguments.add_argument("--threads", type=int, default=harness.available_cpus())
-    arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     return measure(options).finish(options.json)
 

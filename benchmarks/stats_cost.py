@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import harness
-import numpy as np
 import torch
 from harness import Report, Row
 from rich.console import Console
@@ -27,6 +26,8 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C
 from torch_mesh.counters import Stats, engine_stats
+from torch_mesh.speed import pool_of_zeros
+from torch_mesh.store.manifest import Shape
 from torch_mesh.watch import render
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 48, 128, 8, 64
@@ -34,29 +35,9 @@ LAYERS, EXPERTS, TOP_K, HIDDEN = 48, 128, 8, 64
 
 def large_pool() -> _C.Engine:
     """As many experts as Qwen3-30B-A3B has, each as small as can be, and each asked for once."""
-    engine = _C.Engine(
-        layers=LAYERS,
-        experts=EXPERTS,
-        format="int4",
-        group_size=64,
-        hidden=HIDDEN,
-        intermediate=HIDDEN,
-        gated=True,
-        bias=False,
-        activation="silu",
-        slots=LAYERS * EXPERTS,
-        policy="auto",
-        verify="never",
-        io="auto",
-        threads=1,
-        workspace=1 << 20,
-        timeout=30.0,
-        source=None,
-    )
-    record = np.zeros(_C.record_bytes("int4", 64, HIDDEN, HIDDEN, True, False), dtype=np.uint8)
+    shape = Shape(LAYERS, EXPERTS, TOP_K, HIDDEN, HIDDEN, gated=True, bias=False, activation="silu")
+    engine = pool_of_zeros(shape, "int4", 64)
     for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            engine.fill(layer, expert, record)
         ids = torch.arange(EXPERTS).view(-1, TOP_K)
         handle = torch.tensor([engine.id, layer, engine.generation])
         for row in ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import statistics
@@ -16,6 +17,7 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .plan import Sizes, Speeds
+from .store.manifest import Shape
 
 _SECONDS = 0.4  # for each of the measurements
 _BYTES = 256 << 20  # that are gone through, so that no cache holds them
@@ -95,22 +97,19 @@ def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], bloc
     return done
 
 
-def _experts_speed(sizes: Sizes) -> float:
-    """Of one token's experts, through the op that a model calls, in a pool in memory."""
-    shape = sizes.shape
-    experts = min(shape.experts, max(shape.top_k, _BYTES // sizes.expert_bytes))
-    layers = max(1, min(_BYTES // (experts * sizes.expert_bytes), 256))
+def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
+    """An engine with all experts in memory, whose weights are zeros: for measurements that these do not change."""
     engine = _C.Engine(
-        layers=layers,
-        experts=experts,
-        format=sizes.weights,
-        group_size=sizes.group_size or 0,
+        layers=shape.layers,
+        experts=shape.experts,
+        format=weights,
+        group_size=group_size,
         hidden=shape.hidden,
         intermediate=shape.intermediate,
         gated=shape.gated,
         bias=shape.bias,
         activation=shape.activation or "silu",  # which one does not show
-        slots=layers * experts,
+        slots=shape.layers * shape.experts,
         policy="lru",
         verify="never",
         io="auto",
@@ -119,11 +118,22 @@ def _experts_speed(sizes: Sizes) -> float:
         timeout=30.0,
         source=None,
     )
+    record = np.zeros(shape.record_bytes(weights, group_size), dtype=np.uint8)
+    for layer in range(shape.layers):
+        for expert in range(shape.experts):
+            engine.fill(layer, expert, record)
+    return engine
+
+
+def _experts_speed(sizes: Sizes) -> float:
+    """Of one token's experts, through the op that a model calls, in a pool in memory."""
+    shape = sizes.shape
+    experts = min(shape.experts, max(shape.top_k, _BYTES // sizes.expert_bytes))
+    layers = max(1, min(_BYTES // (experts * sizes.expert_bytes), 256))
+    engine = pool_of_zeros(
+        dataclasses.replace(shape, layers=layers, experts=experts), sizes.weights, sizes.group_size or 0
+    )
     try:
-        record = np.zeros(sizes.expert_bytes, dtype=np.uint8)
-        for layer in range(layers):
-            for expert in range(experts):
-                engine.fill(layer, expert, record)
         handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(layers)]
         x = torch.randn(1, shape.hidden, dtype=torch.bfloat16)
         weights = torch.full((1, shape.top_k), 1 / shape.top_k)
