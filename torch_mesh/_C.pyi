@@ -26,6 +26,8 @@ def tokens_per_chunk(
     """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
 
 MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
+HEAD_DIM_STEP: int  # sizes of attention heads are its multiples
+MOST_HEAD_DIM: int
 
 def linear_bytes(format: str, group_size: int, in_features: int, out_features: int) -> int:
     """Bytes of what ``torch.ops.torch_mesh.pack_linear`` gives."""

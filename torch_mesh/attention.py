@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
 _MOST_TOKENS = 4  # of a decode step, speculated ones included; prompts are torch's
-_HEAD_DIM_STEP, _MOST_HEAD_DIM = 16, 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that torch_mesh's kernel does not know.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
@@ -54,7 +54,7 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and tokens <= _MOST_TOKENS
         and batch == key.shape[0] == value.shape[0]
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
-        and all(dim % _HEAD_DIM_STEP == 0 and dim <= _MOST_HEAD_DIM for dim in dims)
+        and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MOST_HEAD_DIM for dim in dims)
         and all(tensor.dtype in _DTYPES for tensor in (query, key, value))
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)))
     )

@@ -20,6 +20,7 @@
 #include "bindings/replay.h"
 #include "bindings/runtime.h"
 #include "io/reader.h"
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
 #include "residency/topology.h"
 #include "store/source.h"
@@ -568,6 +569,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"),
         py::arg("top_k"), py::arg("workspace"));
   m.attr("MOST_DECODE_ROWS") = torch_mesh::kMostDecodeRows;
+  m.attr("HEAD_DIM_STEP") = torch_mesh::kHeadDimStep;
+  m.attr("MOST_HEAD_DIM") = torch_mesh::kMostHeadDim;
   m.def("linear_bytes", torch_mesh::linear_bytes, py::arg("format"), py::arg("group_size"),
         py::arg("in_features"), py::arg("out_features"));
   m.def("record_checksum", torch_mesh::checksum, py::arg("store_id"), py::arg("layer"),
