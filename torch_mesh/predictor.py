@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 import tempfile
@@ -21,7 +22,7 @@ from .store.header import encode_header, read_header, store_error
 
 FORMAT = "torch_mesh predictor 1"
 # How many tokens, for each hidden channel, weigh as much as the router does from which the fit starts: docs/decisions/0024.
-_RIDGE = 0.1
+_RIDGE = 0.3
 _FETCHED = (1.0, 1.5, 2.0)  # times top_k: where recall is measured
 
 
@@ -68,8 +69,8 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
     """Fits a predictor to what ``model`` does with ``sequences``, each a tensor of token ids [tokens].
 
     Ridge regression of each layer's router logits on the hidden states one layer before (arXiv 2511.10676 trains such a matrix
-    by descent), drawn towards the layer's own router: with no data it *is* the lookahead. A layer without a plain router is
-    regressed on the experts that it chose. Takes 4 * layers * hidden * (hidden + experts) bytes of memory.
+    by descent), drawn towards the layer's own router: with no data it *is* the lookahead. The first layer, and one without a plain
+    router, are regressed on the experts that they chose. Takes 4 * layers * hidden * (hidden + experts) bytes of memory.
 
     Raises UnsupportedModelError for a model without supported experts, MeshError where the hidden states are not finite or there
     are no two tokens in a row, MemoryError if the sums do not fit.
@@ -81,8 +82,8 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
             f"Fitting takes {needed:,} bytes beside the model, but {available_bytes():,} are left: open the model with a smaller "
             "resident."
         )
-    routers = [find_router(model, layer) for layer in layers]
-    sums = [_Sums(layer, router) for layer, router in zip(layers, routers, strict=True)]
+    # Of the next token's logits the last one's hidden states say little; of who will be chosen, more.
+    sums = [_Sums(layer, find_router(model, layer) if index else None) for index, layer in enumerate(layers)]
     for seen in _routing(model, layers, sequences):
         for index, layer_sums in enumerate(sums):
             layer_sums.add(*_foretold(seen, index))
@@ -167,21 +168,24 @@ def _name(layer: int) -> str:
 
 
 def _first(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return "none in BF16" if not shapes else "{}: {}".format(*next(iter((name, list(s)) for name, s in shapes.items())))
+    """Names one, for a message."""
+    return next((f"{name} of {list(shape)}" for name, shape in shapes.items()), "none in BF16")
 
 
-# What the experts of each layer took in, [tokens, hidden] in float32, and who they were, [tokens, k]
+# What the experts of each layer took in, [tokens, hidden], and who they were, [tokens, k]
 _Seen = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _routing(model: nn.Module, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
+def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
     """Runs each sequence, and yields what its layers saw."""
     seen: list[Any] = [None] * len(layers)
+    # Logits of all tokens would take longer than some layers do.
+    fewest = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     def hook(index: int) -> Any:
         def keep(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             hidden, ids = [*arguments, *named.values()][:2]
-            seen[index] = (hidden.float().cpu(), ids.long().cpu())
+            seen[index] = (hidden.to("cpu", copy=True), ids.to("cpu", torch.int64, copy=True))
 
         return keep
 
@@ -191,7 +195,7 @@ def _routing(model: nn.Module, layers: Sequence[ExpertsLayer], sequences: Iterab
     try:
         for tokens in sequences:
             with torch.no_grad():
-                model(input_ids=tokens.unsqueeze(0), use_cache=False)
+                model(input_ids=tokens.unsqueeze(0).to(model.device), use_cache=False, **fewest)
             yield seen
     finally:
         for handle in handles:
@@ -200,10 +204,8 @@ def _routing(model: nn.Module, layers: Sequence[ExpertsLayer], sequences: Iterab
 
 def _foretold(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each token: the hidden states that foretell ``layer``, its own, and the experts that it used."""
-    hidden, ids = seen[layer]
-    if layer:
-        return seen[layer - 1][0], hidden, ids
-    return seen[-1][0][:-1], hidden[1:], ids[1:]
+    (hidden, ids), before = seen[layer], seen[layer - 1][0].float()
+    return (before, hidden.float(), ids) if layer else (before[:-1], hidden[1:].float(), ids[1:])
 
 
 class _Sums:
