@@ -52,6 +52,10 @@ def replay(
     seed: int = 0,
     read_seconds: float = 1.0,
     layer_seconds: float = 1.0,
+    profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,
+    pins: float = 0.0,
+    early_layers: int = 0,
+    early_experts: int = 0,
 ) -> dict[str, Any]:
     """Recorded routing through the pool's own policies, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` int64 [tokens].
 
@@ -111,6 +115,7 @@ class _DetailedStats(TypedDict):
     experts: dict[str, npt.NDArray[np.int64]]
     prefetch_error: Exception | None
     slots: int  # now
+    kept: int  # experts that are never given up, now
     most_slots: int
     shrinks: int
     grows: int
@@ -141,6 +146,10 @@ class Engine:
         source: Source | None,
         faults: dict[str, float] | None = None,  # seed and probabilities, see csrc/io/reader.h; for tests
         least_slots: int = 1,  # that resize() may leave
+        profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
+        pins: float = 0.0,  # these three: see csrc/residency/kept.h
+        early_layers: int = 0,
+        early_experts: int = 0,
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -160,6 +169,9 @@ class Engine:
         """All counts of one moment."""
 
     def reset_stats(self) -> None: ...
+    def model_use(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, on top of its profile; never reset."""
+
     def forwards(self, layer: int) -> int:
         """Forwards of a layer that have ended since the engine was made; ``reset_stats`` leaves it alone."""
 

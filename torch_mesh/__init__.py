@@ -39,6 +39,7 @@ __all__ = [
     "patch",
     "record_trace",
     "reset_stats",
+    "save_profile",
     "stats",
     "unpatch",
     "watch",
@@ -78,7 +79,7 @@ else:
     from .config import MeshConfig
     from .experts import Experts
     from .patching import patch, unpatch
-    from .stats import reset_stats, stats
+    from .stats import reset_stats, save_profile, stats
     from .traces import record_trace
     from .watch import watch
 

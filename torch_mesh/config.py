@@ -120,6 +120,24 @@ def _check_file(field: str, value: Any) -> str | None:
     return os.path.expanduser(os.fspath(value))
 
 
+def _check_pins(field: str, value: Any) -> float:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = -1.0
+    if isinstance(value, bool) or not 0 <= share <= 0.5:
+        raise ValueError(f"{field}={value!r} is not a share of the pool: it must be in [0, 0.5].")
+    return share
+
+
+def _check_count(field: str, value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()):
+        raise ValueError(
+            f"{field}={value!r} is not a number of {field.rpartition('_')[2]}: give 0 or a positive number."
+        )
+    return int(value)
+
+
 def _check_timeout(field: str, value: Any) -> float:
     try:
         seconds = float(value)
@@ -140,6 +158,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "io": _one_of(IO),
     "policy": _one_of(POLICIES),
     "prefetch": _one_of(PREFETCH),
+    "profile": _check_file,
+    "pins": _check_pins,
+    "early_layers": _check_count,
+    "early_experts": _check_count,
     "guard": _one_of(GUARD),
     "prefill": _one_of(PREFILL),
     "verify": _one_of(VERIFY),
@@ -154,7 +176,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 FIELDS = tuple(_CHECKS)
 
 # Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to open.
-_LOCAL = ("predictor", "stats_file", "stats_every")
+_LOCAL = ("predictor", "profile", "pins", "stats_file", "stats_every")
 
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
@@ -166,6 +188,10 @@ _DEFAULTS: dict[str, Any] = {
     "io": "auto",
     "policy": "auto",
     "prefetch": "auto",
+    "profile": None,
+    "pins": 0.0,
+    "early_layers": 0,
+    "early_experts": 0,
     "guard": "auto",
     "prefill": "auto",
     "verify": "first",
@@ -202,6 +228,13 @@ class MeshConfig(QuantizationConfigMixin):
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
         policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
+        profile: a file that ``torch_mesh.save_profile`` wrote: the experts that the model used most are read in the background as
+            soon as the pool is open, and ``heat`` and ``lfu`` start from what it says. Of this process: not kept in a checkpoint.
+        pins: share of the pool, in [0, 0.5], for the profile's most used experts, which are then never given up while the pool has
+            at least twice as many slots. Needs ``profile``, and is not kept in a checkpoint either.
+        early_layers: how many first MoE layers are favoured: ``early_experts`` of each, the ones used most of late, stay resident. At
+            most half of the pool.
+        early_experts: see ``early_layers``. Either one at 0 is off.
         guard: ``"on"``: the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never
             beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"``.
             Several models in a process, or several layers alone, give up and take back the same share of what each had.
@@ -230,6 +263,10 @@ class MeshConfig(QuantizationConfigMixin):
     io: str
     policy: str
     prefetch: str
+    profile: str | None
+    pins: float
+    early_layers: int
+    early_experts: int
     guard: str
     prefill: str
     verify: str
@@ -252,6 +289,10 @@ class MeshConfig(QuantizationConfigMixin):
         io: str = _NOT_GIVEN,
         policy: str = _NOT_GIVEN,
         prefetch: str = _NOT_GIVEN,
+        profile: str | os.PathLike[str] | None = _NOT_GIVEN,
+        pins: float = _NOT_GIVEN,
+        early_layers: int = _NOT_GIVEN,
+        early_experts: int = _NOT_GIVEN,
         guard: str = _NOT_GIVEN,
         prefill: str = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
@@ -311,6 +352,10 @@ class MeshConfig(QuantizationConfigMixin):
         stored = _checked({name: value for name, value in checkpoint.items() if name not in ("quant_method", *_LOCAL)})
         for name, value in (_DEFAULTS | stored | self._given).items():
             setattr(self, name, value)
+        if self.pins > 0 and self.profile is None:
+            raise ValueError(
+                f"pins={self.pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
+            )
 
 
 def _environment() -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Counters:
     hits: int = 0  # was resident
     cold_misses: int = 0  # had to be read
     inflight_misses: int = 0  # was being read already
+    kept_accesses: int = 0  # of the accesses: to experts that ``pins`` or ``early_experts`` keep
+    kept_hits: int = 0
     prefetches: int = 0  # reads queued before any forward asked
     prefetches_used: int = 0  # of those: a forward came for the expert
     prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
@@ -51,19 +53,31 @@ class Counters:
         return self.hits / self.accesses if self.accesses else None
 
     @property
+    def kept_hit_rate(self) -> float | None:
+        """Of the experts that ``pins`` or ``early_experts`` keep; None when none of them was asked for."""
+        return self.kept_hits / self.kept_accesses if self.kept_accesses else None
+
+    @property
+    def unkept_hit_rate(self) -> float | None:
+        """Of all others."""
+        others = self.accesses - self.kept_accesses
+        return (self.hits - self.kept_hits) / others if others else None
+
+    @property
     def prefetch_accuracy(self) -> float | None:
         """Of the prefetches that were either used or wasted, the part that was used; None when there is none."""
         settled = self.prefetches_used + self.prefetches_wasted
         return self.prefetches_used / settled if settled else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts by name, ``hit_rate`` and ``prefetch_accuracy``; times in seconds, None where nothing was asked."""
-        counts = {name: getattr(self, name) for name in _NAMES}
-        return {**counts, "hit_rate": self.hit_rate, "prefetch_accuracy": self.prefetch_accuracy}
+        """The counts by name, the hit rates and ``prefetch_accuracy``; times in seconds, None where nothing was asked."""
+        return {name: getattr(self, name) for name in (*_NAMES, *_RATES)}
 
 
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
-_SIZES: tuple[Literal["slots", "most_slots", "shrinks", "grows"], ...] = ("slots", "most_slots", "shrinks", "grows")
+_RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
+_Size = Literal["slots", "kept", "most_slots", "shrinks", "grows"]
+_SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,7 @@ class Stats(PhaseCounters):
 
     per_layer: list[LayerCounters] = field(default_factory=list)  # each MoE layer, in order
     slots: int = 0  # experts that may be resident now
+    kept: int = 0  # of them, those that ``pins`` and ``early_experts`` keep: at most half of the slots
     most_slots: int = 0  # and at most
     shrinks: int = 0  # times that the pool was made smaller, because memory ran short
     grows: int = 0  # and larger again
@@ -142,6 +157,9 @@ class Stats(PhaseCounters):
             lines.append(
                 f"{self.slots} of {self.most_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
             )
+        if self.kept:
+            rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
+            lines.append(f"{self.kept} experts are kept, {rates}")
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)

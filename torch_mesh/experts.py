@@ -95,7 +95,7 @@ class Experts(nn.Module):
             config,
             exact=False,
             source=source,
-            last_layer=layer,
+            places=[layer],
             least_slots=shape.top_k,
             **where,
         )

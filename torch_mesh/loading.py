@@ -27,6 +27,7 @@ from .families import ExpertsLayer, common_geometry, find_experts
 from .lookahead import check_predictor, connect
 from .modules import install, put_back, take_parameters
 from .pool import ExpertPool, least_slots, pool_slots
+from .profiles import check_profile
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
 from .store.convert import convert
@@ -59,6 +60,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         layers = find_experts(model)
         check_attention(model, self.quantization_config)
         check_predictor(layers, self.quantization_config)
+        check_profile(self.quantization_config, layers)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
@@ -201,7 +203,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         group_size=records.group_size,
         exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
         source=source,
-        last_layer=records.places[-1],
+        places=records.places,
         least_slots=least_slots(layers),
     )
 

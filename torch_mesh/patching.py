@@ -22,6 +22,7 @@ from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .lookahead import check_predictor, connect
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, least_slots, pool_slots
+from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
 from .store.progress import progress_bar
@@ -45,6 +46,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     _check_patchable(model, layers)
     check_attention(model, config)
     check_predictor(layers, config)
+    check_profile(config, layers)
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)

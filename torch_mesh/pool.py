@@ -16,6 +16,7 @@ from .errors import MeshError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .guard import MemoryGuard
 from .memory import resident_slots
+from .profiles import pool_profile
 from .stats_log import StatsLog
 from .store.convert import pack_expert
 
@@ -54,8 +55,8 @@ class ExpertPool:
     closed when the last reference is gone.
 
     ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
-    ``source=None`` keeps all records in memory; they are put there by ``fill``. ``last_layer`` is the one of the pool's that
-    runs last in a forward of the model, if it is not the pool's last. ``least_slots`` are kept however little memory is left.
+    ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
+    pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ExpertPool:
         group_size: int,
         exact: bool,
         source: _C.Source | None = None,
-        last_layer: int | None = None,
+        places: Sequence[int] | None = None,
         least_slots: int = 1,
     ) -> None:
         self.geometry = geometry
@@ -78,6 +79,7 @@ class ExpertPool:
         self.weights = weights
         self.group_size = group_size
         self.exact = exact
+        self.top_k = least_slots
         self.engine = _C.Engine(
             layers=layers,
             experts=geometry.num_experts,
@@ -98,10 +100,14 @@ class ExpertPool:
             prefill=config.prefill,
             source=source,
             least_slots=min(least_slots, slots),
+            profile=pool_profile(config, layers, geometry.num_experts, least_slots, places),
+            pins=config.pins,
+            early_layers=config.early_layers,
+            early_experts=config.early_experts,
         )
         log = None
         if config.stats_file is not None:
-            last = layers - 1 if last_layer is None else last_layer
+            last = layers - 1 if places is None else places[-1]
             log = StatsLog(self.engine, last, config.stats_every, config.stats_file)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         if guard is not None:

@@ -6,10 +6,8 @@ import hashlib
 import inspect
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch import nn
 
 from .errors import MeshError
 from .families import ExpertsLayer, find_experts, find_router
+from .files import new_file
 from .memory import available_bytes
 from .store.header import encode_header, read_header, store_error
 
@@ -114,20 +113,13 @@ def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Ten
 
 def save_predictor(predictor: Predictor, path: str | os.PathLike[str]) -> None:
     """Writes a predictor: the file appears when it is complete."""
-    path = Path(path)
     tensors = [
         (_name(index), "BF16", tuple(weight.shape), weight.nbytes) for index, weight in enumerate(predictor.weights)
     ]
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(encode_header(tensors, {"format": FORMAT, "model": predictor.identity}))
-            for weight in predictor.weights:
-                file.write(weight.contiguous().view(torch.uint8).numpy().tobytes())
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with new_file(path) as file:
+        file.write(encode_header(tensors, {"format": FORMAT, "model": predictor.identity}))
+        for weight in predictor.weights:
+            file.write(weight.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer]) -> Predictor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from . import _C
+from .profiles import Profile
 from .traces import Trace
 
 BOUND = "belady"  # knows the future, so it can be simulated but not chosen
@@ -58,6 +59,9 @@ class Row:
     recall: float | None  # of the predictor, at as many experts as it was asked for
     decision_ns: float  # processor time per access, in policy, predictor and slot table
     tokens_per_second: float | None
+    pins: float
+    kept_hit_rate: float | None  # of experts that pins or early_experts keep, over the whole trace
+    unkept_hit_rate: float | None  # of all others
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -74,12 +78,17 @@ def simulate(
     recall: float = 0.75,
     seed: int = 0,
     use_scores: bool = True,
+    profile: Profile | None = None,
+    pins: float = 0.0,
+    early_layers: int = 0,
+    early_experts: int = 0,
     hardware: Hardware | None = None,
 ) -> Row:
     """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
 
     ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
-    are asked of ``predictor`` ahead of each layer, top_k by default. Tokens per second are those of the virtual clock: a layer
+    are asked of ``predictor`` ahead of each layer, top_k by default. ``profile``,
+    ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig. Tokens per second are those of the virtual clock: a layer
     takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
@@ -104,13 +113,15 @@ def simulate(
         seed=seed,
         read_seconds=hardware.read_seconds() if hardware else 1.0,
         layer_seconds=hardware.layer_seconds(trace) if hardware else trace.top_k / 2,
+        profile=profile.arrays() if profile else None,
+        pins=pins,
+        early_layers=early_layers,
+        early_experts=early_experts,
     )
-    first, stop, _ = (prompts or slice(None)).indices(len(trace.offsets) - 1)
-    if first >= stop:
-        raise ValueError(f"no prompts from {first} to {stop}; the trace has {len(trace.offsets) - 1}")
+    first, stop = trace.prompt_range(prompts)
     begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
     hits = int(counts["hits"][begin:end].sum())
-    accesses = counts["accesses"]
+    accesses, kept, kept_hits = counts["accesses"], counts["kept_accesses"], counts["kept_hits"]
     reads = (counts["cold_misses"] + counts["prefetched"]) / trace.tokens
     return Row(
         trace=trace.name,
@@ -129,4 +140,7 @@ def simulate(
         recall=counts["predicted_right"] / accesses if asked else None,
         decision_ns=1e9 * counts["decision_seconds"] / accesses,
         tokens_per_second=trace.tokens / counts["virtual_seconds"] if hardware else None,
+        pins=pins,
+        kept_hit_rate=kept_hits / kept if kept else None,
+        unkept_hit_rate=(int(counts["hits"].sum()) - kept_hits) / (accesses - kept) if accesses > kept else None,
     )

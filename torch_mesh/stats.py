@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from torch import nn
@@ -10,6 +11,8 @@ from . import _C
 from .counters import Stats, engine_stats
 from .errors import MeshError
 from .modules import patched_modules
+from .pool import ExpertPool
+from .profiles import Profile, write_profile
 
 
 def stats(model: nn.Module) -> Stats:
@@ -26,9 +29,29 @@ def reset_stats(model: nn.Module) -> None:
         engine.reset_stats()
 
 
+def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes what a patched model has used of its experts since it was patched, on top of the profile that it was opened with.
+
+    The file appears when it is complete. Raises MeshError for a model that is not patched, has several pools, or has computed
+    nothing yet; OSError if the file cannot be written.
+    """
+    pools = _pools(model)
+    if len(pools) != 1:
+        raise MeshError(f"A profile is of one patched model; {type(model).__name__} has {len(pools)} pools of experts.")
+    [pool] = pools
+    tokens, uses = pool.engine.model_use()
+    if not tokens.any():
+        raise MeshError(f"{type(model).__name__} has computed nothing yet: there is nothing to save.")
+    write_profile(Profile(tokens, uses, pool.top_k), path)
+
+
 def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
     """The engine of each pool of a patched model, once. Raises MeshError for a model that is not patched."""
+    return (pool.engine for pool in _pools(model))
+
+
+def _pools(model: nn.Module) -> list[ExpertPool]:
     pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
     if not pools:
         raise MeshError(f"{type(model).__name__} is not patched: it has no statistics. See torch_mesh.patch.")
-    return (pool.engine for pool in pools.values())
+    return list(pools.values())

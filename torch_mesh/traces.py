@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import nn
 
 from .errors import MeshError
 from .families import find_experts, find_router
+from .files import new_file
 from .predictor import load_predictor
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
@@ -52,6 +52,13 @@ class Trace:
     @property
     def top_k(self) -> int:
         return self.ids.shape[2]
+
+    def prompt_range(self, prompts: slice | None) -> tuple[int, int]:
+        """First of the sequences that ``prompts`` names, and the one behind the last; all for None. ValueError for none at all."""
+        first, stop, _ = (prompts or slice(None)).indices(len(self.offsets) - 1)
+        if first >= stop:
+            raise ValueError(f"no prompts from {first} to {stop}; the trace has {len(self.offsets) - 1}")
+        return first, stop
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
@@ -111,7 +118,6 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes a trace: the file appears when it is complete."""
-    path = Path(path)
     arrays: dict[str, Any] = {
         "ids": trace.ids.astype(np.min_scalar_type(trace.experts - 1)),
         "offsets": trace.offsets.astype(np.int64),
@@ -120,13 +126,8 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     for name in ("scores", "lookahead"):
         if getattr(trace, name) is not None:
             arrays[name] = getattr(trace, name).astype(np.float16)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            np.savez_compressed(file, **arrays)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with new_file(path) as file:
+        np.savez_compressed(file, **arrays)
 
 
 @contextmanager

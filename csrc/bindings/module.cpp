@@ -15,6 +15,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/product_time.h"
+#include "bindings/profile.h"
 #include "bindings/record_sum.h"
 #include "bindings/registry.h"
 #include "bindings/replay.h"
@@ -238,6 +239,8 @@ py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
       {"hits", &LayerStats::hits},
       {"cold_misses", &LayerStats::cold_misses},
       {"inflight_misses", &LayerStats::inflight_misses},
+      {"kept_accesses", &LayerStats::kept_accesses},
+      {"kept_hits", &LayerStats::kept_hits},
       {"promoted", &LayerStats::promoted},
       {"evicted", &LayerStats::evicted},
       {"bytes_read", &LayerStats::bytes_read},
@@ -284,7 +287,9 @@ class PyEngine {
            const std::optional<std::string>& activation, int32_t slots, const std::string& policy,
            const std::string& verify, const std::string& io, int32_t threads, int64_t workspace,
            double timeout, const std::string& prefill, const PySource* source,
-           const std::optional<std::map<std::string, double>>& faults, int32_t least_slots) {
+           const std::optional<std::map<std::string, double>>& faults, int32_t least_slots,
+           const std::optional<ProfileArrays>& profile, double pins, int32_t early_layers,
+           int32_t early_experts) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
@@ -298,6 +303,7 @@ class PyEngine {
     pool.least_slots = least_slots;
     pool.record_bytes = layout.bytes;
     pool.policy = policy;
+    pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.verify = verify_from(verify);
     pool.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
     pool.reader.backend = io;
@@ -383,6 +389,7 @@ class PyEngine {
     result["prefetch_error"] = stats.prefetch_error ? exception_of(*stats.prefetch_error)
                                                     : py::reinterpret_borrow<py::object>(Py_None);
     result["slots"] = stats.slots;
+    result["kept"] = stats.kept;
     result["most_slots"] = pool.most_slots();
     result["shrinks"] = stats.shrinks;
     result["grows"] = stats.grows;
@@ -390,6 +397,8 @@ class PyEngine {
   }
 
   void reset_stats() { open()->engine->pool().reset_stats(); }
+
+  ProfileArrays model_use() { return profile_arrays(open()->engine->pool().model_use()); }
 
   int64_t forwards(int32_t layer) { return open()->engine->pool().forwards(layer); }
 
@@ -593,13 +602,16 @@ PYBIND11_MODULE(_C, m) {
                     const std::optional<std::string>&, int32_t, const std::string&,
                     const std::string&, const std::string&, int32_t, int64_t, double,
                     const std::string&, const PySource*,
-                    const std::optional<std::map<std::string, double>>&, int32_t>(),
+                    const std::optional<std::map<std::string, double>>&, int32_t,
+                    const std::optional<torch_mesh::ProfileArrays>&, double, int32_t, int32_t>(),
            py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("format"),
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),
            py::arg("verify"), py::arg("io"), py::arg("threads"), py::arg("workspace"),
            py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
-           py::arg("faults") = py::none(), py::arg("least_slots") = 1)
+           py::arg("faults") = py::none(), py::arg("least_slots") = 1,
+           py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
+           py::arg("early_experts") = 0)
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
@@ -608,6 +620,7 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", &PyEngine::stats)
       .def("detailed_stats", &PyEngine::detailed_stats)
       .def("reset_stats", &PyEngine::reset_stats)
+      .def("model_use", &PyEngine::model_use)
       .def("forwards", &PyEngine::forwards, py::arg("layer"))
       .def("wait_for_forwards", &PyEngine::wait_for_forwards, py::arg("layer"), py::arg("forwards"),
            py::arg("patience"))

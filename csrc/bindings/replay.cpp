@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "bindings/profile.h"
 #include "residency/predictor.h"
 #include "residency/replay.h"
 
@@ -33,7 +34,8 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                       const std::optional<Array<float>>& lookahead,
                       const std::optional<Array<int64_t>>& sequences, const std::string& predictor,
                       int32_t prefetch, double recall, uint64_t seed, double read_seconds,
-                      double layer_seconds) {
+                      double layer_seconds, const std::optional<ProfileArrays>& profile,
+                      double pins, int32_t early_layers, int32_t early_experts) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
   const RoutingTrace trace{
       .tokens = dimension(ids, 0),
@@ -50,6 +52,7 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                               .prefetch = prefetch,
                               .recall = recall,
                               .seed = seed,
+                              .kept = kept_options(profile, pins, early_layers, early_experts),
                               .read_seconds = read_seconds,
                               .layer_seconds = layer_seconds};
   ReplayResult result;
@@ -63,6 +66,8 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
   counts["accesses"] = result.accesses;
   counts["inflight_misses"] = result.inflight_misses;
   counts["cold_misses"] = result.cold_misses;
+  counts["kept_accesses"] = result.kept_accesses;
+  counts["kept_hits"] = result.kept_hits;
   counts["prefetched"] = result.prefetched;
   counts["prefetch_used"] = result.prefetch_used;
   counts["predicted_right"] = result.predicted_right;
@@ -85,7 +90,9 @@ void define_replay(py::module_& module) {
              py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
              py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
              py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
-             py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.);
+             py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.,
+             py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
+             py::arg("early_experts") = 0);
 }
 
 }  // namespace torch_mesh

@@ -80,10 +80,27 @@ void Pool::Impl::join_present(Claim& claim) {
 
 void Pool::Impl::count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                               int64_t ExpertStats::*expert_how) {
+  const ExpertId id = id_of(claim.layer_, claim.experts_[entry]);
   LayerStats& layer = stats_of(claim.layer_, claim.part_.phase);
-  ExpertStats& expert = stats.experts[id_of(claim.layer_, claim.experts_[entry])];
+  ExpertStats& expert = stats.experts[id];
   ++layer.accesses, ++(layer.*how);
   ++expert.accesses, ++(expert.*expert_how);
+  if (!slots.kept(id)) return;
+  ++layer.kept_accesses;
+  layer.kept_hits += how == &LayerStats::hits;
+}
+
+// A prompt that follows something else begins a sequence; one that follows a prompt may be its next
+// chunk, or the next step of many sequences.
+void Pool::Impl::learn(int32_t layer, std::span<const int32_t> indices, const ForwardPart& part) {
+  if (part.phase != Phase::kNone) use.count(layer, indices, part.ids, part.top_k);
+  const Phase last = last_phase[layer];
+  if (part.phase != Phase::kNone) last_phase[layer] = part.phase;
+  if (covers_all()) return;
+  Policy& policy = slots.policy();
+  if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(layer);
+  policy.tick_prompt(layer, indices, part.ids, part.top_k);
+  kept.tick(layer, indices, part.ids, part.top_k);
 }
 
 void Pool::Impl::unpin(int32_t slot) {
@@ -230,7 +247,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   impl.expected.begin(layer);
-  if (!impl.covers_all()) impl.slots.policy().tick_prompt(layer, experts, part.ids, part.top_k);
+  impl.learn(layer, experts, part);
   impl.reserve_for(*this, false);
   impl.read_next_layer(*this);
 }

@@ -13,6 +13,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "residency/policies.h"
@@ -44,6 +45,8 @@ constexpr size_t kMostPromptTokens = 512;
 // Of those, the last ones teach the table: a tick costs microseconds, and all of them together held
 // the pool's lock for a millisecond per layer.
 constexpr size_t kMostPromptTicks = 32;
+// That a profile counts for, so that its weight fades within some thousand tokens.
+constexpr int64_t kMostPriorTicks = 1000;
 
 class Heat final : public Policy {
  public:
@@ -134,6 +137,31 @@ class Heat final : public Policy {
       advance(layer, token_);
     }
     forget_scores(layer);
+  }
+
+  void start_from(const ModelUse& use) override {
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      if (use.tokens[layer] == 0) continue;
+      ticks_[layer] = std::min(use.tokens[layer], kMostPriorTicks);
+      float* life = &life_[static_cast<size_t>(layer) * experts_];
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        life[expert] = use.rate(layer * experts_ + expert);
+      }
+      share_[layer] = std::accumulate(life, life + experts_, 0.f) / static_cast<float>(experts_);
+      begin_sequence(layer);
+    }
+  }
+
+  // The whole life is the model's; the windows and what was used last are the text's.
+  void begin_sequence(int32_t layer) override {
+    if (ticks_[layer] == 0) return;
+    const float* life = &life_[static_cast<size_t>(layer) * experts_];
+    for (size_t window = 0; window < kWindows; ++window) {
+      std::copy(life, life + experts_, window_of(layer, window));
+    }
+    last_count_[layer] = 0;
+    predict(layer);
+    stale_[layer] = true;
   }
 
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }

@@ -83,6 +83,13 @@ class Lfu final : public Policy {
     restore_order(layer);
   }
 
+  // What uses at these rates would have come to.
+  void start_from(const ModelUse& use) override {
+    for (size_t id = 0; id < heat_.size(); ++id) {
+      heat_[id] = static_cast<double>(use.rate(static_cast<int64_t>(id))) / (1 - kDecay);
+    }
+  }
+
   bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
   bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
 

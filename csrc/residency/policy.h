@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "residency/model_use.h"
+
 namespace torch_mesh {
 
 using ExpertId = int32_t;
@@ -26,6 +28,12 @@ class Policy {
   virtual void unpin(ExpertId id) = 0;   // last pin gone
   // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
   virtual ExpertId victim() = 0;
+
+  // What earlier runs used, before anything else is told. Most policies have no use for it.
+  virtual void start_from(const ModelUse& use) { static_cast<void>(use); }
+  // The layer's next forward is the first of a new sequence: forgets what is true of one text, not
+  // what is true of the model.
+  virtual void begin_sequence(int32_t layer) { static_cast<void>(layer); }
 
   // What the calls above amount to; for validation.
   virtual bool resident(ExpertId id) const = 0;

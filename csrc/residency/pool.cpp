@@ -43,6 +43,7 @@ PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts)
     throw_invalid("the time-out must be positive; got " + std::to_string(options.timeout.count()) +
                   " ms");
   }
+  check(options.kept, layers, experts);
   return options;
 }
 
@@ -99,6 +100,9 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots})),
       loads(static_cast<size_t>(options.slots)),
+      kept(options.kept, layers, experts, slots),
+      use(options.kept.profile.tokens.empty() ? ModelUse(layers, experts) : options.kept.profile),
+      last_phase(static_cast<size_t>(layers), Phase::kNone),
       expected(experts),
       segments(arena.segments().size(), SegmentState::kPresent),
       target(options.slots),
@@ -153,6 +157,8 @@ void Pool::Impl::open() {
                   std::to_string(alignment) +
                   " bytes that direct reads need; convert the checkpoint again");
   }
+  const Lock lock(mutex);
+  read_ahead();
 }
 
 void Pool::Impl::check_process() const {
@@ -220,13 +226,15 @@ void Pool::Impl::read_ahead() {
   const ReaderOptions& io = options.reader;
   const int64_t chunks = (options.record_bytes + io.chunk_bytes - 1) / io.chunk_bytes;
   const int64_t most =
-      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.limit() / 2});
+      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.unkept() / 2});
   // Those that queue for slots come first.
   while (!closed && prefetching < most && first_ticket == nullptr) {
     const auto reserve_one = [this](ExpertId id) { return reserve(id, expected_phase); };
-    const int32_t slot = expected.reserve_next(slots, reserve_one);
+    int32_t slot = expected.reserve_next(slots, reserve_one);
+    const Phase phase = slot < 0 ? Phase::kNone : expected_phase;
+    if (slot < 0) slot = kept.reserve_warm();
     if (slot < 0) return;
-    start_load(slot, Urgency::kPrefetch, expected_phase);
+    start_load(slot, Urgency::kPrefetch, phase);
   }
 }
 
@@ -319,7 +327,7 @@ void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
       experts | std::views::transform([&](int32_t expert) { return impl.id_of(layer, expert); });
   while_kept(impl.slots, ids, [&] {
     for (ExpertId id : ids) {
-      if (impl.prefetching >= impl.slots.limit() / 2) break;
+      if (impl.prefetching >= impl.slots.unkept() / 2) break;
       if (impl.slots.find(id) >= 0) continue;
       const int32_t slot = impl.reserve(id, phase);
       if (slot < 0) break;
@@ -373,6 +381,12 @@ void Pool::observe(int32_t layer, std::span<const float> scores) {
   if (!impl_->covers_all()) impl_->slots.policy().observe(layer, scores);
 }
 
+ModelUse Pool::model_use() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->use;
+}
+
 void Pool::check_process() const { impl_->check_process(); }
 
 SlotState Pool::state(int32_t layer, int32_t expert) const {
@@ -399,6 +413,7 @@ PoolStats Pool::detailed_stats() const {
   const Impl::Lock lock(impl_->mutex);
   copy = impl_->stats;
   copy.slots = impl_->slots.limit();
+  copy.kept = copy.slots - impl_->slots.unkept();
   return copy;
 }
 

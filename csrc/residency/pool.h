@@ -31,6 +31,7 @@
 #include "base/runtime.h"
 #include "io/reader.h"
 #include "residency/arena.h"
+#include "residency/kept_options.h"
 #include "residency/policy.h"
 #include "residency/stats.h"
 #include "residency/topology.h"
@@ -46,6 +47,7 @@ struct PoolOptions {
   int32_t least_slots = 1;   // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
+  KeptOptions kept;  // a profile warms the pool: what it names is read while slots are empty
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
   ReaderOptions reader;
@@ -96,6 +98,8 @@ class Pool {
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
+  // By forwards of whatever phase since the pool was opened, on top of what its profile says.
+  ModelUse model_use() const;
 
   // Keeps `slots` records from now on, from least_slots to as many as the options say, while
   // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or

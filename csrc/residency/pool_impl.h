@@ -11,6 +11,7 @@
 #include "base/owner_process.h"
 #include "residency/arena.h"
 #include "residency/expected.h"
+#include "residency/kept.h"
 #include "residency/pool.h"
 #include "residency/slots.h"
 
@@ -80,7 +81,7 @@ struct Pool::Impl {
   void evict(int32_t slot, Phase phase);
   void count_wasted(int32_t slot);
   void wake_slot_waiters();
-  // Begins as many of the expected reads as the reader keeps under way.
+  // Begins as many of the expected reads as the reader keeps under way, then those that warm it.
   void read_ahead();
 
   // resizing.cpp, with the lock.
@@ -117,6 +118,7 @@ struct Pool::Impl {
   void join_present(Claim& claim);
   void count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                     int64_t ExpertStats::*expert_how);
+  void learn(int32_t layer, std::span<const int32_t> indices, const ForwardPart& part);
   void unpin(int32_t slot);
   int32_t hand_out(Claim& claim, std::span<ReadyExpert> ready);
   void wait_for_slots(Claim& claim, Lock& lock);
@@ -151,6 +153,9 @@ struct Pool::Impl {
   std::condition_variable idle;    // no read is under way
   SlotTable slots;
   std::vector<Load> loads;  // by slot
+  Kept kept;
+  ModelUse use;
+  std::vector<Phase> last_phase;  // by layer, of the last claim that was a forward's
   Expected expected;
   Phase expected_phase = Phase::kNone;  // of the forward that foretold
   // Of the arena. Only one that is kPresent has slots below slots.limit().

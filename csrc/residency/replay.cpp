@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "residency/belady.h"
 #include "residency/expected.h"
+#include "residency/kept.h"
 #include "residency/predictor.h"
 #include "residency/slots.h"
 
@@ -68,6 +69,7 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
       invalid("times must be finite and not negative; got " + std::to_string(seconds));
     }
   }
+  check(options.kept, trace.layers, trace.experts);
   if (options.predictor == "lookahead" && trace.lookahead.empty()) {
     invalid(
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
@@ -155,6 +157,7 @@ class Replay {
                options.policy == "belady"
                    ? make_belady(trace)
                    : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
+        kept_(options.kept, trace.layers, trace.experts, slots_),
         unused_(options.slots, false),
         foresight_(trace, options),
         guess_(options.prefetch),
@@ -166,11 +169,15 @@ class Replay {
   ReplayResult run() {
     const auto begin = std::chrono::steady_clock::now();
     size_t sequence = 0;
+    warm();
     const int64_t steps = int64_t{trace_.tokens} * trace_.layers;
     for (int64_t step = 0; step < steps; ++step) {
       if (sequence < trace_.sequences.size() &&
           step == trace_.sequences[sequence] * trace_.layers) {
         foresight_.reset();
+        for (int32_t layer = 0; layer < trace_.layers; ++layer) {
+          slots_.policy().begin_sequence(layer);
+        }
         ++sequence;
       }
       forward(step, step + 1 < steps);
@@ -183,6 +190,15 @@ class Replay {
   }
 
  private:
+  // A profile's experts are there when the first token comes.
+  void warm() {
+    for (int32_t slot; (slot = kept_.reserve_warm()) >= 0;) {
+      slots_.land(slot);
+      unused_[slot] = true;
+      ++result_.prefetched;
+    }
+  }
+
   // One forward of a layer by one token, in the order of Claim and Pool::expect().
   void forward(int64_t step, bool has_next) {
     const auto layer = static_cast<int32_t>(step % trace_.layers);
@@ -193,6 +209,7 @@ class Replay {
       slots_.policy().observe(layer, trace_.scores.subspan(step * trace_.experts, trace_.experts));
     }
     slots_.policy().tick(layer, experts);
+    kept_.tick(layer, experts, {}, 0);
     foresight_.observe(layer, experts);
 
     const double end = now_ + options_.layer_seconds;
@@ -221,6 +238,7 @@ class Replay {
     for (int32_t expert : experts) {
       const ExpertId id = layer * trace_.experts + expert;
       ++result_.accesses;
+      result_.kept_accesses += slots_.kept(id);
       result_.predicted_right += guessed_[id] == step;
       const int32_t slot = slots_.find(id);
       if (slot < 0) {
@@ -229,6 +247,7 @@ class Replay {
         continue;
       }
       const bool ready = slots_[slot].state == SlotState::kReady;
+      result_.kept_hits += ready && slots_.kept(id);
       slots_.pin(slot);
       joined_.push_back(slot);
       result_.prefetch_used += unused_[slot];
@@ -298,6 +317,7 @@ class Replay {
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
   SlotTable slots_;
+  Kept kept_;
   std::vector<bool> unused_;  // by slot: was prefetched, and no forward has come for it
   Foresight foresight_;
   std::vector<int32_t> guess_;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "residency/kept_options.h"
+
 namespace torch_mesh {
 
 // Spans are of whole arrays, the last index fastest.
@@ -30,6 +32,8 @@ struct ReplayOptions {
   int32_t prefetch = 0;  // experts that are asked for ahead of each layer
   double recall = .75;
   uint64_t seed = 0;
+  KeptOptions kept =
+      {};  // as the pool's; a profile's experts have been read when the first token comes
   // Of the virtual clock; only ratios matter to the counts.
   double read_seconds = 1;   // for one expert; the disk reads one at a time, demand first
   double layer_seconds = 1;  // what a layer takes when nothing is cold
@@ -40,6 +44,8 @@ struct ReplayResult {
   int64_t accesses = 0;
   int64_t inflight_misses = 0;
   int64_t cold_misses = 0;
+  int64_t kept_accesses = 0;  // to experts that are never given up, see kept.h
+  int64_t kept_hits = 0;
   int64_t prefetched = 0;  // prefetch reads begun, and those of them that a forward used
   int64_t prefetch_used = 0;
   int64_t predicted_right = 0;  // predicted experts that the layer used, resident or not

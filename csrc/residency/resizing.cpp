@@ -60,6 +60,7 @@ void Pool::Impl::raise_limit() {
   stats.grows += !std::exchange(grown, true);
   slots.set_limit(limit);
   slots.policy().resize(limit);
+  kept.resize();
   wake_slot_waiters();
 }
 
@@ -70,6 +71,7 @@ void Pool::Impl::retarget(int32_t wanted) {
     ++stats.shrinks;
     slots.set_limit(wanted);
     slots.policy().resize(wanted);
+    kept.resize();
     for (int32_t slot = wanted; slot < before; ++slot) {
       if (slots.reusable(slot) && slots[slot].state == SlotState::kReady) evict(slot, Phase::kNone);
     }

@@ -13,6 +13,7 @@ void check_invariant(bool holds, const char* what) {
 SlotTable::SlotTable(int32_t experts, int32_t slots, std::unique_ptr<Policy> policy)
     : slots_(static_cast<size_t>(slots)),
       slot_of_(static_cast<size_t>(experts), -1),
+      kept_(static_cast<size_t>(experts), false),
       links_(slots),
       limit_(slots),
       empty_(links_),
@@ -54,7 +55,7 @@ void SlotTable::land(int32_t index) {
   --loading_;
   policy_->admit(slot.expert);
   for (int32_t use = 0; use < slot.pins; ++use) policy_->touch(slot.expert);
-  if (slot.pins > 0) policy_->pin(slot.expert);
+  if (slot.pins > 0 || kept_[slot.expert]) policy_->pin(slot.expert);
 }
 
 void SlotTable::fail(int32_t index, Error error) {
@@ -72,6 +73,7 @@ void SlotTable::fail(int32_t index, Error error) {
 
 void SlotTable::evict(int32_t index) {
   Slot& slot = slots_[index];
+  if (kept_[slot.expert]) policy_->unpin(slot.expert);
   policy_->remove(slot.expert);
   slot_of_[slot.expert] = -1;
   slot.state = SlotState::kEmpty;
@@ -83,7 +85,7 @@ void SlotTable::hold(int32_t index) {
   Slot& slot = slots_[index];
   if (slot.pins++ > 0) return;
   ++pinned_;
-  if (slot.state == SlotState::kReady) policy_->pin(slot.expert);
+  if (slot.state == SlotState::kReady && !kept_[slot.expert]) policy_->pin(slot.expert);
 }
 
 void SlotTable::pin(int32_t index) {
@@ -95,10 +97,23 @@ void SlotTable::unpin(int32_t index) {
   Slot& slot = slots_[index];
   if (--slot.pins > 0) return;
   --pinned_;
-  if (slot.state == SlotState::kReady) policy_->unpin(slot.expert);
+  if (slot.state == SlotState::kReady && !kept_[slot.expert]) policy_->unpin(slot.expert);
   if (slot.state == SlotState::kEmpty) {
     slot.error.reset();
     put_back(index);
+  }
+}
+
+void SlotTable::keep(ExpertId id, bool kept) {
+  if (kept_[id] == kept) return;
+  kept_[id] = kept;
+  kept_experts_ += kept ? 1 : -1;
+  const int32_t index = slot_of_[id];
+  if (index < 0 || slots_[index].state != SlotState::kReady || slots_[index].pins > 0) return;
+  if (kept) {
+    policy_->pin(id);
+  } else {
+    policy_->unpin(id);
   }
 }
 
@@ -112,6 +127,9 @@ void SlotTable::validate() const {
   }
   check_invariant(loading == loading_, "the count of LOADING slots is wrong");
   check_invariant(pinned == pinned_, "the count of pinned slots is wrong");
+  check_invariant(std::count(kept_.begin(), kept_.end(), true) == kept_experts_,
+                  "the count of experts that are kept is wrong");
+  check_invariant(kept_experts_ <= limit_ / 2, "more than half of the slots are kept");
 
   std::vector<bool> listed(slots_.size(), false);
   int32_t empty = 0;
@@ -157,7 +175,7 @@ void SlotTable::validate_slot(int32_t index) const {
   if (slot.state == SlotState::kReady) {
     check_invariant(!retired(index) || slot.pins > 0, "a retired slot that nobody uses is READY");
     check_invariant(policy_->resident(slot.expert), "a READY slot is unknown to the policy");
-    check_invariant(policy_->pinned(slot.expert) == (slot.pins > 0),
+    check_invariant(policy_->pinned(slot.expert) == (slot.pins > 0 || kept_[slot.expert]),
                     "slot and policy disagree on what is pinned");
   }
 }

@@ -51,6 +51,12 @@ class SlotTable {
   // unpin see it as one.
   void hold(int32_t slot);
 
+  // From now on, or no longer: the policy does not give it up while it is resident.
+  void keep(ExpertId id, bool kept);
+  bool kept(ExpertId id) const { return kept_[id]; }
+  // Slots for all others: at least half.
+  int32_t unkept() const { return limit_ - kept_experts_; }
+
   bool reusable(int32_t slot) const {
     return slots_[slot].pins == 0 && slots_[slot].state != SlotState::kLoading;
   }
@@ -64,6 +70,8 @@ class SlotTable {
 
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;  // by expert id
+  std::vector<bool> kept_;        // likewise
+  int32_t kept_experts_ = 0;
   IndexLinks links_;
   int32_t limit_;
   IndexList empty_;  // EMPTY, unpinned and not retired

@@ -34,7 +34,9 @@ struct LayerStats {
   int64_t hits = 0;             // was READY
   int64_t cold_misses = 0;      // had to be read
   int64_t inflight_misses = 0;  // was being read already: a prefetch, or another forward's demand
-  int64_t promoted = 0;         // reads that became READY
+  int64_t kept_accesses = 0;    // of the accesses: to experts that are never given up, see kept.h
+  int64_t kept_hits = 0;
+  int64_t promoted = 0;  // reads that became READY
   int64_t evicted = 0;
   int64_t bytes_read = 0;
   int64_t prefetches = 0;         // prefetch reads queued
@@ -69,6 +71,7 @@ struct PoolStats {
   int64_t shrinks = 0;  // calls of Pool::resize() after which fewer slots could be used,
   int64_t grows = 0;    // or more
   int32_t slots = 0;    // at this moment
+  int32_t kept = 0;     // experts that are never given up, at this moment
 
   PoolStats(int32_t layers, int32_t experts);
 };

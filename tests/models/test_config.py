@@ -25,7 +25,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fields", "message"),
     [
         ({"residnet": 0.5}, "no field 'residnet'. Did you mean 'resident'.*workspace"),
-        ({"early_layers": 2}, "no field 'early_layers'"),
+        ({"layers": 2}, "no field 'layers'"),
         ({"resident": 0.0}, r"resident=0.0 .*\(0, 1\]"),
         ({"resident": 1.5}, r"resident=1.5 .*\(0, 1\]"),
         ({"resident": -4}, "resident=-4 is not a size"),

@@ -51,7 +51,12 @@ def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool:
     ops.experts(torch.randn(2, SPEC.hidden), ids, weights, pool.handle(0))
     stats = engine_stats([pool.engine])
     table = json.loads(json.dumps(stats.to_dict()))
-    assert set(table) == {field for field in vars(stats)} | {"hit_rate", "prefetch_accuracy"}
+    assert set(table) == {field for field in vars(stats)} | {
+        "hit_rate",
+        "kept_hit_rate",
+        "unkept_hit_rate",
+        "prefetch_accuracy",
+    }
     assert table["decode"]["accesses"] == table["accesses"] == len(set(ids.flatten().tolist()))
     assert table["prefill"]["hit_rate"] is None and table["per_layer"][1]["hit_rate"] is None
     assert len(table["per_layer"][0]["experts"]["hits"]) == SPEC.experts

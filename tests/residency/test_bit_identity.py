@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from raw_experts import RawExperts
@@ -48,6 +49,8 @@ class Combination:
     verify: str
     unruly: bool
     hints: bool
+    pins: float  # 0: no profile
+    early_layers: int
     seed: int
 
     @classmethod
@@ -67,8 +70,21 @@ class Combination:
             verify=draw.choice(["first", "always", "never"]),
             unruly=draw.random() < 0.8,
             hints=draw.random() < 0.5,
+            pins=draw.choice([0.0, 0.0, 0.2, 0.5]),
+            early_layers=draw.choice([0, 0, 1, 3]),
             seed=draw.randrange(2**31),
         )
+
+    def kept(self) -> dict[str, object]:
+        """What the engine is told to read at once and to keep."""
+        rng = np.random.default_rng(self.seed)
+        profile = np.full(LAYERS, 50), rng.integers(0, 51, (LAYERS, EXPERTS))
+        return {
+            "profile": profile if self.pins else None,
+            "pins": self.pins,
+            "early_layers": self.early_layers,
+            "early_experts": 2,
+        }
 
 
 def forward_all(engine: _C.Engine, it: Combination, hints: bool) -> list[Tensor]:
@@ -138,6 +154,7 @@ def test_two_hundred_combinations_equal_the_fully_resident_run(
             slots=it.slots,
             io=it.reader,
             policy=it.policy,
+            **it.kept(),
             verify=it.verify,
             faults={"seed": it.seed, **UNRULY} if it.unruly else None,
         )

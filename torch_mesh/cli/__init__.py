@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 import torch_mesh
-from torch_mesh.cli import bench, convert, doctor, fit, inspect, plan, report, simulate, verify
+from torch_mesh.cli import bench, convert, doctor, fit, inspect, plan, profile, report, simulate, verify
 from torch_mesh.errors import MeshError
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"torch-mesh {torch_mesh.__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (convert, verify, inspect, plan, bench, fit, simulate, report, doctor):
+    for command in (convert, verify, inspect, plan, bench, fit, profile, simulate, report, doctor):
         command.add_parser(subparsers)
     return parser
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.config import parse_size
+from torch_mesh.counters import percent
+from torch_mesh.profiles import load_profile
 from torch_mesh.simulation import Hardware, Row, policy_names, predictor_names, simulate
 from torch_mesh.synthetic import synthetic_trace
 from torch_mesh.traces import Trace, load_trace
@@ -35,6 +37,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--fetch", type=int, help="experts to ask for ahead of each layer (as many as a token uses)")
     parser.add_argument("--recall", type=float, default=0.75, help="of the stand-in predictor")
     parser.add_argument("--seed", type=int, default=0, help="of the stand-in predictor and of --synthetic")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="of torch_mesh.save_profile or torch-mesh profile: a warm start"
+    )
+    parser.add_argument(
+        "--pins", default="0", help="shares of the pool that are never given up, with commas; need --profile"
+    )
+    parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
+    parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
     parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="of all weights but the experts")
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
@@ -49,22 +59,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prefetch != "off" and arguments.policy == "all":
         policies.remove("belady")  # the bound is one without prefetch
     hardware = _hardware(arguments)
+    profile = None if arguments.profile is None else load_profile(arguments.profile)
     rows = [
         simulate(
             trace,
             policy,
             resident,
-            prompts=_prompts(arguments.prompts),
+            prompts=parse_prompts(arguments.prompts),
             predictor=arguments.prefetch,
             prefetch=arguments.fetch,
             recall=arguments.recall,
             seed=arguments.seed,
             use_scores=not arguments.no_scores,
             hardware=hardware,
+            profile=profile,
+            pins=pins,
+            early_layers=arguments.early_layers,
+            early_experts=arguments.early_experts,
         )
         for trace in _traces(arguments)
-        for resident in _fractions(arguments.resident)
+        for resident in _fractions(arguments.resident, "--resident")
         for policy in policies
+        for pins in _fractions(arguments.pins, "--pins")
     ]
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
@@ -91,14 +107,14 @@ def _synthetic(shape: str, seed: int) -> Trace:
     return synthetic_trace(**sizes, overlap=given, seed=seed)
 
 
-def _fractions(text: str) -> list[float]:
+def _fractions(text: str, option: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--resident is '{text}'; allowed: fractions such as 0.1,0.25,0.5") from None
+        raise ValueError(f"{option} is '{text}'; allowed: fractions such as 0.1,0.25,0.5") from None
 
 
-def _prompts(text: str | None) -> slice | None:
+def parse_prompts(text: str | None) -> slice | None:
     if text is None:
         return None
     try:
@@ -124,9 +140,12 @@ def _hardware(arguments: argparse.Namespace) -> Hardware | None:
 
 def _print_table(rows: list[Row]) -> None:
     ahead = any(row.prefetch != "off" for row in rows)
+    kept = any(row.kept_hit_rate is not None for row in rows)
     timed = any(row.tokens_per_second is not None for row in rows)
     table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
     for name in ["waits", "stalled", "recall", "prefetched", "wasted"] if ahead else []:
+        table.add_column(name)
+    for name in ["pins", "kept", "others"] if kept else []:
         table.add_column(name)
     for name in ["MB/token", "tokens/s"] if timed else []:
         table.add_column(name)
@@ -137,6 +156,8 @@ def _print_table(rows: list[Row]) -> None:
             cells += [f"{row.wait_rate:.1%}", f"{row.stall_share:.1%}"]
             cells += ["-" if row.recall is None else f"{row.recall:.1%}"]
             cells += [str(row.prefetched), str(row.prefetch_wasted)]
+        if kept:
+            cells += [f"{row.pins:g}", percent(row.kept_hit_rate), percent(row.unkept_hit_rate)]
         if row.bytes_per_token is not None and row.tokens_per_second is not None:
             cells += [f"{row.bytes_per_token / 1e6:.1f}", f"{row.tokens_per_second:.2f}"]
         table.add_row(*cells)

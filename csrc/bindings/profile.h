@@ -1,0 +1,37 @@
+// How Python gives and gets what a model used: (tokens int64 [layers], uses int64 [layers,
+// experts]).
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <utility>
+
+#include "residency/kept_options.h"
+
+namespace torch_mesh {
+
+using CountArray =
+    pybind11::array_t<int64_t, pybind11::array::c_style | pybind11::array::forcecast>;
+using ProfileArrays = std::pair<CountArray, CountArray>;
+
+inline KeptOptions kept_options(const std::optional<ProfileArrays>& profile, double pins,
+                                int32_t early_layers, int32_t early_experts) {
+  KeptOptions options{
+      .profile = {}, .pins = pins, .early_layers = early_layers, .early_experts = early_experts};
+  if (profile) {
+    const auto& [tokens, uses] = *profile;
+    options.profile.tokens.assign(tokens.data(), tokens.data() + tokens.size());
+    options.profile.uses.assign(uses.data(), uses.data() + uses.size());
+  }
+  return options;
+}
+
+inline ProfileArrays profile_arrays(const ModelUse& use) {
+  const auto layers = static_cast<pybind11::ssize_t>(use.tokens.size());
+  const auto experts = static_cast<pybind11::ssize_t>(use.experts());
+  return {CountArray(layers, use.tokens.data()), CountArray({layers, experts}, use.uses.data())};
+}
+
+}  // namespace torch_mesh

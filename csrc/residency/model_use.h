@@ -1,0 +1,52 @@
+// How often a model used each of its experts: what outlives a sequence, and may outlive the process
+// as a profile (docs/profiles.md).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace torch_mesh {
+
+struct ModelUse {
+  std::vector<int64_t> tokens;  // [layers]; a decode step counts as one, whatever its rows
+  std::vector<int64_t> uses;    // [layers][experts]
+
+  ModelUse() = default;
+  ModelUse(int32_t layers, int32_t experts)
+      : tokens(static_cast<size_t>(layers)), uses(static_cast<size_t>(layers) * experts) {}
+
+  int32_t experts() const { return static_cast<int32_t>(uses.size() / tokens.size()); }
+
+  // Of a token: how likely it is to use the expert. 0 where nothing is known.
+  float rate(int64_t id) const {
+    const int64_t seen = tokens[id / experts()];
+    return seen > 0 ? static_cast<float>(uses[id]) / static_cast<float>(seen) : 0.f;
+  }
+
+  // Arguments as those of Policy::tick_prompt(); without `ids` one token used `chosen`.
+  void count(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
+             int32_t top_k) {
+    const int32_t all = experts();
+    int64_t* of_layer = &uses[static_cast<size_t>(layer) * all];
+    if (ids.empty() || top_k < 1) {
+      ++tokens[layer];
+      for (int32_t expert : chosen) ++of_layer[expert];
+      return;
+    }
+    tokens[layer] += static_cast<int64_t>(ids.size()) / top_k;
+    for (int64_t id : ids) {
+      if (id >= 0 && id < all) ++of_layer[id];
+    }
+  }
+};
+
+// Throws Error(kInvalid) unless it is one of this shape, with nothing negative and no expert used
+// more often than there were tokens. `tokens` may be empty: nothing is known.
+void check(const ModelUse& use, int32_t layers, int32_t experts);
+
+// Ids that were used at all, the most used per token first; `most` of them at most.
+std::vector<int32_t> hottest(const ModelUse& use, int32_t most);
+
+}  // namespace torch_mesh

@@ -1,0 +1,369 @@
+// Profiles, warm starts, and experts that are never given up.
+#include "residency/kept.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "residency/pool.h"
+#include "residency/replay.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+using Ids = std::vector<int32_t>;
+
+constexpr int64_t kRecord = 4096;
+
+std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  return std::vector<std::byte>(kRecord, static_cast<std::byte>(32 * layer + expert + 1));
+}
+
+struct TestStore : testing::RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
+};
+
+// In which expert e of each layer was used by 100 - e of 100 tokens.
+ModelUse falling(int32_t layers, int32_t experts) {
+  ModelUse use(layers, experts);
+  std::fill(use.tokens.begin(), use.tokens.end(), 100);
+  for (size_t id = 0; id < use.uses.size(); ++id) {
+    use.uses[id] = 100 - static_cast<int64_t>(id) % experts;
+  }
+  return use;
+}
+
+PoolOptions options_of(int32_t slots, KeptOptions kept) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.segment_bytes = 4 * kRecord;
+  options.reader.backend = "threads";
+  options.kept = std::move(kept);
+  return options;
+}
+
+void forward(Pool& pool, int32_t layer, const Ids& experts, ForwardPart part = {}) {
+  std::vector<Claim::Entry> entries(experts.size());
+  Claim claim(pool, layer, experts, entries, part);
+  ReadyExpert ready;
+  while (claim.next({&ready, 1}) > 0) {
+    ASSERT_EQ(ready.record[0], static_cast<std::byte>(32 * layer + experts[ready.index] + 1));
+    claim.release(ready.index);
+  }
+}
+
+Ids resident(const Pool& pool, int32_t layer) {
+  Ids ids;
+  for (int32_t expert = 0; expert < pool.experts(); ++expert) {
+    if (pool.state(layer, expert) == SlotState::kReady) ids.push_back(expert);
+  }
+  return ids;
+}
+
+std::string message_of(const KeptOptions& options, int32_t layers, int32_t experts) {
+  try {
+    check(options, layers, experts);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(ModelUse, CountsTokensOfPromptsAndForwardsOfDecode) {
+  ModelUse use(2, 4);
+  const Ids chosen{1, 3};
+  use.count(1, chosen, {}, 0);
+  const std::vector<int64_t> ids{1, 0, 1, 2, 4, -1};  // three tokens; the last one's are none
+  use.count(1, Ids{0, 1, 2}, ids, 2);
+  EXPECT_EQ(use.tokens, (std::vector<int64_t>{0, 4}));
+  EXPECT_EQ(use.uses, (std::vector<int64_t>{0, 0, 0, 0, 1, 3, 1, 1}));
+  EXPECT_EQ(use.rate(5), .75f);
+  EXPECT_EQ(use.rate(1), 0.f);
+  EXPECT_EQ(hottest(use, 2), (Ids{5, 4}));
+  EXPECT_EQ(hottest(use, 99), (Ids{5, 4, 6, 7}));
+}
+
+TEST(Kept, RefusesOptionsThatMakeNoSense) {
+  EXPECT_EQ(message_of({.profile = falling(2, 4), .pins = .5}, 2, 4), "");
+  EXPECT_NE(message_of({.profile = falling(2, 4), .pins = .51}, 2, 4).find("[0, 0.5]"), -1ul);
+  EXPECT_NE(message_of({.profile = {}, .pins = .1}, 2, 4).find("need a profile"), -1ul);
+  EXPECT_NE(message_of({.profile = falling(2, 5)}, 2, 4).find("2 layers of 4"), -1ul);
+  EXPECT_NE(message_of({.early_layers = -1}, 2, 4).find("0 or more"), -1ul);
+  ModelUse odd = falling(2, 4);
+  odd.uses[6] = 101;
+  EXPECT_NE(message_of({.profile = odd}, 2, 4).find("expert 2 by 100 tokens of layer 1"), -1ul);
+  odd.uses[6] = -1;
+  EXPECT_NE(message_of({.profile = odd}, 2, 4).find("-1 uses"), -1ul);
+}
+
+// Whatever happens to slots and to what is kept, no victim is kept and the table stays whole.
+TEST(Kept, IsNeverAVictimOfAnyPolicy) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  for (std::string_view name : policy_names()) {
+    SCOPED_TRACE(name);
+    std::mt19937 random(seed);
+    constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 10;
+    SlotTable slots(kLayers * kExperts, kSlots, make_policy(name, {kLayers, kExperts, kSlots}));
+    Ids held;
+    for (int32_t step = 0; step < 2000; ++step) {
+      const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
+      switch (random() % 4) {
+        case 0:
+          if (slots.kept(id) || slots.unkept() > kSlots / 2) slots.keep(id, !slots.kept(id));
+          break;
+        case 1:
+          if (held.empty()) break;
+          slots.unpin(held.back());
+          held.pop_back();
+          break;
+        default: {
+          slots.policy().tick(id / kExperts, Ids{id % kExperts});
+          int32_t slot = slots.find(id);
+          if (slot < 0) {
+            if (!slots.has_empty()) {
+              const ExpertId victim = slots.policy().victim();
+              if (victim == kNoExpert) break;
+              ASSERT_FALSE(slots.kept(victim));
+              slots.evict(slots.find(victim));
+            }
+            slot = slots.reserve(id);
+            if (random() % 8 == 0) {
+              slots.fail(slot, Error(ErrorKind::kRead, "no such luck"));
+              break;
+            }
+            slots.land(slot);
+          }
+          slots.pin(slot);
+          held.push_back(slot);
+          if (held.size() > 3) {
+            slots.unpin(held.front());
+            held.erase(held.begin());
+          }
+        }
+      }
+      slots.validate();
+    }
+  }
+}
+
+TEST(Kept, PinsGiveWayBelowTwiceTheirNumberAndComeBack) {
+  constexpr int32_t kSlots = 12;
+  SlotTable slots(16, kSlots, make_policy("lru", {2, 8, kSlots}));
+  Kept kept({.profile = falling(2, 8), .pins = .5}, 2, 8, slots);
+  EXPECT_EQ(slots.unkept(), 6);
+  for (ExpertId id : {0, 8, 1, 9, 2, 10}) EXPECT_TRUE(slots.kept(id)) << id;
+  for (const auto& [limit, pins] : {std::pair{12, 6}, {11, 5}, {4, 2}, {1, 0}, {12, 6}}) {
+    slots.set_limit(limit);
+    kept.resize();
+    slots.validate();
+    EXPECT_EQ(slots.unkept(), limit - pins);
+    for (int32_t place = 0; place < 6; ++place) {
+      EXPECT_EQ(slots.kept(Ids{0, 8, 1, 9, 2, 10}[place]), place < pins);
+    }
+  }
+}
+
+TEST(Kept, EarlyLayersKeepWhatTheyUsedMostOfLate) {
+  constexpr int32_t kSlots = 12;
+  SlotTable slots(24, kSlots, make_policy("heat", {3, 8, kSlots}));
+  Kept kept({.early_layers = 2, .early_experts = 2}, 3, 8, slots);
+  for (int32_t step = 0; step < 300; ++step) {
+    kept.tick(0, Ids{step % 2 ? 5 : 3, 6}, {}, 0);
+    kept.tick(1, Ids{1}, {}, 0);
+    kept.tick(2, Ids{1}, {}, 0);
+  }
+  EXPECT_TRUE(slots.kept(6));
+  EXPECT_TRUE(slots.kept(3) != slots.kept(5));
+  EXPECT_TRUE(slots.kept(9));  // the second expert of layer 1 that was used does not exist
+  EXPECT_EQ(kSlots - slots.unkept(), 3);
+  // A prompt is one forward, in which each counts by its share of the tokens.
+  const std::vector<int64_t> ids{4, 7, 4, 8};
+  for (int32_t step = 0; step < 300; ++step) kept.tick(0, Ids{4, 7}, ids, 1);
+  EXPECT_TRUE(slots.kept(4) && slots.kept(7) && !slots.kept(6));
+  slots.set_limit(4);
+  kept.resize();
+  EXPECT_TRUE(slots.kept(4) && !slots.kept(7) && slots.kept(9));
+  slots.validate();
+}
+
+TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
+  const TestStore store(2, 12);
+  for (bool raw : {false, true}) {
+    Source source = store.source();
+    source.raw = raw;
+    if (raw) source.checksums.clear();
+    const PackRecord pack = [](int32_t, std::span<const std::byte* const> pieces, std::byte* to) {
+      std::copy_n(pieces[0], kRecord, to);
+    };
+    Pool pool(options_of(10, {.profile = falling(2, 12)}), {}, source, raw ? pack : nullptr);
+    pool.drain();
+    pool.validate();
+    EXPECT_EQ(resident(pool, 0), (Ids{0, 1, 2, 3, 4}));
+    EXPECT_EQ(resident(pool, 1), (Ids{0, 1, 2, 3, 4}));
+    for (int32_t expert = 0; expert < 12; ++expert) forward(pool, 1, {expert});
+    pool.validate();
+    const LayerStats stats = pool.stats()[1];
+    EXPECT_EQ(stats.hits, 5);
+    EXPECT_EQ(stats.prefetches_used, 5);
+  }
+}
+
+TEST(Warm, NothingIsGivenUpForIt) {
+  const TestStore store(1, 12);
+  PoolOptions options = options_of(6, {.profile = falling(1, 12)});
+  options.reader.faults = Faults{.seed = 7, .delay = 1, .max_delay = 3ms};
+  Pool pool(options, {}, store.source(), nullptr);
+  forward(pool, 0, {11, 10, 9});  // as many as surely find a slot at once
+  pool.drain();
+  pool.validate();
+  const Ids here = resident(pool, 0);
+  EXPECT_EQ(here.size(), 6u);
+  EXPECT_TRUE(std::equal(here.end() - 3, here.end(), Ids{9, 10, 11}.begin()));
+}
+
+TEST(Warm, ReadsThatFailReachNoForward) {
+  const TestStore store(2, 12);
+  PoolOptions options = options_of(8, {.profile = falling(2, 12), .pins = .5});
+  options.reader.faults = Faults{.seed = 5, .eio_always = 1};
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.drain();
+  pool.validate();
+  EXPECT_TRUE(pool.detailed_stats().prefetch_error.has_value());
+  EXPECT_TRUE(resident(pool, 0).empty());
+  EXPECT_THROW(forward(pool, 0, {0}), Error);  // its own read
+  pool.validate();
+}
+
+TEST(Warm, APoolMayCloseMeanwhile) {
+  const TestStore store(4, 12);
+  PoolOptions options = options_of(24, {.profile = falling(4, 12), .pins = .5});
+  options.reader.faults = Faults{.seed = 3, .delay = 1, .max_delay = 2ms};
+  for (int32_t round = 0; round < 5; ++round) {
+    Pool pool(options, {}, store.source(), nullptr);
+    std::this_thread::sleep_for(std::chrono::milliseconds(round));
+    pool.close();
+  }
+}
+
+TEST(Pins, StayWhileForwardsComeAndThePoolChangesItsSize) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  const TestStore store(3, 8);
+  PoolOptions options =
+      options_of(12, {.profile = falling(3, 8), .pins = .5, .early_layers = 1, .early_experts = 2});
+  options.least_slots = 2;
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.drain();
+  std::atomic<bool> over = false;
+  std::vector<std::thread> threads;
+  for (uint32_t worker = 0; worker < 3; ++worker) {
+    threads.emplace_back([&, worker] {
+      std::mt19937 random(seed + worker);
+      while (!over) {
+        Ids experts(8);
+        std::iota(experts.begin(), experts.end(), 0);
+        std::shuffle(experts.begin(), experts.end(), random);
+        experts.resize(1 + random() % 4);
+        forward(pool, static_cast<int32_t>(random() % 3), experts, {.phase = Phase::kDecode});
+      }
+    });
+  }
+  std::mt19937 random(seed);
+  for (int32_t round = 0; round < 30; ++round) {
+    pool.resize(static_cast<int32_t>(2 + random() % 11));
+    pool.validate();
+    std::this_thread::sleep_for(1ms);
+  }
+  over = true;
+  for (std::thread& thread : threads) thread.join();
+  pool.resize(12);
+  // Pins that the pool gave up when it shrank come back when they are used, and then stay.
+  for (int32_t round = 0; round < 2; ++round) {
+    for (int32_t layer = 0; layer < 3; ++layer) {
+      for (int32_t expert = 0; expert < 8; ++expert) forward(pool, layer, {expert});
+    }
+    pool.validate();
+    if (round == 0) pool.reset_stats();
+  }
+  LayerStats all;
+  for (const LayerStats& layer : pool.stats()) all += layer;
+  EXPECT_GE(all.kept_hits, 4);  // that many pins beside two experts of the early layer
+  EXPECT_LE(all.kept_accesses, 4 + 8);
+  EXPECT_EQ(all.accesses, 24);
+}
+
+// What prompts begin: A is the model's favourite, B the text's.
+TEST(Sequence, APromptForgetsTheLastTextButNotTheModel) {
+  const TestStore store(1, 4);
+  for (bool prompt : {false, true}) {
+    PoolOptions options = options_of(2, {});
+    options.policy = "heat";
+    Pool pool(options, {}, store.source(), nullptr);
+    const ForwardPart decode{.phase = Phase::kDecode};
+    for (int32_t step = 0; step < 200; ++step) forward(pool, 0, {0}, decode);
+    for (int32_t step = 0; step < 60; ++step) forward(pool, 0, {1}, decode);
+    const std::vector<int64_t> ids(20, 2);
+    const ForwardPart prefill{.phase = Phase::kPrefill, .ids = ids, .top_k = 1};
+    forward(pool, 0, {2}, prompt ? prefill : decode);
+    EXPECT_EQ(resident(pool, 0), prompt ? (Ids{0, 2}) : (Ids{1, 2}));
+    const ModelUse use = pool.model_use();
+    EXPECT_EQ(use.tokens[0], prompt ? 280 : 261);
+    EXPECT_EQ(use.uses, (std::vector<int64_t>{200, 60, prompt ? 20 : 1, 0}));
+  }
+}
+
+TEST(Profile, PoliciesStartFromIt) {
+  for (const char* name : {"heat", "lfu"}) {
+    auto policy = make_policy(name, {2, 4, 8});
+    ModelUse use(2, 4);
+    use.tokens = {1000, 1000};
+    use.uses = {500, 100, 300, 400, 600, 50, 700, 20};
+    policy->start_from(use);
+    for (ExpertId id : {3, 5, 0, 7, 1, 6, 2, 4}) policy->admit(id);
+    Ids order;
+    for (ExpertId id = policy->victim(); id != kNoExpert; id = policy->victim()) {
+      order.push_back(id);
+      policy->remove(id);
+    }
+    EXPECT_EQ(order, (Ids{7, 5, 1, 2, 3, 0, 4, 6})) << name;
+  }
+}
+
+TEST(Profile, ReplayPinsAsThePoolDoes) {
+  // Two layers; expert 0 of each by every token, the others in turn, which lru never keeps in time.
+  RoutingTrace trace;
+  trace.tokens = 70, trace.layers = 2, trace.experts = 8, trace.top_k = 2;
+  Ids ids;
+  for (int32_t step = 0; step < trace.tokens * trace.layers; ++step) {
+    ids.insert(ids.end(), {0, 1 + step / 2 % 7});
+  }
+  trace.ids = ids;
+  ReplayOptions options{.policy = "lru", .slots = 4};
+  const auto hits = [](const ReplayResult& result) {
+    return std::accumulate(result.hits.begin(), result.hits.end(), int64_t{0});
+  };
+  const ReplayResult plain = replay(trace, options);
+  EXPECT_EQ(plain.kept_accesses, 0);
+  options.kept = {.profile = ModelUse(2, 8), .pins = .5};
+  for (int32_t layer = 0; layer < 2; ++layer) options.kept.profile.count(layer, Ids{0}, {}, 0);
+  const ReplayResult pinned = replay(trace, options);
+  EXPECT_EQ(pinned.kept_accesses, 140);
+  EXPECT_GE(pinned.kept_hits, 138);
+  EXPECT_EQ(hits(pinned), pinned.kept_hits);
+  EXPECT_GE(hits(pinned), hits(plain));
+}
+
+}  // namespace
+}  // namespace torch_mesh

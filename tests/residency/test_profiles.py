@@ -1,0 +1,302 @@
+"""Profiles: files that nobody vouches for, warm starts, pins, and that none of it shows in the output."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError
+from torch_mesh.cli import main
+from torch_mesh.profiles import Profile, load_profile, pool_profile, write_profile
+from torch_mesh.stats import engines_of
+from torch_mesh.store.convert import convert
+
+GOOD: dict[str, Any] = {
+    "format": "torch_mesh profile",
+    "version": 1,
+    "layers": 2,
+    "experts": 3,
+    "top_k": 2,
+    "tokens": [4, 0],
+    "uses": [[4, 3, 1], [0, 0, 0]],
+}
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(mesh_tiny, tmp_path_factory.mktemp("store") / "int8", "int8").store.folder
+
+
+Open = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def open_model(store: Path) -> Open:
+    def open_it(folder: Path = store, **fields: Any) -> PreTrainedModel:
+        config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+    return open_it
+
+
+def _decode(model: PreTrainedModel, steps: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 4096, (1, 24), generator=generator)
+    options: dict[str, Any] = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
+    with torch.no_grad():
+        made = model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+    return torch.stack(made.logits)
+
+
+@pytest.fixture(scope="module")
+def saved(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of a model that has run."""
+    model = AutoModelForCausalLM.from_pretrained(store, quantization_config=MeshConfig(resident=0.25, io="threads"))
+    _decode(model)
+    path = tmp_path_factory.mktemp("profile") / "tiny.json"
+    torch_mesh.save_profile(model, path)
+    return path
+
+
+def _written(path: Path, fields: Any) -> Path:
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def test_a_profile_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
+    tokens = rng.integers(0, 2**40, 5)
+    uses = rng.integers(0, tokens[:, None] + 1, (5, 7))
+    write_profile(Profile(tokens, uses, 3), tmp_path / "p.json")
+    read = load_profile(tmp_path / "p.json")
+    assert (read.tokens == tokens).all() and (read.uses == uses).all()
+    assert (read.layers, read.experts, read.top_k) == (5, 7, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"format": "something"}, "'format' must be 'torch_mesh profile'"),
+        ({"version": 2}, "'version' is 2; this torch_mesh reads 1"),
+        ({"version": None}, "'version' is None"),
+        ({"layers": 0}, "'layers' must be an integer from 1 to 65536; it is 0"),
+        ({"layers": 1 << 40}, "'layers' must be an integer"),
+        ({"experts": True}, "'experts' must be an integer"),
+        ({"top_k": 4}, "'top_k' is 4; allowed: 1 to 3"),
+        ({"top_k": "2"}, "'top_k' must be an integer"),
+        ({"layers": 3}, "'tokens' must be 3 integers"),
+        ({"tokens": [4, -1]}, "'tokens' must be 2 integers"),
+        ({"tokens": [4, float("nan")]}, "'tokens' must be 2 integers"),
+        ({"tokens": [2**70, 0]}, "'tokens' must be 2 integers"),
+        ({"uses": [[4, 3, 1]]}, "'uses' must be 2 lists of 3"),
+        ({"uses": [[4, 3, 1], [0, 0]]}, "'uses' must be 2 lists of 3"),
+        ({"uses": [[4, 3, 1], [0, 0, 0.5]]}, "'uses' must be 2 lists of 3"),
+        ({"uses": [[4, 3, 1], [0, 0, float("inf")]]}, "'uses' must be 2 lists of 3"),
+        ({"uses": [[4, 5, 1], [0, 0, 0]]}, "'uses' has 5 for expert 1 of layer 0; allowed: 0 to 4"),
+        ({"uses": "many"}, "'uses' must be"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
+    load_profile(_written(tmp_path / "good.json", GOOD))
+    with pytest.raises(MeshError, match=words) as raised:
+        load_profile(_written(tmp_path / "wrong.json", GOOD | wrong))
+    assert "wrong.json" in str(raised.value)
+
+
+def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    whole = json.dumps(GOOD).encode()
+    path = tmp_path / "d.json"
+    for text in (b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, whole[:-1]):
+        path.write_bytes(text)
+        with pytest.raises(MeshError, match=r"d\.json"):
+            load_profile(path)
+    for _ in range(200):
+        damaged = bytearray(whole[: rng.integers(1, len(whole) + 1)])
+        for _ in range(3):
+            damaged[rng.integers(len(damaged))] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            load_profile(path)
+        except MeshError:
+            pass
+    with pytest.raises(FileNotFoundError):
+        load_profile(tmp_path / "none.json")
+
+
+def test_what_a_model_uses_is_saved_and_adds_up(open_model: Open, saved: Path, tmp_path: Path) -> None:
+    profile = load_profile(saved)
+    assert (profile.layers, profile.experts, profile.top_k) == (6, 32, 4)
+    assert (profile.tokens == 24 + 11).all()  # a prompt, and each token of the answer but the last
+    assert (profile.uses.sum(axis=1) == 4 * profile.tokens).all()
+    model = open_model(profile=saved)
+    _decode(model)
+    torch_mesh.reset_stats(model)
+    torch_mesh.save_profile(model, tmp_path / "again.json")
+    again = load_profile(tmp_path / "again.json")
+    assert (again.tokens == 2 * profile.tokens).all() and (again.uses == 2 * profile.uses).all()
+
+
+def test_nothing_to_save_is_an_error_and_leaves_no_file(open_model: Open, tmp_path: Path) -> None:
+    model = open_model()
+    with pytest.raises(MeshError, match="computed nothing yet"):
+        torch_mesh.save_profile(model, tmp_path / "p.json")
+    with pytest.raises(MeshError, match="not patched"):
+        torch_mesh.save_profile(torch.nn.Linear(2, 2), tmp_path / "p.json")
+    _decode(model, 1)
+    with pytest.raises(OSError):
+        torch_mesh.save_profile(model, tmp_path / "nowhere" / "p.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        torch_mesh.save_profile(model, tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_warm_start_reads_the_hottest_before_anybody_asks(
+    open_model: Open, mesh_tiny: Path, saved: Path, raw: bool
+) -> None:
+    model = open_model(mesh_tiny, profile=saved) if raw else open_model(profile=saved)
+    [engine] = engines_of(model)
+    engine.drain()
+    engine.validate()
+    stats = torch_mesh.stats(model)
+    assert (stats.promoted, stats.prefetches, stats.accesses) == (48, 48, 0)
+    uses = load_profile(saved).uses
+    promoted = np.array([layer.experts.promoted for layer in stats.per_layer], dtype=bool)
+    assert uses[promoted].min() >= uses[~promoted].max()
+    _decode(model, 2)
+    assert torch_mesh.stats(model).prefetches_used > 20
+
+
+@pytest.mark.parametrize("policy", ["heat", "lru"])
+def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy: str) -> None:
+    expected = _decode(open_model(policy=policy))
+    choices: list[dict[str, Any]] = [
+        {"profile": saved},
+        {"profile": saved, "pins": 0.5},
+        {"early_layers": 2, "early_experts": 8},
+        {"profile": saved, "pins": 0.25, "early_layers": 1, "early_experts": 12, "resident": 0.1, "prefill": "window"},
+    ]
+    for fields in choices:
+        model = open_model(policy=policy, **fields)
+        assert torch.equal(_decode(model), expected), fields
+        [engine] = engines_of(model)
+        engine.validate()
+        stats = torch_mesh.stats(model)
+        kept = fields.keys() & {"pins", "early_layers"}
+        assert bool(stats.kept_accesses) == bool(kept)
+        assert ("experts are kept" in str(stats)) == bool(kept)
+        assert 2 * stats.kept <= stats.slots and bool(stats.kept) == bool(kept)
+        if kept:
+            assert stats.kept_hits <= stats.kept_accesses <= stats.accesses
+            assert stats.to_dict()["kept_hit_rate"] == stats.kept_hits / stats.kept_accesses
+
+
+def test_pins_are_never_given_up(open_model: Open, saved: Path) -> None:
+    model = open_model(profile=saved, pins=0.5, policy="lru", guard="off")
+    [engine] = engines_of(model)
+    engine.drain()
+    uses = load_profile(saved).uses
+    hottest = np.argsort(-uses.ravel() / 1.0, kind="stable")[:24]
+    for _ in range(3):
+        model(input_ids=torch.randint(0, 4096, (1, 200)), use_cache=False)
+    evicted = np.array([layer.experts.evicted for layer in torch_mesh.stats(model).per_layer]).ravel()
+    assert evicted.sum() > 0 and not evicted[hottest].any()
+    assert torch_mesh.stats(model).kept_hit_rate == 1.0
+    for slots, kept in ((12, 6), (47, 23), (48, 24)):
+        engine.resize(slots)
+        engine.validate()
+        assert torch_mesh.stats(model).kept == kept
+    _decode(model)
+
+
+def test_patch_takes_a_profile_too(mesh_tiny: Path, saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+    torch_mesh.patch(model, resident=0.25, weights="int8", io="threads", profile=saved)
+    [engine] = engines_of(model)
+    engine.drain()
+    assert torch_mesh.stats(model).promoted == 48
+    torch_mesh.unpatch(model, lossy=True)
+
+
+def test_the_profile_of_another_model_is_refused_before_anything_is_converted(mesh_tiny: Path, tmp_path: Path) -> None:
+    other = _written(tmp_path / "other.json", GOOD)
+    for path, error, words in (
+        (other, MeshError, "another model: it has 2 layers of 3"),
+        (tmp_path / "x", OSError, "x"),
+    ):
+        with pytest.raises(error, match=words):
+            AutoModelForCausalLM.from_pretrained(
+                mesh_tiny, quantization_config=MeshConfig(weights="int4", store=tmp_path / "store", profile=path)
+            )
+        model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+        with pytest.raises(error, match=words):
+            torch_mesh.patch(model, resident=0.5, store=tmp_path / "store", profile=path)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_layer_of_a_store_is_warmed_alone(store: Path, saved: Path) -> None:
+    layer = torch_mesh.Experts.from_store(store, 2, resident=0.5, io="threads", profile=saved)
+    [engine] = engines_of(layer)
+    engine.drain()
+    promoted = [sum(each.experts.promoted) for each in torch_mesh.stats(layer).per_layer]
+    assert promoted[2] == min(16, np.count_nonzero(load_profile(saved).uses[2])) and sum(promoted) == promoted[2]
+
+
+def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    config = MeshConfig(profile=saved, pins=0.25, early_layers=1, early_experts="4")
+    assert "profile" not in config.to_dict() and "pins" not in config.to_dict()
+    assert config.to_dict()["early_experts"] == 4
+    assert MeshConfig.from_dict({"quant_method": "mesh", "profile": "/etc/passwd", "pins": 0.5}).profile is None
+    monkeypatch.setenv("TORCH_MESH_PROFILE", os.fspath(saved))
+    monkeypatch.setenv("TORCH_MESH_PINS", "0.1")
+    assert (MeshConfig().profile, MeshConfig().pins) == (os.fspath(saved), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"pins": 0.25}, "give profile="),
+        ({"pins": 0.6, "profile": "p"}, r"pins=0.6 .*\[0, 0.5\]"),
+        ({"pins": "half", "profile": "p"}, "pins='half'"),
+        ({"early_layers": -1}, "early_layers=-1 is not a number of layers"),
+        ({"early_experts": 1.5}, "early_experts=1.5 is not a number of experts"),
+        ({"profile": ""}, "profile='' is not a file"),
+    ],
+)
+def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MeshConfig(**fields)
+
+
+def test_old_tokens_fade(tmp_path: Path) -> None:
+    tokens = np.array([5_000_000, 3], dtype=np.int64)
+    write_profile(Profile(tokens, np.array([[5_000_000, 10], [3, 1]]), 1), tmp_path / "p.json")
+    faded = pool_profile(MeshConfig(profile=tmp_path / "p.json"), 2, 2, 1)
+    assert faded is not None and (faded[0] == [1_000_000, 3]).all() and (faded[1] == [[1_000_000, 2], [3, 1]]).all()
+
+
+def test_a_trace_makes_a_profile_that_simulate_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, profile = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz", tmp_path / "p.json"
+    assert main(["profile", str(trace), str(profile), "--prompts", "0:9"]) == 0
+    assert "6 layers of 32 experts" in capsys.readouterr().out
+    out = tmp_path / "out.json"
+    options = ["--resident", "0.25", "--policy", "lru", "--prompts", "9:", "--json", str(out)]
+    assert main(["simulate", str(trace), *options, "--profile", str(profile), "--pins", "0,0.5"]) == 0
+    plain, pinned = json.loads(out.read_text())["rows"]
+    assert (plain["pins"], pinned["pins"]) == (0.0, 0.5)
+    assert plain["kept_hit_rate"] is None and plain["unkept_hit_rate"] is not None
+    assert pinned["kept_hit_rate"] > 0.99 > plain["hit_rate"] > pinned["unkept_hit_rate"]
+    assert "others" in capsys.readouterr().out
+    assert main(["simulate", str(trace), "--pins", "0.5"]) == 2
+    assert "profile" in capsys.readouterr().err
+    assert main(["simulate", str(trace), "--profile", str(tmp_path / "none")]) == 1

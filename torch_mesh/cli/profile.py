@@ -1,0 +1,29 @@
+"""``torch-mesh profile``: what recorded routing used of a model's experts, for ``MeshConfig(profile=)``."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch_mesh.cli.simulate import parse_prompts
+from torch_mesh.profiles import profile_of_trace, write_profile
+from torch_mesh.traces import load_trace
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "profile",
+        help="make a profile for a warm start of recorded routing",
+        description="Counts what a trace (torch_mesh.record_trace) used. A model that runs writes the same with torch_mesh.save_profile.",
+    )
+    parser.add_argument("trace", help="an .npz file")
+    parser.add_argument("out", help="the profile, a JSON file")
+    parser.add_argument("--prompts", help="FIRST:END, the sequences that are counted; all by default")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the profile and says what is in it; returns the exit code."""
+    profile = profile_of_trace(load_trace(arguments.trace), parse_prompts(arguments.prompts))
+    write_profile(profile, arguments.out)
+    print(f"{arguments.out}: {profile.shape}; {profile.tokens[0]} tokens")
+    return 0

@@ -1,0 +1,164 @@
+"""What a model uses of its experts, saved for the next process. docs/profiles.md describes the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import MeshConfig
+from .errors import MeshError
+from .families import ExpertsLayer
+from .files import new_file
+from .traces import Trace
+
+FORMAT = "torch_mesh profile"
+VERSION = 1
+_LARGEST_FILE = 256 * 2**20
+_MOST = 65536  # layers, and experts of a layer
+# What earlier processes have seen counts for so many tokens of a layer at most, so that it fades.
+_MOST_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``tokens`` int64 [layers] that each layer has seen, ``uses`` int64 [layers, experts] by them; ``top_k`` experts of a token."""
+
+    tokens: npt.NDArray[np.int64]
+    uses: npt.NDArray[np.int64]
+    top_k: int
+
+    @property
+    def layers(self) -> int:
+        return self.uses.shape[0]
+
+    @property
+    def experts(self) -> int:
+        return self.uses.shape[1]
+
+    @property
+    def shape(self) -> str:
+        return f"{self.layers} layers of {self.experts} experts, {self.top_k} of them for each token"
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """As the engine takes it."""
+        return self.tokens, self.uses
+
+
+def profile_of_trace(trace: Trace, prompts: slice | None = None) -> Profile:
+    """What the tokens of a trace used, or of some of its sequences. Raises ValueError if those are none."""
+    first, stop = trace.prompt_range(prompts)
+    ids = trace.ids[trace.offsets[first] : trace.offsets[stop]]
+    uses = np.stack([np.bincount(ids[:, layer].ravel(), minlength=trace.experts) for layer in range(trace.layers)])
+    return Profile(np.full(trace.layers, len(ids), np.int64), uses.astype(np.int64), trace.top_k)
+
+
+def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """The file appears when it is complete."""
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "layers": profile.layers,
+        "experts": profile.experts,
+        "top_k": profile.top_k,
+        "tokens": profile.tokens.tolist(),
+        "uses": profile.uses.tolist(),
+    }
+    with new_file(path, "w") as file:
+        json.dump(fields, file)
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Reads and checks a profile. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
+    path = Path(path)
+    size = path.stat().st_size
+    if size > _LARGEST_FILE:
+        raise MeshError(f"{path} has {size} bytes; a profile has at most {_LARGEST_FILE}.")
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise MeshError(f"{path} is no profile (a JSON file, see docs/profiles.md): {error}") from error
+    return _checked(path, fields)
+
+
+def _checked(path: Path, fields: Any) -> Profile:
+    def refuse(message: str) -> MeshError:
+        return MeshError(f"{path}: {message}; docs/profiles.md has the format.")
+
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise refuse(f"'format' must be {FORMAT!r}")
+    if fields.get("version") != VERSION:
+        raise refuse(f"'version' is {fields.get('version')!r}; this torch_mesh reads {VERSION}")
+    for name in ("layers", "experts", "top_k"):
+        value = fields.get(name)
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise refuse(f"{name!r} must be an integer from 1 to {_MOST}; it is {value!r}")
+    layers, experts, top_k = fields["layers"], fields["experts"], fields["top_k"]
+    if top_k > experts:
+        raise refuse(f"'top_k' is {top_k}; allowed: 1 to {experts}, the experts of a layer")
+    tokens = _counts(fields.get("tokens"), (layers,))
+    uses = _counts(fields.get("uses"), (layers, experts))
+    if tokens is None:
+        raise refuse(f"'tokens' must be {layers} integers, 0 or more")
+    if uses is None:
+        raise refuse(f"'uses' must be {layers} lists of {experts} integers, 0 or more")
+    if too_many := np.argwhere(uses > tokens[:, None]).tolist():
+        layer, expert = too_many[0]
+        raise refuse(
+            f"'uses' has {uses[layer, expert]} for expert {expert} of layer {layer}; allowed: 0 to {tokens[layer]}, its 'tokens'"
+        )
+    return Profile(tokens, uses, top_k)
+
+
+def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
+    """None unless ``value`` holds that many integers that int64 has room for."""
+    rows = value if len(shape) == 2 else [value]
+    if not isinstance(rows, list) or len(rows) != (shape[0] if len(shape) == 2 else 1):
+        return None
+    for row in rows:
+        if not isinstance(row, list) or len(row) != shape[-1]:
+            return None
+        if not all(type(count) is int and 0 <= count < 2**62 for count in row):
+            return None
+    return np.array(rows, dtype=np.int64).reshape(shape)
+
+
+def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
+    """Raises now what opening the pool would raise after a conversion: MeshError or OSError for a profile that does not fit."""
+    if config.profile is not None:
+        profile = load_profile(config.profile)
+        _check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))
+
+
+def pool_profile(
+    config: MeshConfig, layers: int, experts: int, top_k: int, places: Sequence[int] | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+    """What the engine of a pool starts from: the config's profile, old tokens faded; None without one.
+
+    ``places``: the layers that run, if not all of the store's do.
+    """
+    if config.profile is None:
+        return None
+    profile = load_profile(config.profile)
+    _check_fits(profile, config.profile, layers, experts, top_k)
+    shrink = np.maximum(1, -(-profile.tokens // _MOST_TOKENS))  # to a whole part, so that uses stay below tokens
+    tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
+    if places is not None:
+        idle = np.isin(np.arange(layers), places, invert=True)
+        tokens[idle], uses[idle] = 0, 0
+    return tokens, uses
+
+
+def _check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:
+    wanted = (profile.layers if layers is None else layers, experts, top_k)
+    if (profile.layers, profile.experts, profile.top_k) != wanted:
+        raise MeshError(
+            f"{path} is the profile of another model: it has {profile.shape}; this model has {wanted[0]} layers of {experts}, "
+            f"{top_k} for each token. Save one with torch_mesh.save_profile, or leave profile out."
+        )
