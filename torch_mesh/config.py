@@ -23,6 +23,7 @@ POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "
 VERIFY = ("first", "always", "never")
 PREFETCH = ("auto", "off")
 GUARD = ("auto", "on", "off")
+QUOTAS = ("off", "on")
 PREFILL = ("auto", "window", "off")
 
 _UNITS = {"": 1, "b": 1} | {
@@ -157,6 +158,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "store": _check_store,
     "io": _one_of(IO),
     "policy": _one_of(POLICIES),
+    "quotas": _one_of(QUOTAS),
     "prefetch": _one_of(PREFETCH),
     "profile": _check_file,
     "pins": _check_pins,
@@ -187,6 +189,7 @@ _DEFAULTS: dict[str, Any] = {
     "store": None,
     "io": "auto",
     "policy": "auto",
+    "quotas": "off",
     "prefetch": "auto",
     "profile": None,
     "pins": 0.0,
@@ -227,6 +230,8 @@ class MeshConfig(QuantizationConfigMixin):
             formats are converted once into the cache folder.
         io: ``"auto"``, ``"uring"`` or ``"threads"``.
         policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
+        quotas: ``"on"``: each layer has a policy of its own and a quota of the pool by its sampled miss-ratio curve, which it may exceed
+            while others do not use theirs; for policies other than ``heat``, which does better without. ``"off"``: one policy for all.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
         profile: a file that ``torch_mesh.save_profile`` wrote: the experts that the model used most are read in the background as
             soon as the pool is open, and ``heat`` and ``lfu`` start from what it says. Of this process: not kept in a checkpoint.
@@ -262,6 +267,7 @@ class MeshConfig(QuantizationConfigMixin):
     store: str | None
     io: str
     policy: str
+    quotas: str
     prefetch: str
     profile: str | None
     pins: float
@@ -288,6 +294,7 @@ class MeshConfig(QuantizationConfigMixin):
         store: str | os.PathLike[str] | None = _NOT_GIVEN,
         io: str = _NOT_GIVEN,
         policy: str = _NOT_GIVEN,
+        quotas: str = _NOT_GIVEN,
         prefetch: str = _NOT_GIVEN,
         profile: str | os.PathLike[str] | None = _NOT_GIVEN,
         pins: float = _NOT_GIVEN,

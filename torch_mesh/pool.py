@@ -104,6 +104,7 @@ class ExpertPool:
             pins=config.pins,
             early_layers=config.early_layers,
             early_experts=config.early_experts,
+            quotas=config.quotas == "on",
         )
         log = None
         if config.stats_file is not None:

@@ -289,7 +289,7 @@ class PyEngine {
            double timeout, const std::string& prefill, const PySource* source,
            const std::optional<std::map<std::string, double>>& faults, int32_t least_slots,
            const std::optional<ProfileArrays>& profile, double pins, int32_t early_layers,
-           int32_t early_experts) {
+           int32_t early_experts, bool quotas) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
@@ -303,6 +303,7 @@ class PyEngine {
     pool.least_slots = least_slots;
     pool.record_bytes = layout.bytes;
     pool.policy = policy;
+    pool.quotas = quotas;
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.verify = verify_from(verify);
     pool.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
@@ -598,12 +599,12 @@ PYBIND11_MODULE(_C, m) {
       });
 
   py::class_<PyEngine>(m, "Engine")
-      .def(py::init<int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,
-                    const std::optional<std::string>&, int32_t, const std::string&,
-                    const std::string&, const std::string&, int32_t, int64_t, double,
-                    const std::string&, const PySource*,
-                    const std::optional<std::map<std::string, double>>&, int32_t,
-                    const std::optional<torch_mesh::ProfileArrays>&, double, int32_t, int32_t>(),
+      .def(py::init<
+               int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,
+               const std::optional<std::string>&, int32_t, const std::string&, const std::string&,
+               const std::string&, int32_t, int64_t, double, const std::string&, const PySource*,
+               const std::optional<std::map<std::string, double>>&, int32_t,
+               const std::optional<torch_mesh::ProfileArrays>&, double, int32_t, int32_t, bool>(),
            py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("format"),
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),
@@ -611,7 +612,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
            py::arg("faults") = py::none(), py::arg("least_slots") = 1,
            py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
-           py::arg("early_experts") = 0)
+           py::arg("early_experts") = 0, py::arg("quotas") = false)
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 
 #include "residency/policy.h"
 
@@ -15,5 +16,8 @@ std::unique_ptr<Policy> make_sieve(const PolicyOptions& options);
 std::unique_ptr<Policy> make_s3fifo(const PolicyOptions& options);
 std::unique_ptr<Policy> make_wtinylfu(const PolicyOptions& options);
 std::unique_ptr<Policy> make_heat(const PolicyOptions& options);
+
+// One of those for each layer, by name as in make_policy().
+std::unique_ptr<Policy> make_quotas(std::string_view base, const PolicyOptions& options);
 
 }  // namespace torch_mesh

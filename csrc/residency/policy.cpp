@@ -37,6 +37,7 @@ std::unique_ptr<Policy> make_policy(std::string_view name, const PolicyOptions& 
                                          std::to_string(options.experts) + " and " +
                                          std::to_string(options.slots));
   }
+  if (options.quotas) return make_quotas(name, options);
   const std::string_view wanted = name == "auto" ? kDefaultPolicy : name;
   for (const NamedPolicy& policy : kPolicies) {
     if (policy.name == wanted) return policy.make(options);

@@ -63,6 +63,7 @@ struct PolicyOptions {
   int32_t layers;
   int32_t experts;  // per layer
   int32_t slots;
+  bool quotas = false;  // a policy for each layer, see quotas.cpp
 };
 
 // By name, see policy.cpp; "auto" is the one that wins on traces. Else Error(kInvalid).

@@ -98,7 +98,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       experts(given_experts),
       arena(options.slots, options.record_bytes, options.topology, options.segment_bytes),
       slots(layers * experts, options.slots,
-            make_policy(options.policy, {layers, experts, options.slots})),
+            make_policy(options.policy, {layers, experts, options.slots, options.quotas})),
       loads(static_cast<size_t>(options.slots)),
       kept(options.kept, layers, experts, slots),
       use(options.kept.profile.tokens.empty() ? ModelUse(layers, experts) : options.kept.profile),

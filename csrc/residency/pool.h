@@ -47,7 +47,8 @@ struct PoolOptions {
   int32_t least_slots = 1;   // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
-  KeptOptions kept;  // a profile warms the pool: what it names is read while slots are empty
+  bool quotas = false;  // of the layers, see quotas.cpp
+  KeptOptions kept;     // a profile warms the pool: what it names is read while slots are empty
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
   ReaderOptions reader;

@@ -75,6 +75,9 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
         "predictor");
   }
+  if (options.quotas && options.policy == "belady") {
+    invalid("belady is the bound over all layers; it takes no quotas");
+  }
   if (options.predictor != "off" && options.policy == "belady") {
     invalid("belady is the bound without prefetch; use predictor \"off\"");
   }
@@ -156,7 +159,8 @@ class Replay {
         slots_(trace.layers * trace.experts, options.slots,
                options.policy == "belady"
                    ? make_belady(trace)
-                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
+                   : make_policy(options.policy,
+                                 {trace.layers, trace.experts, options.slots, options.quotas})),
         kept_(options.kept, trace.layers, trace.experts, slots_),
         unused_(options.slots, false),
         foresight_(trace, options),

@@ -26,6 +26,7 @@ struct RoutingTrace {
 struct ReplayOptions {
   std::string policy = "auto";  // or "belady": the bound, without prefetch only
   int32_t slots = 0;
+  bool quotas = false;  // of the layers, see quotas.cpp
   // "off", a name of predictor_names(), "lookahead" (the trace's own), or "standin": a seeded one
   // that names each expert which will be used with probability `recall`, and others in its place.
   std::string predictor = "off";

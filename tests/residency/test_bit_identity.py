@@ -51,6 +51,7 @@ class Combination:
     hints: bool
     pins: float  # 0: no profile
     early_layers: int
+    quotas: bool
     seed: int
 
     @classmethod
@@ -72,6 +73,7 @@ class Combination:
             hints=draw.random() < 0.5,
             pins=draw.choice([0.0, 0.0, 0.2, 0.5]),
             early_layers=draw.choice([0, 0, 1, 3]),
+            quotas=draw.random() < 0.2,
             seed=draw.randrange(2**31),
         )
 
@@ -84,6 +86,7 @@ class Combination:
             "pins": self.pins,
             "early_layers": self.early_layers,
             "early_experts": 2,
+            "quotas": self.quotas,
         }
 
 

@@ -278,6 +278,28 @@ def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], words: str) ->
         MeshConfig(**fields)
 
 
+def test_quotas_keep_a_scan_from_emptying_other_layers(tmp_path: Path) -> None:
+    trace, out = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz", tmp_path / "out.json"
+    options = ["--resident", "0.1", "--policy", "slru,belady", "--json", str(out)]
+    rates = []
+    for quotas in ([], ["--quotas"]):
+        assert main(["simulate", str(trace), *options, *quotas]) == 0
+        rates.append([row["hit_rate"] for row in json.loads(out.read_text())["rows"]])
+    (plain, bound), (shared, same_bound) = rates
+    assert plain == 0 and shared > 0.1 and bound == same_bound > shared
+
+
+def test_quotas_do_not_show_in_the_output(open_model: Open) -> None:
+    model = open_model(quotas="on", policy="lru")
+    assert "policy=lru with quotas" in repr(model)
+    assert torch.equal(_decode(model), _decode(open_model()))
+    [engine] = engines_of(model)
+    engine.resize(20)
+    engine.validate()
+    _decode(model)
+    engine.validate()
+
+
 def test_old_tokens_fade(tmp_path: Path) -> None:
     tokens = np.array([5_000_000, 3], dtype=np.int64)
     write_profile(Profile(tokens, np.array([[5_000_000, 10], [3, 1]]), 1), tmp_path / "p.json")
