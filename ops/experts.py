@@ -29,7 +29,18 @@ def _(
 
 
 @torch.library.register_fake("torch_mesh::experts_deferred")
-def _(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, deferred: int, last_layer: bool) -> Tensor:
+def _(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    handle: Tensor,
+    deferred: int,
+    last_layer: bool,
+    sentinels: bool = False,
+    next_router: Tensor | None = None,
+    next_handle: Tensor | None = None,
+    next_top_k: int = 0,
+) -> Tensor:
     _check(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
 

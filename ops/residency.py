@@ -1,4 +1,4 @@
-"""``promote``, ``prefetch``, ``lookahead``, ``evict``, ``observe`` and ``residency``.
+"""``promote``, ``prefetch``, ``lookahead``, ``evict``, ``observe``, ``residency`` and ``route``.
 
 They act on the pool, and their schemas say so by mutating the handle: that is what keeps them, in order, in a compiled graph.
 A functional op such as ``experts`` may end up later among them, next to what uses its result: its value is the same at any residency.
@@ -31,6 +31,14 @@ def _(handle: Tensor, ids: Tensor) -> None: ...
 @torch.library.register_fake("torch_mesh::observe")
 def _(handle: Tensor, router_logits: Tensor) -> None:
     torch._check(router_logits.dim() == 2, lambda: "router_logits must be [tokens, experts]")
+
+
+@torch.library.register_fake("torch_mesh::route")
+def _(scores: Tensor, topk_ids: Tensor, handle: Tensor, bias: float, kept: int) -> Tensor:
+    torch._check(scores.dim() == 2, lambda: f"scores must be [tokens, experts]; got {tuple(scores.shape)}")
+    torch._check(topk_ids.dim() == 2, lambda: f"topk_ids must be [tokens, k]; got {tuple(topk_ids.shape)}")
+    torch._check(topk_ids.shape[0] == scores.shape[0], lambda: "topk_ids and scores differ in tokens")
+    return topk_ids.new_empty(topk_ids.shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("torch_mesh::residency")

@@ -25,7 +25,8 @@ class Counters:
 
     What is counted as an access is an expert that a forward of a layer uses, once, however many of its tokens chose it; where
     a forward goes in chunks, or by projection, once for each. A read and what becomes of it belong to the phase that queued
-    the read, an eviction to the phase that needed the slot; both to the expert's own layer.
+    the read, an eviction to the phase that needed the slot; both to the expert's own layer. ``accesses`` is the sum of ``hits``,
+    ``cold_misses``, ``inflight_misses`` and ``deferred``.
     """
 
     forwards: int = 0  # of a layer; of a model, the most that any of its layers has had
@@ -35,6 +36,8 @@ class Counters:
     inflight_misses: int = 0  # was being read already
     kept_accesses: int = 0  # of the accesses: to experts that ``pins`` or ``early_experts`` keep
     kept_hits: int = 0
+    deferred: int = 0  # was not resident, and was used one MoE layer later
+    rerouted: int = 0  # choices of tokens that went to a resident expert instead; no accesses
     prefetches: int = 0  # reads queued before any forward asked
     prefetches_used: int = 0  # of those: a forward came for the expert
     prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
@@ -88,6 +91,7 @@ class ExpertCounters:
     hits: tuple[int, ...] = ()
     cold_misses: tuple[int, ...] = ()
     inflight_misses: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()
     promoted: tuple[int, ...] = ()
     evicted: tuple[int, ...] = ()
     prefetches: tuple[int, ...] = ()
@@ -127,6 +131,7 @@ class Stats(PhaseCounters):
     most_slots: int = 0  # and at most
     shrinks: int = 0  # times that the pool was made smaller, because memory ran short
     grows: int = 0  # and larger again
+    lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
     prefetch_error: Exception | None = None
@@ -139,6 +144,7 @@ class Stats(PhaseCounters):
         return {
             **super().to_dict(),
             **{name: getattr(self, name) for name in _SIZES},
+            "lossy": self.lossy,
             "prefetch_error": _error_dict(self.prefetch_error),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
@@ -160,17 +166,22 @@ class Stats(PhaseCounters):
         if self.kept:
             rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
             lines.append(f"{self.kept} experts are kept, {rates}")
+        if self.lossy:
+            lines.append(f"lossy: {self.lossy}")
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)
 
 
-def engine_stats(engines: Iterable[_C.Engine], experts: bool = True) -> Stats:
-    """The counters of these engines together; without ``experts``, all but those of each expert, which take longest."""
-    return _combined([engine.detailed_stats() for engine in engines], experts)
+def engine_stats(engines: Iterable[_C.Engine], experts: bool = True, lossy: str = "") -> Stats:
+    """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
+
+    ``lossy`` names the modes of their model that are.
+    """
+    return _combined([engine.detailed_stats() for engine in engines], experts, lossy)
 
 
-def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool) -> Stats:
+def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool, lossy: str) -> Stats:
     per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot, with_experts)]
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
@@ -179,6 +190,7 @@ def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool) -> Sta
         decode=Counters(**_sum([layer.decode for layer in per_layer])),
         per_layer=per_layer,
         **{name: sum(snapshot[name] for snapshot in snapshots) for name in _SIZES},
+        lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )
 
@@ -226,6 +238,7 @@ _HEADINGS = (
     "hits",
     "cold",
     "in flight",
+    "deferred",
     "prefetched",
     "used",
     "wasted",
@@ -246,6 +259,7 @@ def _row(name: str, counters: Counters) -> tuple[str, ...]:
         str(counters.hits),
         str(counters.cold_misses),
         str(counters.inflight_misses),
+        str(counters.deferred),
         str(counters.prefetches),
         percent(counters.prefetch_accuracy),
         f"{counters.wasted_bytes / 2**20:.1f} MiB",

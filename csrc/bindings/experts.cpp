@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -49,9 +50,15 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
 
 void prefetch(void* lookahead) { static_cast<const Lookahead*>(lookahead)->prefetch(); }
 
+// What makes a call more than the experts of its layer for x.
+struct Extras {
+  Lookahead* lookahead = nullptr;
+  std::span<const int32_t> deferred = {};
+  bool late = false;
+};
+
 at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at::Tensor& topk_ids,
-                       const at::Tensor& topk_weights, bool sentinels,
-                       Lookahead* lookahead = nullptr) {
+                       const at::Tensor& topk_weights, bool sentinels, const Extras& extras) {
   check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
   at::Tensor out = at::detail::empty_cpu(x.sizes(), x.options());
   if (topk_ids.numel() == 0) return out.zero_();
@@ -66,20 +73,28 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                                       .weights = weights.const_data_ptr<float>(),
                                       .sentinels = sentinels,
                                       .out = mutable_rows(out, "x"),
-                                      .reads_queued = lookahead == nullptr ? nullptr : prefetch,
-                                      .context = lookahead});
+                                      .deferred = extras.deferred,
+                                      .late = extras.late,
+                                      .reads_queued = extras.lookahead ? prefetch : nullptr,
+                                      .context = extras.lookahead});
   return out;
+}
+
+std::optional<Lookahead> lookahead_for(const at::Tensor& x, const OptionalTensor& next_router,
+                                       const OptionalTensor& next_handle, int64_t next_top_k) {
+  TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
+                    "next_router and next_handle belong together; got one of them");
+  std::optional<Lookahead> lookahead;
+  if (next_router) lookahead.emplace(x, *next_router, *next_handle, next_top_k);
+  return lookahead;
 }
 
 at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                    const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
                    const OptionalTensor& next_handle, int64_t next_top_k) {
-  TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
-                    "next_router and next_handle belong together; got one of them");
-  std::optional<Lookahead> lookahead;
-  if (next_router) lookahead.emplace(x, *next_router, *next_handle, next_top_k);
+  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
   return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels,
-                     lookahead ? &*lookahead : nullptr);
+                     {.lookahead = lookahead ? &*lookahead : nullptr});
 }
 
 // -- backward -------------------------------------------------------------------------------------
@@ -201,66 +216,86 @@ bool follows(const Remainder& carried, const at::Tensor& handle, const at::Tenso
          carried.x.sizes() == x.sizes();
 }
 
-// Moves up to `deferred` cold experts per token, those of least weight, from `ids` into the result;
-// what is not in a tensor of ids is the sentinel `experts`.
-at::Tensor split_cold(const LayerHandle& layer, at::Tensor& ids, const at::Tensor& weights,
-                      int64_t deferred) {
-  Pool& pool = layer.engine().pool();
-  const int64_t experts = pool.experts();
+// Choices [tokens][k] of this call and of a later one; the sentinel `experts` stands where the
+// other has a choice.
+struct Split {
+  at::Tensor now, later;
+  std::vector<int32_t> deferred;  // the distinct experts of `later`
+};
+
+// Of each token's choices, up to `most` of least weight whose experts are not READY go to `later`:
+// all but those that some token needs now anyway.
+Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tensor& weights,
+                 int64_t most) {
+  const std::vector<SlotState> states = states_of(layer);
+  const auto experts = static_cast<int64_t>(states.size());
   const int64_t k = ids.size(1);
-  at::Tensor later = at::full_like(ids, experts);
-  auto now = ids.accessor<int64_t, 2>();
-  auto next = later.accessor<int64_t, 2>();
+  Split split{ids.clone(), at::full_like(ids, experts), {}};
+  auto now = split.now.accessor<int64_t, 2>();
+  auto later = split.later.accessor<int64_t, 2>();
   const auto weight = weights.accessor<float, 2>();
+  std::vector<bool> needed_now(states.size());
   std::vector<int64_t> order(k);
   for (int64_t token = 0; token < ids.size(0); ++token) {
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
                      [&](int64_t a, int64_t b) { return weight[token][a] < weight[token][b]; });
-    int64_t left = deferred;
+    int64_t left = most;
     for (const int64_t choice : order) {
-      if (left == 0) break;
       const int64_t id = now[token][choice];
-      if (id < 0 || id >= experts) continue;
-      if (pool.state(layer.layer, static_cast<int32_t>(id)) == SlotState::kReady) continue;
-      next[token][choice] = id;
-      now[token][choice] = experts;
-      --left;
+      if (id >= experts) continue;
+      if (left > 0 && states[id] != SlotState::kReady) {
+        std::swap(now[token][choice], later[token][choice]);
+        --left;
+      } else {
+        needed_now[id] = true;
+      }
     }
   }
-  return later;
-}
-
-void prefetch_ids(const LayerHandle& layer, const at::Tensor& ids) {
-  const int32_t experts = layer.engine().pool().experts();
-  const std::vector<int32_t> wanted = distinct_ids(ids.masked_select(ids.lt(experts)), experts);
-  layer.engine().pool().prefetch(layer.layer, wanted);
+  for (int64_t token = 0; token < ids.size(0); ++token) {
+    for (int64_t choice = 0; choice < k; ++choice) {
+      const int64_t id = later[token][choice];
+      if (id >= experts) continue;
+      if (needed_now[id]) {
+        std::swap(now[token][choice], later[token][choice]);
+      } else if (std::ranges::find(split.deferred, id) == split.deferred.end()) {
+        split.deferred.push_back(static_cast<int32_t>(id));
+      }
+    }
+  }
+  return split;
 }
 
 at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                             const at::Tensor& topk_weights, at::Tensor& handle, int64_t deferred,
-                            bool last_layer) {
+                            bool last_layer, bool sentinels, const OptionalTensor& next_router,
+                            const OptionalTensor& next_handle, int64_t next_top_k) {
+  // First of all: a forward that ends in an error leaves nothing behind.
+  const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
   const LayerHandle layer = resolve(handle);
+  Pool& pool = layer.engine().pool();
   check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
   TORCH_CHECK(!at::GradMode::is_enabled() || !(x.requires_grad() || topk_weights.requires_grad()),
               "experts_deferred has no gradient; call experts, or experts_deferred under no_grad");
   TORCH_CHECK_VALUE(deferred >= 0 && deferred <= topk_ids.size(1), "deferred is ", deferred,
                     "; allowed: 0 to k = ", topk_ids.size(1));
-  const int32_t experts = layer.engine().pool().experts();
-  at::Tensor ids = contiguous_as(topk_ids, at::kLong).clone();
-  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
-                   static_cast<int32_t>(ids.size(1)), experts);
+  const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
   const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
-  const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
-  if (deferred > 0 && !last_layer) {
-    const at::Tensor later = split_cold(layer, ids, weights, deferred);
-    prefetch_ids(layer, later);
-    remainder = Remainder{handle.clone(), x.clone(), later, weights.clone()};
-  }
-  at::Tensor out = run_experts(layer, x, ids, weights, /*sentinels=*/true);
+  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
+                   static_cast<int32_t>(ids.size(1)), pool.experts(), sentinels);
+  const bool defers = deferred > 0 && !last_layer && phase_of(x.size(0)) == Phase::kDecode;
+  const Split split = defers ? split_cold(layer, ids, weights, deferred)
+                             : Split{.now = ids, .later = {}, .deferred = {}};
+  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  at::Tensor out =
+      run_experts(layer, x, split.now, weights, /*sentinels=*/true,
+                  {.lookahead = lookahead ? &*lookahead : nullptr, .deferred = split.deferred});
   if (carried && follows(*carried, handle, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
-                         /*sentinels=*/true));
+                         /*sentinels=*/true, {.late = true}));
+  }
+  if (!split.deferred.empty()) {
+    remainder = Remainder{handle.clone(), x.clone(), split.later, weights.clone()};
   }
   return out;
 }

@@ -33,7 +33,7 @@ void hand_over(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) {
   for (const char* op : {"experts", "experts_backward", "experts_deferred", "grouped_linear",
                          "grouped_linear_backward", "linear", "linear_backward", "promote",
-                         "prefetch", "evict", "observe"}) {
+                         "prefetch", "evict", "observe", "route"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torch_mesh::hand_over>());
   }
 }

@@ -30,11 +30,21 @@ TORCH_LIBRARY(torch_mesh, m) {
       "bool sentinels=False) -> (Tensor, Tensor)",
       unsafe);
 
-  // The `deferred` cold experts of least weight per token land in the next layer's output: lossy.
+  // Lossy. As `experts`, but in a decode step up to `deferred` choices of each token, those of
+  // least weight whose experts are not resident, are left out, and added to what this op gives for
+  // the next layer of the same thread. What is left when another layer, other rows or an error
+  // follow is dropped.
   m.def(
       "experts_deferred(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) handle, "
-      "int deferred, bool last_layer) -> Tensor",
+      "int deferred, bool last_layer, bool sentinels=False, Tensor? next_router=None, Tensor? "
+      "next_handle=None, int next_top_k=0) -> Tensor",
       unsafe);
+  // Lossy. scores [T, experts] that a router selects by and its choice topk_ids [T, k] among them
+  // -> int64 [T, k]. In a decode step a resident expert takes the place of a cold one whose score
+  // is higher by less than `bias` times the spread of the token's scores. The `kept` choices of
+  // highest score stay, and every choice stays in its place.
+  m.def("route(Tensor scores, Tensor topk_ids, Tensor(a!) handle, float bias, int kept) -> Tensor",
+        unsafe);
 
   // x_sorted [R, in] with rows grouped by expert, offsets int64 [experts + 1]; projection 0 gives
   // [gate | up], 1 down; biases are added. The width of the result is an argument because a fake

@@ -73,4 +73,11 @@ LayerHandle resolve(const at::Tensor& handle) {
   return LayerHandle{std::move(live), static_cast<int32_t>(ids[1])};
 }
 
+std::vector<SlotState> states_of(const LayerHandle& layer) {
+  const Pool& pool = layer.engine().pool();
+  std::vector<SlotState> states(static_cast<size_t>(pool.experts()));
+  pool.states(layer.layer, states);
+  return states;
+}
+
 }  // namespace torch_mesh

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <vector>
 
 #include "engine/engine.h"
 
@@ -31,6 +32,9 @@ struct LayerHandle {
 
   Engine& engine() const { return *live->engine; }
 };
+
+// The state of each expert of the layer, as of one moment.
+std::vector<SlotState> states_of(const LayerHandle& layer);
 
 std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine);
 // Later look-ups fail; forwards that run keep the engine until they end.

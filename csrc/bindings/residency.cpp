@@ -50,8 +50,9 @@ at::Tensor residency(at::Tensor& handle) {
   Pool& pool = layer.engine().pool();
   at::Tensor states = at::empty({pool.experts()}, at::TensorOptions().dtype(at::kChar));
   int8_t* data = states.mutable_data_ptr<int8_t>();
-  for (int32_t expert = 0; expert < pool.experts(); ++expert) {
-    data[expert] = static_cast<int8_t>(pool.state(layer.layer, expert));
+  const std::vector<SlotState> snapshot = states_of(layer);
+  for (size_t expert = 0; expert < snapshot.size(); ++expert) {
+    data[expert] = static_cast<int8_t>(snapshot[expert]);
   }
   return states;
 }

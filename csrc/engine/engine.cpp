@@ -79,7 +79,8 @@ void Engine::experts(const ExpertsCall& call) {
     part.weights += int64_t{begin} * call.top_k;
     if (begin > 0) part.reads_queued = nullptr;
     const bool last = begin + part.tokens == call.tokens;
-    experts_chunk(part, {phase_of(call.tokens), last}, *lease);
+    if (!last) part.deferred = {};
+    experts_chunk(part, {phase_of(call.tokens), last && !call.late}, *lease);
   }
 }
 
@@ -104,6 +105,9 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
+  forward.late = call.late;
+  forward.deferred = static_cast<int32_t>(call.deferred.size());
+  grouping.experts.insert(grouping.experts.end(), call.deferred.begin(), call.deferred.end());
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
   if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;

@@ -44,6 +44,9 @@ struct ExpertsCall {
   const float* weights;  // [tokens][top_k]
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
+  // Experts that are not among `ids`: a late call comes for them. Distinct, of a decode step.
+  std::span<const int32_t> deferred = {};
+  bool late = false;  // for what an earlier call deferred
   // Called when all of the call's own reads are queued and before it computes: the time for reads
   // that nobody waits for yet. Not called where reads still wait for slots. nullptr: never.
   void (*reads_queued)(void* context) = nullptr;

@@ -56,9 +56,10 @@ void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, i
   }
 }
 
-void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t experts) {
+void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t experts,
+                      bool sentinels) {
   for (int64_t i = 0; i < int64_t{tokens} * top_k; ++i) {
-    if (ids[i] < 0 || ids[i] >= experts) throw_bad_id(ids[i], i, top_k, experts);
+    if (ids[i] < 0 || (ids[i] >= experts && !sentinels)) throw_bad_id(ids[i], i, top_k, experts);
   }
 }
 

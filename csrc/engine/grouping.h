@@ -11,8 +11,10 @@ namespace torch_mesh {
 void group_by_expert(const int64_t* ids, const float* weights, int32_t tokens, int32_t top_k,
                      int32_t experts, bool sentinels, Grouping& grouping);
 
-// Throws Error(kInvalid) for an id outside [0, experts), naming its token and choice.
-void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t experts);
+// Throws Error(kInvalid) for an id outside [0, experts), naming its token and choice; ids >=
+// experts are none with `sentinels`.
+void check_expert_ids(const int64_t* ids, int32_t tokens, int32_t top_k, int32_t experts,
+                      bool sentinels);
 
 // Throws Error(kInvalid) unless the `experts` + 1 offsets of rows sorted by expert begin at 0 and
 // never fall.

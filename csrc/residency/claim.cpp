@@ -80,6 +80,7 @@ void Pool::Impl::join_present(Claim& claim) {
 
 void Pool::Impl::count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                               int64_t ExpertStats::*expert_how) {
+  if (claim.part_.late) return;
   const ExpertId id = id_of(claim.layer_, claim.experts_[entry]);
   LayerStats& layer = stats_of(claim.layer_, claim.part_.phase);
   ExpertStats& expert = stats.experts[id];
@@ -218,18 +219,21 @@ void Pool::Impl::validate_claims() const {
 
 Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
              ForwardPart part)
-    : pool_(pool), layer_(layer), part_(part), experts_(experts) {
+    : pool_(pool),
+      layer_(layer),
+      part_(part),
+      experts_(experts.first(experts.size() - part.deferred)) {
   Pool::Impl& impl = *pool.impl_;
   impl.check_process();
   impl.check_experts(layer, experts);
-  if (scratch.size() < experts.size()) {
-    throw Error(ErrorKind::kInvalid, "a claim of " + std::to_string(experts.size()) +
+  if (scratch.size() < experts_.size()) {
+    throw Error(ErrorKind::kInvalid, "a claim of " + std::to_string(experts_.size()) +
                                          " experts needs as many entries of scratch; got " +
                                          std::to_string(scratch.size()));
   }
-  entries_ = scratch.first(experts.size());
+  entries_ = scratch.first(experts_.size());
   std::fill(entries_.begin(), entries_.end(), Entry{-1, kWaiting, false});
-  waiting_ = static_cast<int32_t>(experts.size());
+  waiting_ = static_cast<int32_t>(experts_.size());
 
   const Pool::Impl::Lock lock(impl.mutex);
   impl.check_open();
@@ -246,9 +250,13 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   if (next_alive_ != nullptr) next_alive_->previous_alive_ = this;
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
-  impl.expected.begin(layer);
-  impl.learn(layer, experts, part);
+  if (!part.late) {
+    impl.expected.begin(layer);
+    impl.learn(layer, experts, part);
+  }
   impl.reserve_for(*this, false);
+  impl.forget_awaited(layer);  // pinned if they are this claim's, else of a forward broken off
+  if (part.deferred > 0) impl.defer(*this, experts.last(part.deferred));
   impl.read_next_layer(*this);
 }
 

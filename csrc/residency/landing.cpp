@@ -308,8 +308,9 @@ void Pool::Impl::validate_stats() const {
   for (size_t phase = 0; phase < kPhases; ++phase) {
     for (int32_t layer = 0; layer < layers; ++layer) {
       const LayerStats& counts = stats.layers[phase][layer];
-      check_invariant(counts.hits + counts.cold_misses + counts.inflight_misses == counts.accesses,
-                      "hits and misses do not add up to accesses");
+      check_invariant(counts.hits + counts.cold_misses + counts.inflight_misses + counts.deferred ==
+                          counts.accesses,
+                      "hits, misses and deferrals do not add up to accesses");
       check_invariant(counts.prefetches == counts.prefetches_used + counts.prefetches_wasted +
                                                unused[phase * layers + layer],
                       "prefetches used, wasted and waiting do not add up to those issued");

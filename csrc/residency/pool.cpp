@@ -198,7 +198,7 @@ ErrorPlace Pool::Impl::place_of(ExpertId id) const {
 
 int32_t Pool::Impl::reserve(ExpertId id, Phase phase) {
   if (!slots.has_empty()) {
-    const ExpertId victim = slots.policy().victim();
+    const ExpertId victim = choose_victim();
     if (victim == kNoExpert) return -1;
     evict(slots.find(victim), phase);
   }
@@ -397,6 +397,16 @@ SlotState Pool::state(int32_t layer, int32_t expert) const {
   return slot < 0 ? SlotState::kEmpty : impl_->slots[slot].state;
 }
 
+void Pool::states(int32_t layer, std::span<SlotState> states) const {
+  impl_->check_process();
+  impl_->check_experts(layer, {});
+  const Impl::Lock lock(impl_->mutex);
+  for (int32_t expert = 0; expert < impl_->experts; ++expert) {
+    const int32_t slot = impl_->slots.find(impl_->id_of(layer, expert));
+    states[expert] = slot < 0 ? SlotState::kEmpty : impl_->slots[slot].state;
+  }
+}
+
 std::vector<LayerStats> Pool::stats() const {
   impl_->check_process();
   std::vector<LayerStats> sum(static_cast<size_t>(layers()));
@@ -415,6 +425,11 @@ PoolStats Pool::detailed_stats() const {
   copy.slots = impl_->slots.limit();
   copy.kept = copy.slots - impl_->slots.unkept();
   return copy;
+}
+
+void Pool::count_rerouted(int32_t layer, int64_t choices, Phase phase) {
+  const Impl::Lock lock(impl_->mutex);
+  impl_->stats_of(layer, phase).rerouted += choices;
 }
 
 void Pool::reset_stats() {

@@ -115,8 +115,12 @@ class Pool {
   // Throws Error(kForked) in a child of the process that opened the pool.
   void check_process() const;
   SlotState state(int32_t layer, int32_t expert) const;
+  // Of each expert of a layer, as of one moment; `states` has room for experts() of them.
+  void states(int32_t layer, std::span<SlotState> states) const;
   std::vector<LayerStats> stats() const;  // by layer, over all phases
   PoolStats detailed_stats() const;
+  // Choices of tokens that went to a resident expert instead of the one that scored higher.
+  void count_rerouted(int32_t layer, int64_t choices, Phase phase);
   // What is prefetched and unused at this moment will count neither as used nor as wasted.
   void reset_stats();
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
@@ -163,6 +167,11 @@ struct ForwardPart {
   int32_t top_k = 0;
   // The forward needs nearly all of its layer, and the next layer's will: see window.cpp.
   bool window = false;
+  // The last so many of the claim's experts are not handed out: the forward comes for them with a
+  // late claim, one layer later. See deferred.cpp.
+  int32_t deferred = 0;
+  // For what an earlier claim deferred and counted; this one is no forward and no access.
+  bool late = false;
 };
 
 struct ReadyExpert {
@@ -177,8 +186,8 @@ struct ReadyExpert {
 class Claim {
  public:
   // `experts` are distinct and stay alive as long as the claim. Queues the first reads at once.
-  // `scratch` is room for the claim's bookkeeping: at least experts.size() entries, so that
-  // claiming allocates nothing.
+  // `scratch` is room for the claim's bookkeeping: an entry for each expert that is not deferred,
+  // so that claiming allocates nothing.
   struct Entry {
     int32_t slot;
     uint8_t state;  // private to the pool

@@ -125,6 +125,11 @@ struct Pool::Impl {
   void wait_for_reads(const Claim& claim, Lock& lock);
   void end_read(Claim& claim, Claim::Entry& entry);
 
+  // deferred.cpp, with the lock:
+  void defer(const Claim& claim, std::span<const int32_t> indices);
+  void forget_awaited(int32_t layer);
+  ExpertId choose_victim();
+
   // window.cpp, with the lock:
   int32_t window_slots(int32_t layer, bool last_chunk) const;
   void read_next_layer(const Claim& claim);
@@ -158,6 +163,7 @@ struct Pool::Impl {
   std::vector<Phase> last_phase;  // by layer, of the last claim that was a forward's
   Expected expected;
   Phase expected_phase = Phase::kNone;  // of the forward that foretold
+  std::vector<ExpertId> awaited;        // deferred, and not come for yet
   // Of the arena. Only one that is kPresent has slots below slots.limit().
   enum class SegmentState : uint8_t {
     kPresent,

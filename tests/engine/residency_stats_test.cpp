@@ -1,6 +1,7 @@
 // What the pool counts, for whom, and what becomes of prefetches that fail.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -107,6 +108,65 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
   }
   EXPECT_EQ(stats.experts[8].hits, 1);  // expert 0 of layer 1
   pool.validate();
+}
+
+// Experts 0 and 1 of layer 0 at once, 2 and 3 later; those are the least recently used in the end.
+void forward_that_defers(Pool& pool) {
+  const Experts experts{0, 1, 2, 3};
+  std::array<Claim::Entry, 2> entries;
+  Claim claim(pool, 0, experts, entries, {.phase = Phase::kDecode, .deferred = 2});
+  ReadyExpert ready;
+  std::vector<int32_t> handed_out;
+  while (claim.next({&ready, 1}) > 0) handed_out.push_back(ready.index);
+  std::ranges::sort(handed_out);
+  EXPECT_EQ(handed_out, (Experts{0, 1}));
+  pool.drain();
+  pool.validate();
+  claim.release(0);
+  claim.release(1);
+}
+
+TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(5), {}, store.source(), nullptr);
+  forward_that_defers(pool);
+  forward(pool, 1, {0, 1, 2}, kDecodeStep);  // gives up what is done with, not what is awaited
+  EXPECT_EQ(pool.state(0, 2), SlotState::kReady);
+  EXPECT_EQ(pool.state(0, 3), SlotState::kReady);
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .late = true});
+  const PoolStats stats = pool.detailed_stats();
+  const LayerStats& layer = layer_of(stats, Phase::kDecode);
+  EXPECT_EQ(layer.forwards, 1);
+  EXPECT_EQ(layer.accesses, 4);
+  EXPECT_EQ(layer.cold_misses, 2);
+  EXPECT_EQ(layer.deferred, 2);
+  EXPECT_EQ(layer.promoted, 4);
+  EXPECT_EQ(layer.prefetches, 0);
+  EXPECT_EQ(stats.experts[2].deferred, 1);
+  EXPECT_EQ(stats.experts[2].accesses, 1);
+  pool.validate();
+}
+
+TEST(PoolStats, WhatIsDeferredMakesRoomWhenNothingElseCan) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(5), {}, store.source(), nullptr);
+  forward_that_defers(pool);
+  forward(pool, 1, {0, 1, 2, 3, 4}, kDecodeStep);
+  EXPECT_EQ(pool.state(0, 2), SlotState::kEmpty);
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .late = true});
+  EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).promoted, 6);
+  pool.validate();
+}
+
+TEST(PoolStats, APrefetchThatIsDeferredWasOfUse) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  pool.prefetch(0, Experts{2}, Phase::kDecode);
+  forward_that_defers(pool);
+  const LayerStats layer = layer_of(pool.detailed_stats(), Phase::kDecode);
+  EXPECT_EQ(layer.prefetches_used, 1);
+  EXPECT_EQ(layer.deferred, 2);
+  EXPECT_EQ(layer.promoted, 4);
 }
 
 TEST(PoolStats, APrefetchIsUsedOrWastedOrWaits) {

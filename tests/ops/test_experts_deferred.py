@@ -1,4 +1,4 @@
-"""experts_deferred: cold experts of least weight land one layer later, each exactly once."""
+"""experts_deferred: cold experts of least weight land one layer later, each exactly once, and are counted apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from tiny_pools import OpenPool, Spec, TinyPool, ops, relative_error, routing
 from torch import Tensor
 
-SPEC = Spec(layers=3)
+import torch_mesh
+from torch_mesh import _C
+from torch_mesh.counters import engine_stats
+
+SPEC = Spec(layers=3, experts=24)
 TOKENS, TOP_K = 6, 4
 
 
@@ -22,10 +26,11 @@ def _without(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, left_out: 
     return ops.experts(x, ids.masked_fill(left_out, SPEC.experts), weights, pool.handle(layer), True)
 
 
-def _least(weights: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """A mask of the ``count`` choices of least weight per token, among the candidates."""
-    ranked = weights.masked_fill(~candidates, 2.0).argsort(dim=1)[:, :count]
-    return torch.zeros_like(candidates).scatter(1, ranked, True) & candidates
+def _left_out(ids: Tensor, weights: Tensor, cold: Tensor, count: int) -> Tensor:
+    """A mask of the ``count`` cold choices of least weight per token, less those of experts that some token needs now."""
+    ranked = weights.masked_fill(~cold, 2.0).argsort(dim=1)[:, :count]
+    least = torch.zeros_like(cold).scatter(1, ranked, True) & cold
+    return least & ~torch.isin(ids, ids[~least])
 
 
 def _make_cold(pool: TinyPool, layer: int = 0) -> None:
@@ -61,7 +66,7 @@ def test_the_least_weighty_cold_experts_land_in_the_next_layer(pool: TinyPool, d
     pool.engine.drain()  # what was deferred is being read meanwhile
     assert set(ids.flatten().tolist()) <= pool.ready()
 
-    left_out = _least(weights, ~torch.isin(ids, resident), deferred)
+    left_out = _left_out(ids, weights, ~torch.isin(ids, resident), deferred)
     assert torch.equal(first, _without(pool, x, ids, weights, left_out))
 
     next_x, next_ids, next_weights = _inputs()
@@ -126,13 +131,114 @@ def test_threads_do_not_get_each_others_remainder(pool: TinyPool) -> None:
     assert torch.equal(here, second + ops.experts(x, ids, weights, pool.handle(0)))
 
 
+def test_deferred_experts_are_counted_apart(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    resident = torch.arange(0, SPEC.experts, 3)
+    ops.promote(pool.handle(), resident)
+    pool.engine.reset_stats()
+    ops.experts_deferred(x, ids, weights, pool.handle(0), 2, False)
+    ops.experts_deferred(*_inputs(), pool.handle(1), 0, False)
+    left_out = _left_out(ids, weights, ~torch.isin(ids, resident), 2)
+    layer, following, _ = engine_stats([pool.engine]).per_layer
+    assert layer.deferred == layer.decode.deferred == len(set(ids[left_out].tolist())) > 0
+    assert layer.accesses == len(set(ids.flatten().tolist())) == layer.promoted + layer.hits
+    assert (layer.hits + layer.cold_misses + layer.deferred, layer.inflight_misses) == (layer.accesses, 0)
+    assert sum(layer.experts.deferred) == layer.deferred and sum(layer.experts.accesses) == layer.accesses
+    assert (layer.forwards, following.forwards, following.deferred) == (1, 1, 0)
+    assert layer.prefetches == following.prefetches == 0  # a forward has asked for what is deferred
+
+
+def test_what_is_deferred_is_read_once_in_a_small_pool(open_pool: OpenPool) -> None:
+    """The next layer gives up its own predecessors for its reads, but not what it still comes for."""
+    pool = open_pool(SPEC, slots=12, policy="heat")
+    for layer in (0, 1, 0, 1, 0, 1):
+        x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 4)
+        ids = torch.randperm(SPEC.experts)[:4].unsqueeze(0)
+        ops.experts_deferred(x, ids, weights, pool.handle(layer), 2 if layer == 0 else 0, layer == 1)
+        pool.engine.drain()
+    for layer in range(2):
+        assert pool.count("promoted", layer) == pool.count("cold_misses", layer) + pool.count("deferred", layer)
+
+
+def test_prompts_are_exact(pool: TinyPool) -> None:
+    rows = _C.MOST_DECODE_ROWS + 1
+    x, (ids, weights) = torch.randn(rows, SPEC.hidden), routing(SPEC, rows, TOP_K)
+    out = ops.experts_deferred(x, ids, weights, pool.handle(), TOP_K, False)
+    assert torch.equal(out, ops.experts(x, ids, weights, pool.handle()))
+    assert pool.count("deferred") == 0
+
+
+def test_sentinels_are_neither_used_nor_deferred(pool: TinyPool) -> None:
+    x, (ids, weights) = torch.randn(TOKENS, SPEC.hidden), routing(SPEC, TOKENS, TOP_K)
+    ids[:, 1] = SPEC.experts + torch.arange(TOKENS)
+    first = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False, True)
+    second = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, True, True)
+    assert not first.any()
+    assert torch.equal(
+        second, ops.experts(x, ids, weights, pool.handle(1), True) + ops.experts(x, ids, weights, pool.handle(0), True)
+    )
+
+
+def test_a_read_that_fails_reaches_the_forward_that_comes_for_it(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, faults={"eio_always": 1.0, "seed": 5})
+    x, ids, weights = _inputs()
+    first = ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)  # waits for nothing
+    assert not first.any()
+    with pytest.raises(torch_mesh.ReadError) as caught:
+        ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
+    assert caught.value.layer == 1  # its own come first
+    pool.engine.drain()
+    pool.engine.validate()
+    assert pool.engine.pinned() == 0
+
+
+def test_an_error_drops_the_remainder(pool: TinyPool) -> None:
+    x, ids, weights = _inputs()
+    for break_it in (
+        lambda: ops.experts_deferred(x, ids + SPEC.experts, weights, pool.handle(1), 0, False),
+        lambda: ops.experts_deferred(x[:, 1:], ids, weights, pool.handle(1), 0, False),
+    ):
+        _make_cold(pool)
+        ops.experts_deferred(x, ids, weights, pool.handle(0), TOP_K, False)
+        with pytest.raises(ValueError, match="expert id|x must be"):
+            break_it()
+        out = ops.experts_deferred(x, ids, weights, pool.handle(1), 0, False)
+        assert torch.equal(out, ops.experts(x, ids, weights, pool.handle(1)))
+
+
+def test_two_forwards_at_once(open_pool: OpenPool) -> None:
+    """On a pool that is too small for both, each gets the whole sum of its own layers."""
+    pool = open_pool(SPEC, slots=10)
+    errors: list[float] = []
+
+    def run(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            total, exact = torch.zeros(2, SPEC.hidden), torch.zeros(2, SPEC.hidden)
+            for layer in range(SPEC.layers):
+                x = torch.randn(2, SPEC.hidden, generator=generator)
+                scores = torch.rand(2, SPEC.experts, generator=generator)
+                weights, ids = scores.topk(TOP_K)
+                total += ops.experts_deferred(x, ids, weights, pool.handle(layer), 2, layer == SPEC.layers - 1)
+                exact += ops.experts(x, ids, weights, pool.handle(layer))
+            errors.append(relative_error(total, exact))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in torch.randint(2**31, (2,)).tolist()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 40 and max(errors) < 1e-5
+    pool.engine.validate()
+
+
 def test_wrong_arguments(pool: TinyPool) -> None:
     x, ids, weights = _inputs()
     for deferred in (-1, TOP_K + 1):
         with pytest.raises(ValueError, match=f"deferred is {deferred}; allowed: 0 to k = {TOP_K}"):
             ops.experts_deferred(x, ids, weights, pool.handle(), deferred, False)
     ids[3, 2] = SPEC.experts
-    with pytest.raises(ValueError, match=r"expert id 8 of token 3, choice 2 is outside \[0, 8\)"):
+    with pytest.raises(ValueError, match=r"expert id 24 of token 3, choice 2 is outside \[0, 24\)"):
         ops.experts_deferred(x, ids, weights, pool.handle(), 1, False)
     assert pool.count("accesses") == 0
 

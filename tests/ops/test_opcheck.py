@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 35
-MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency"}
+SAMPLES = 37
+MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency", "route"}
 FUNCTIONAL = {
     "experts",
     "experts_backward",
@@ -48,6 +48,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("experts_backward", (x.half(), x.half(), ids, weights.half(), handle, True)),
         ("experts_deferred", (x, ids, weights, handle, 0, False)),
         ("experts_deferred", (x, ids, weights, handle, 2, True)),
+        ("experts_deferred", (x[:2], ids[:2], weights[:2], handle, 2, False, True, router, pool.handle(1), TOP_K)),
         ("grouped_linear", (x, offsets, handle, 0, SPEC.gate_up_features)),
         ("grouped_linear", (hidden.requires_grad_(), offsets, handle, 1, SPEC.hidden)),
         ("grouped_linear", (x[:0], torch.zeros(9, dtype=torch.long), handle, 0, SPEC.gate_up_features)),
@@ -59,6 +60,7 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("evict", (handle, ids)),
         ("observe", (handle, torch.randn(TOKENS, SPEC.experts))),
         ("residency", (handle,)),
+        ("route", (torch.randn(TOKENS, SPEC.experts), ids, handle, 0.5, 1)),
         ("pack", (gate, up, down, None, None, None, "int8", 32)),
         ("pack", (None, up.bfloat16(), down.bfloat16(), None, torch.randn(40), torch.randn(72), "bf16", 32)),
         ("unpack", (pool.weights.records[0][0], *SPEC.record_layout)),
