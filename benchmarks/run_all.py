@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 OWN = (
     "error.py",
     "perplexity.py",
+    "lossy.py",
     "op_overhead.py",
     "attention_op.py",
     "decode_op.py",

@@ -139,6 +139,26 @@ def _check_count(field: str, value: Any) -> int:
     return int(value)
 
 
+def _check_deferred_experts(field: str, value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value).strip()):
+        raise ValueError(
+            f"{field}={value!r} is not a number of experts per token: give 0 (exact) or a positive number."
+        )
+    return int(value)
+
+
+def _check_routing_bias(field: str, value: Any) -> float:
+    try:
+        bias = float(value)
+    except (TypeError, ValueError):
+        bias = -1.0
+    if isinstance(value, bool) or not 0 <= bias <= 1:
+        raise ValueError(
+            f"{field}={value!r} is not a share of the spread of scores: give a number in [0, 1]; 0 is exact."
+        )
+    return bias
+
+
 def _check_timeout(field: str, value: Any) -> float:
     try:
         seconds = float(value)
@@ -166,6 +186,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "early_experts": _check_count,
     "guard": _one_of(GUARD),
     "prefill": _one_of(PREFILL),
+    "deferred_experts": _check_deferred_experts,
+    "routing_bias": _check_routing_bias,
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
@@ -177,8 +199,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 FIELDS = tuple(_CHECKS)
 
-# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to open.
-_LOCAL = ("predictor", "profile", "pins", "stats_file", "stats_every")
+# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to open
+# or change what a model computes unasked.
+_LOCAL = ("predictor", "profile", "pins", "stats_file", "stats_every", "deferred_experts", "routing_bias")
 
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
@@ -197,6 +220,8 @@ _DEFAULTS: dict[str, Any] = {
     "early_experts": 0,
     "guard": "auto",
     "prefill": "auto",
+    "deferred_experts": 0,
+    "routing_bias": 0.0,
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
@@ -246,6 +271,11 @@ class MeshConfig(QuantizationConfigMixin):
         prefill: prompts of more than 16 tokens: with ``"auto"`` a layer that needs nearly all of its experts streams them through a
             window of the pool, reading the next layer's ahead; with ``"window"`` each layer does; ``"off"``: none, and experts are
             read when their layer runs. Not for models whose experts run by projection.
+        deferred_experts: lossy. In decode steps this many of a token's experts, cold ones of least weight, are read while the
+            model goes on, and added one MoE layer later. 0: none, exact. Not for models whose experts run by projection.
+        routing_bias: lossy. In decode steps a resident expert takes the place of a cold one whose score is higher by less than
+            this share of the spread of the token's scores; the first of its choices stay. 0: never, exact; 1: wherever there is one.
+            For the model types that ``torch_mesh.lossy.ROUTING_BIAS_FAMILIES`` lists.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
@@ -275,6 +305,8 @@ class MeshConfig(QuantizationConfigMixin):
     early_experts: int
     guard: str
     prefill: str
+    deferred_experts: int
+    routing_bias: float
     verify: str
     threads: str | int
     workspace: str | int
@@ -302,6 +334,8 @@ class MeshConfig(QuantizationConfigMixin):
         early_experts: int = _NOT_GIVEN,
         guard: str = _NOT_GIVEN,
         prefill: str = _NOT_GIVEN,
+        deferred_experts: int = _NOT_GIVEN,
+        routing_bias: float = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
@@ -322,6 +356,12 @@ class MeshConfig(QuantizationConfigMixin):
     def thread_count(self) -> int:
         """As the engine takes it: 0 is torch's intra-op threads."""
         return 0 if isinstance(self.threads, str) else self.threads
+
+    @property
+    def lossy(self) -> str:
+        """The modes that trade exactness for fewer waits, as one shows them; empty: exact."""
+        modes = {"deferred_experts": self.deferred_experts, "routing_bias": self.routing_bias}
+        return ", ".join(f"{name}={value}" for name, value in modes.items() if value)
 
     def replace(self, **fields: Any) -> MeshConfig:
         """A copy in which ``fields`` are given."""

@@ -14,6 +14,7 @@ from transformers.integrations import moe
 from . import _C
 from .config import MeshConfig
 from .families import find_experts
+from .lossy import check_lossy
 from .modules import install
 from .patching import patch
 from .pool import ExpertPool, pool_slots
@@ -83,6 +84,7 @@ class Experts(nn.Module):
         self.experts = StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
         [described] = find_experts(self)
+        check_lossy(self, [described], config)
         where: Any = {"weights": manifest.weights, "group_size": manifest.group_size}
         slots = pool_slots([described], config, stored_layers=1, **where)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.

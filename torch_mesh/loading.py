@@ -25,6 +25,7 @@ from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
 from .lookahead import check_predictor, connect
+from .lossy import check_lossy, make_lossy
 from .modules import install, put_back, take_parameters
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
@@ -61,6 +62,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         check_attention(model, self.quantization_config)
         check_predictor(layers, self.quantization_config)
         check_profile(self.quantization_config, layers)
+        check_lossy(model, layers, self.quantization_config)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
@@ -80,6 +82,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
         connect(model, layers, config)
+        make_lossy(model, layers, config)
         take_attention(model, config)
         _forget_quantization(model)
         return model

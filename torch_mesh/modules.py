@@ -56,6 +56,8 @@ class MeshExperts(PackedModule):
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
     _mesh_next: NextLayer | None  # whose experts to prefetch
+    _mesh_deferred: int  # of each token's experts, at most; 0: exact
+    _mesh_defers: bool  # not the last layer, whose experts have no later one
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -66,9 +68,14 @@ class MeshExperts(PackedModule):
             following = None  # a hint is not worth moving a router
         if self._mesh_fused:
             hint = () if following is None else (following.router.weight, following.handle, following.top_k)
-            return torch.ops.torch_mesh.experts(
-                hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel, *hint
-            )
+            inputs = (hidden_states, top_k_index, top_k_weights, self._mesh_handle)
+            # All layers of a forward take the same way, or what one deferred would be lost.
+            if self._mesh_deferred and not torch.is_grad_enabled():
+                deferred = min(self._mesh_deferred, top_k_index.size(-1))
+                return torch.ops.torch_mesh.experts_deferred(
+                    *inputs, deferred, not self._mesh_defers, self._is_expert_parallel, *hint
+                )
+            return torch.ops.torch_mesh.experts(*inputs, self._is_expert_parallel, *hint)
         output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
         if following is not None:
@@ -160,6 +167,8 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_handle = pool.handle(index)
     module._mesh_fused = pool.geometry.activation is not None
     module._mesh_next = None
+    module._mesh_deferred = 0
+    module._mesh_defers = False
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))
 

@@ -20,6 +20,7 @@ from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .lookahead import check_predictor, connect
+from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, install, patched_modules, restore
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
@@ -47,6 +48,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check_attention(model, config)
     check_predictor(layers, config)
     check_profile(config, layers)
+    check_lossy(model, layers, config)
     weights = "bf16" if config.weights == "auto" else config.weights
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
@@ -64,6 +66,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     else:
         _patch_on_disk(model, layers, config, weights, group_size, slots)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
+    make_lossy(model, layers, config)
     pack_dense(model, layers, config)
     take_attention(model, config)
     return model
@@ -86,6 +89,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
+    undo_lossy(model)
     restore_dense(model, device)
     give_back_attention(model)
     return model

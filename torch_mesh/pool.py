@@ -80,6 +80,7 @@ class ExpertPool:
         self.group_size = group_size
         self.exact = exact
         self.top_k = least_slots
+        self.lossy = config.lossy
         self.engine = _C.Engine(
             layers=layers,
             experts=geometry.num_experts,
@@ -109,7 +110,7 @@ class ExpertPool:
         log = None
         if config.stats_file is not None:
             last = layers - 1 if places is None else places[-1]
-            log = StatsLog(self.engine, last, config.stats_every, config.stats_file)
+            log = StatsLog(self.engine, last, config.stats_every, config.stats_file, config.lossy)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         if guard is not None:
             guard.add(self.engine)
@@ -148,7 +149,8 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        return f"weights={self.weights}{group}, resident={about['slots']} of {every} experts, policy={about['policy']}"
+        lossy = f", lossy: {self.lossy}" if self.lossy else ""
+        return f"weights={self.weights}{group}, resident={about['slots']} of {every} experts, policy={about['policy']}{lossy}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

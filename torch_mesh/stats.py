@@ -20,7 +20,7 @@ def stats(model: nn.Module) -> Stats:
 
     Raises MeshError for a model that is not patched.
     """
-    return engine_stats(engines_of(model))
+    return engine_stats(engines_of(model), lossy=lossy_of(model))
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -43,6 +43,9 @@ def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if not tokens.any():
         raise MeshError(f"{type(model).__name__} has computed nothing yet: there is nothing to save.")
     write_profile(Profile(tokens, uses, pool.top_k), path)
+def lossy_of(model: nn.Module) -> str:
+    """The lossy modes of a patched model, as ``print(model)`` shows them; empty: it is exact."""
+    return ", ".join(dict.fromkeys(filter(None, (module._mesh_pool.lossy for module in patched_modules(model)))))
 
 
 def engines_of(model: nn.Module) -> Iterator[_C.Engine]:

@@ -24,11 +24,12 @@ class StatsLog:
     are left out; a write that fails is warned of once, and later ones are tried in silence. Ends with the engine.
     """
 
-    def __init__(self, engine: _C.Engine, layer: int, every: int, path: str) -> None:
+    def __init__(self, engine: _C.Engine, layer: int, every: int, path: str, lossy: str) -> None:
         self._engine = engine
         self._layer = layer
         self._every = every
         self._path = path
+        self._lossy = lossy
         self._warned = False
         self._cut_short = False  # the last line is not whole
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
@@ -43,7 +44,7 @@ class StatsLog:
                 if reached:
                     self._write(
                         {"time": time.time(), "forward": ended}
-                        | engine_stats([self._engine], experts=False).to_dict(experts=False)
+                        | engine_stats([self._engine], experts=False, lossy=self._lossy).to_dict(experts=False)
                     )
         except PoolClosedError:
             pass

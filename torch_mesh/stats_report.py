@@ -172,4 +172,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
     sizes = {name: table.get(name, 0) for name in _SIZES}
     if not all(type(size) is int for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
-    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, **sizes)
+    lossy = table.get("lossy", "")
+    if not isinstance(lossy, str):
+        raise refuse(f"its lossy is {lossy!r}")
+    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes)

@@ -14,9 +14,9 @@ from torch import nn
 
 from .counters import PHASES, Counters, Stats, engine_stats, percent
 from .errors import MeshError
-from .stats import engines_of
+from .stats import engines_of, lossy_of
 
-RATES = ("forwards", "per s", "hit rate", "in flight", "read", "waiting", "prefetches used", "wasted")
+RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "wasted")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -46,7 +46,7 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
 
 
 def _look(model: nn.Module) -> Stats:
-    return engine_stats(engines_of(model), experts=False)
+    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model))
 
 
 class _View:
@@ -82,6 +82,8 @@ def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> Renderabl
         table.add_row(name, *rate_cells(getattr(old, name), getattr(new, name), end - begin))
     table.add_row("all", *rate_cells(old, new, end - begin))
     lines: list[RenderableType] = [table, Text(f"hit rate by layer  {layer_bars(old, new)}")]
+    if new.lossy:
+        lines.append(Text(f"lossy: {new.lossy}", style="yellow"))
     if new.prefetch_error is not None:
         lines.append(Text(f"last failed prefetch: {new.prefetch_error}", style="yellow"))
     return Group(*lines)
@@ -91,13 +93,14 @@ def rate_cells(old: Counters, new: Counters, seconds: float) -> list[str]:
     """What ``RATES`` names, of the ``seconds`` between two looks."""
     accesses = new.accesses - old.accesses
     if not accesses or seconds <= 0:
-        return [str(new.forwards), *["-"] * 7]
+        return [str(new.forwards), *["-"] * 8]
     settled = new.prefetches_used + new.prefetches_wasted - old.prefetches_used - old.prefetches_wasted
     return [
         str(new.forwards),
         f"{(new.forwards - old.forwards) / seconds:.1f}",
         percent((new.hits - old.hits) / accesses),
         percent((new.inflight_misses - old.inflight_misses) / accesses),
+        percent((new.deferred - old.deferred) / accesses),
         f"{(new.bytes_read - old.bytes_read) / seconds / 1e6:.0f} MB/s",
         percent((new.stall_seconds - old.stall_seconds) / seconds),
         percent((new.prefetches_used - old.prefetches_used) / settled if settled else None),

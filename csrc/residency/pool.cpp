@@ -110,7 +110,9 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       forwards(static_cast<size_t>(layers)),
       queue_links(options.slots),
       demand_queue(queue_links),
-      prefetch_queue(queue_links) {}
+      prefetch_queue(queue_links) {
+  awaited.reserve(static_cast<size_t>(layers) * experts);
+}
 
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t given_layers,
                  int32_t given_experts)

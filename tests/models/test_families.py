@@ -5,22 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from tiny_models import SKIPPED, TINY_MODELS, decorated_classes
+from tiny_models import SKIPPED, TINY_MODELS, decorated_classes, inputs_for, output_of
 from torch import nn
 
 import torch_mesh
 from torch_mesh.families import find_experts, supported_families
 
 _CLASSES = sorted({name for _, name in decorated_classes()})
-
-
-def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Two prompts of different length, padded on the left."""
-    mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, :4] = 0
-    if hasattr(model, "codec_embedding"):  # takes the hidden states of another model
-        return {"inputs_embeds": torch.randn(2, 11, model.config.hidden_size).bfloat16(), "attention_mask": mask}
-    return {"input_ids": torch.randint(3, 100, (2, 11)) * mask, "attention_mask": mask}
 
 
 class _Recorder:
@@ -37,13 +28,6 @@ class _Recorder:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        output = model(**inputs, use_cache=False)
-    kept = inputs["attention_mask"].bool()
-    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[kept].float()
 
 
 def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -65,9 +49,9 @@ def test_supported_families_are_those_with_a_decorated_class() -> None:
 def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
     model = TINY_MODELS[name].build()
     assert name in {type(layer.module).__name__ for layer in find_experts(model)}
-    inputs = _inputs(model)
+    inputs = inputs_for(model)
     recorder = _Recorder(model)
-    expected = _forward(model, inputs)
+    expected = output_of(model, inputs)
     recorder.remove()
 
     torch_mesh.patch(model, resident=0.5, io="threads")
@@ -79,7 +63,7 @@ def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
             assert _relative_error(module(*arguments), output) < 0.015
 
     # Rounding may tip the choice between two experts for single tokens; most tokens must not see it.
-    by_token = (_forward(model, inputs) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    by_token = (output_of(model, inputs) - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert by_token.median() < 0.03
     assert torch_mesh.stats(model).cold_misses > 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 # Sizes are no multiples of 64, so that padding is part of every comparison.
@@ -243,6 +244,23 @@ TINY_MODELS: dict[str, Tiny] = {
 
 # Decorated classes without a tiny model here, and why.
 SKIPPED: dict[str, str] = {}
+
+
+def inputs_for(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Two prompts of different length, padded on the left."""
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :4] = 0
+    if hasattr(model, "codec_embedding"):  # takes the hidden states of another model
+        return {"inputs_embeds": torch.randn(2, 11, model.config.hidden_size).bfloat16(), "attention_mask": mask}
+    return {"input_ids": torch.randint(3, 100, (2, 11)) * mask, "attention_mask": mask}
+
+
+def output_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits or hidden states of the tokens that are no padding."""
+    with torch.no_grad():
+        output = model(**inputs, use_cache=False)
+    kept = inputs["attention_mask"].bool()
+    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[kept].float()
 
 
 def decorated_classes() -> Iterator[tuple[str, str]]:

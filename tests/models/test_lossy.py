@@ -1,0 +1,339 @@
+"""The lossy modes in models: what they compute is what they say, and nothing of it is left where it should not be."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import TINY_MODELS, inputs_for, output_of
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.families import find_experts
+from torch_mesh.lossy import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.convert import convert
+
+ops = torch.ops.torch_mesh
+
+# MoE in every layer, in every other one, and after a dense one with groups and shared experts.
+FAMILIES = ("Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts")
+
+
+@dataclass
+class Call:
+    """One call of an experts module."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    ready: Tensor  # bool [experts], just before
+    out: Tensor
+
+
+def _patched(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
+    defaults: dict[str, Any] = {"resident": 0.5, "io": "threads", "prefetch": "off", "weights": "bf16"}
+    return torch_mesh.patch(model, **defaults | fields)
+
+
+def _engine(model: nn.Module) -> Any:
+    return next(patched_modules(model))._mesh_pool.engine
+
+
+def _record(model: nn.Module) -> list[list[Call]]:
+    """Calls of each experts module from now on. Reads under way end before each, so that what is cold is known."""
+    recorded: list[list[Call]] = []
+    for module in patched_modules(model):
+        calls: list[Call] = []
+        recorded.append(calls)
+
+        def before(module: Any, given: Any, named: dict[str, Any], calls: list[Call] = calls) -> None:
+            module._mesh_pool.engine.drain()
+            ready = ops.residency(module._mesh_handle) == 2
+            calls.append(Call(*(tensor.clone() for tensor in (*given, *named.values())), ready, torch.empty(0)))
+
+        def after(_: Any, given: Any, out: Tensor, calls: list[Call] = calls) -> None:
+            calls[-1].out = out.clone()
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+    return recorded
+
+
+def _products(parameters: dict[str, Tensor], call: Call) -> Tensor:
+    """[tokens, k, hidden] in float64, weighted."""
+    x = call.x.double()
+    gate_up, down = parameters["gate_up_proj"].double()[call.ids], parameters["down_proj"].double()[call.ids]
+    gate, up = torch.einsum("th,tkih->tki", x, gate_up).chunk(2, dim=-1)
+    return torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, down) * call.weights.double().unsqueeze(-1)
+
+
+def _deferred(call: Call, count: int) -> Tensor:
+    """By definition: a mask [tokens, k] of what a call leaves for the next layer, if it is not the last."""
+    mask = torch.zeros_like(call.ids, dtype=torch.bool)
+    for token in range(len(call.ids)):
+        by_weight = call.weights[token].float().argsort(stable=True).tolist()
+        cold = [choice for choice in by_weight if not call.ready[call.ids[token, choice]]]
+        mask[token, cold[:count]] = True
+    return mask & ~torch.isin(call.ids, call.ids[~mask])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> None:
+    model = TINY_MODELS[family].build()
+    parameters = [
+        {name: value.detach().clone() for name, value in layer.parameters.items()} for layer in find_experts(model)
+    ]
+    recorded = _record(_patched(model, deferred_experts=count))
+    prompt = torch.randint(3, 120, (3, 20))
+    model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert {len(calls) for calls in recorded} == {6}
+    deferred = 0
+    for step in range(6):
+        carried = torch.zeros(0)
+        for layer, calls in enumerate(recorded):
+            call = calls[step]
+            products = _products(parameters[layer], call)
+            late = torch.zeros_like(call.ids, dtype=torch.bool)
+            if len(call.ids) == 3 and layer < len(recorded) - 1:
+                late = _deferred(call, count)
+            expected = products.masked_fill(late.unsqueeze(-1), 0.0).sum(1)
+            if layer > 0:
+                expected += carried
+            carried = products.masked_fill(~late.unsqueeze(-1), 0.0).sum(1)
+            error = (call.out.double() - expected).norm() / expected.norm().clamp(min=1e-9)
+            assert error < 0.01, (step, layer)
+            deferred += len(call.ids[late].unique())
+    stats = torch_mesh.stats(model)
+    assert stats.deferred == stats.decode.deferred == deferred > 0
+
+
+@pytest.mark.parametrize("fields", [{"deferred_experts": 3}, {"routing_bias": 1.0}], ids=str)
+def test_with_everything_resident_they_are_exact(fields: dict[str, Any]) -> None:
+    model = TINY_MODELS["DeepseekV3Experts"].build()
+    prompt = torch.randint(3, 120, (2, 5))
+    results = []
+    for lossy in ({}, fields):
+        patched = _patched(copy.deepcopy(model), resident=1.0, **lossy)
+        with torch.no_grad():
+            results.append(patched(prompt).logits)
+    assert torch.equal(*results)
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(mesh_tiny, tmp_path_factory.mktemp("lossy") / "int8", "int8").store.folder
+
+
+@pytest.fixture
+def open_model(store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
+    def open_it(**fields: Any) -> PreTrainedModel:
+        config = MeshConfig(**{"resident": 0.25, "io": "threads"} | fields)
+        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+
+    yield open_it
+
+
+LOSSY = {"deferred_experts": 2, "routing_bias": 0.3}
+
+
+def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedModel]) -> None:
+    exact, lossy = open_model(), open_model(**LOSSY)
+    prompt = torch.randint(0, 4000, (1, 40))
+    with torch.no_grad():
+        assert torch.equal(exact(prompt).logits, lossy(prompt).logits)
+    torch_mesh.reset_stats(lossy)
+    embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    grads = []
+    for model in (exact, lossy):
+        loss = model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum()
+        grads.append(torch.autograd.grad(loss, embeddings)[0])
+    assert torch.equal(*grads)
+    stats = torch_mesh.stats(lossy)
+    assert (stats.deferred, stats.rerouted) == (0, 0) and stats.decode.accesses > 0
+
+
+def test_both_modes_generate_and_are_counted_and_shown(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(**LOSSY)
+    prompt = torch.randint(0, 4000, (2, 24))
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
+    assert tokens.shape == (2, 48)
+    stats = torch_mesh.stats(model)
+    assert stats.deferred == stats.decode.deferred > 0 and stats.rerouted == stats.decode.rerouted > 0
+    for counters in (stats, stats.prefill, stats.decode, *stats.per_layer):
+        parts = (counters.hits, counters.cold_misses, counters.inflight_misses, counters.deferred)
+        assert sum(parts) == counters.accesses
+    assert stats.per_layer[-1].deferred == 0
+    assert stats.lossy == "deferred_experts=2, routing_bias=0.3"
+    assert f"lossy: {stats.lossy}" in str(stats) and json.loads(json.dumps(stats.to_dict()))["lossy"] == stats.lossy
+    assert f"lossy: {stats.lossy}" in str(model)
+    _engine(model).drain()
+    _engine(model).validate()
+
+
+def test_exact_models_say_nothing_of_it(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model()
+    assert (
+        "lossy" not in str(model)
+        and torch_mesh.stats(model).lossy == ""
+        and "lossy" not in str(torch_mesh.stats(model))
+    )
+
+
+@pytest.mark.parametrize("fields", [{"deferred_experts": 2}, {"routing_bias": 0.5}], ids=str)
+def test_a_compiled_decode_step_gives_the_same(
+    open_model: Callable[..., PreTrainedModel], fields: dict[str, Any]
+) -> None:
+    """Each step starts with the same residents: none, or those of even numbers."""
+    model = open_model(resident=1.0, prefetch="off", **fields)
+    every = torch.arange(32)
+    steps = [torch.randint(0, 4000, (rows, 1)) for rows in (2, 2, 2)]
+
+    def run(forward: Callable[..., Any]) -> list[Tensor]:
+        logits = []
+        for step in steps:
+            for module in patched_modules(model):
+                ops.evict(module._mesh_handle, every)
+                if "routing_bias" in fields:
+                    ops.promote(module._mesh_handle, every[::2])
+            with torch.no_grad():
+                logits.append(forward(input_ids=step, use_cache=False).logits)
+            _engine(model).drain()
+        return logits
+
+    eager = run(model)
+    before = torch_mesh.stats(model)
+    torch._dynamo.reset()
+    compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True))
+    after = torch_mesh.stats(model)
+    for value, expected in zip(compiled, eager, strict=True):
+        assert torch.equal(value, expected)
+    assert after.deferred + after.rerouted == 2 * (before.deferred + before.rerouted) > 0
+
+
+def test_a_forward_that_is_broken_off_leaves_nothing_behind(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(deferred_experts=4, prefetch="off", resident=1.0)
+    modules = list(patched_modules(model))
+    token = torch.randint(0, 4000, (1, 1))
+
+    def cold_logits() -> Tensor:
+        for module in modules:
+            ops.evict(module._mesh_handle, torch.arange(32))
+        with torch.no_grad():
+            logits = model(input_ids=token, use_cache=False).logits
+        _engine(model).drain()
+        return logits
+
+    expected = cold_logits()
+    for broken in (1, 3):
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        hook = modules[broken].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cold_logits()
+        hook.remove()
+        _engine(model).drain()
+        assert torch.equal(cold_logits(), expected)
+    _engine(model).validate()
+    assert _engine(model).pinned() == 0
+
+
+def test_copies_and_unpatching(open_model: Callable[..., PreTrainedModel], mesh_tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+    routers = [type(module) for module in model.modules() if "Router" in type(module).__name__]
+    prompt = torch.randint(0, 4000, (1, 3))
+    with torch.no_grad():
+        expected = model(prompt).logits
+        _patched(model, resident=0.25, **LOSSY)
+        clone = copy.deepcopy(model)
+        assert sum(isinstance(module, LeaningRouter) for module in clone.modules()) == 6
+        clone.generate(prompt, max_new_tokens=3, do_sample=False)
+        assert torch_mesh.stats(model).deferred > 0  # of the pool that they share
+        torch_mesh.unpatch(model)
+        assert [type(module) for module in model.modules() if "Router" in type(module).__name__] == routers
+        assert not any(name.startswith("_mesh") for module in model.modules() for name in vars(module))
+        assert torch.equal(model(prompt).logits, expected)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_families_whose_selection_can_lean(name: str) -> None:
+    model = TINY_MODELS[name].build()
+    family = model.config.model_type
+    top_k = find_experts(model)[0].top_k
+    if top_k == 1:
+        with pytest.raises(ValueError, match="a token of this model takes one expert"):
+            _patched(model, routing_bias=0.5)
+        return
+    if family not in ROUTING_BIAS_FAMILIES:
+        with pytest.raises(torch_mesh.UnsupportedModelError, match=r"Model types that have: .*deepseek_v3.*qwen3_moe"):
+            _patched(model, routing_bias=0.5)
+        return
+    _patched(model, routing_bias=1.0, resident=0.6)
+    recorded = _record(model)
+    inputs = {key: value[:1, -8:] for key, value in inputs_for(model).items()}  # a decode step, by its rows
+    for parity in (0, 1):  # not all choices of a token are even, and odd
+        for module in patched_modules(model):
+            ops.evict(module._mesh_handle, torch.arange(8))
+        for module in patched_modules(model):
+            ops.promote(module._mesh_handle, torch.arange(parity, 8, 2))
+        output_of(model, inputs)
+    assert torch_mesh.stats(model).rerouted > 0
+    for calls in recorded:
+        for call in calls:
+            assert all(len(set(row)) == len(row) for row in call.ids.tolist())
+            cold = (~call.ready[call.ids]).sum(1)
+            # With the whole spread as a bonus only what is kept may be cold, where enough is resident and unmasked.
+            if call.ready.sum() >= top_k and "n_group" not in model.config.to_dict():
+                assert (cold <= kept_choices(top_k)).all()
+
+
+def test_a_family_with_groups_and_a_correction_bias_opens_from_a_checkpoint(tmp_path: Path) -> None:
+    TINY_MODELS["DeepseekV3Experts"].build().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5, **LOSSY))
+    assert (
+        sum(isinstance(module, LeaningRouter) for module in model.modules()) == len(list(patched_modules(model))) == 2
+    )
+    model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    stats = torch_mesh.stats(model)
+    assert stats.deferred > 0 and stats.rerouted > 0 and stats.per_layer[1].deferred == 0
+
+
+def test_wrong_values() -> None:
+    for field, values in {"deferred_experts": (-1, 1.5, "many", True), "routing_bias": (-0.1, 2, "much", True)}.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{field}="):
+                MeshConfig(**{field: value})
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    with pytest.raises(ValueError, match="deferred_experts=4, but a token of this model takes 3 experts"):
+        torch_mesh.patch(model, deferred_experts=4)
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
+        torch_mesh.patch(TINY_MODELS["GptOssExperts"].build(), deferred_experts=1)
+    assert next(patched_modules(model), None) is None
+    weights = torch.randn(4, 32, 16), torch.randn(4, 16, 16)
+    with pytest.raises(ValueError, match="one layer of experts"):
+        torch_mesh.Experts(*weights, top_k=2, deferred_experts=1)
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="has no router"):
+        torch_mesh.Experts(*weights, top_k=2, routing_bias=0.1)
+
+
+def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = MeshConfig.from_dict({"quant_method": "mesh", "deferred_experts": 2, "routing_bias": 0.5})
+    assert (stored.deferred_experts, stored.routing_bias, stored.lossy) == (0, 0.0, "")
+    assert not {"deferred_experts", "routing_bias"} & MeshConfig(**LOSSY).to_dict().keys()
+    assert MeshConfig(**LOSSY).replace(resident=0.5).lossy == "deferred_experts=2, routing_bias=0.3"
+    monkeypatch.setenv("TORCH_MESH_DEFERRED_EXPERTS", "1")
+    assert MeshConfig().lossy == "deferred_experts=1"

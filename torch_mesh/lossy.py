@@ -1,0 +1,225 @@
+"""Modes of decode steps that trade exactness for fewer waits, each off by default.
+
+They act where no gradient is computed (``torch.no_grad``, as ``generate`` does): grad mode is exact. So are prompts, forwards of
+more than ``MOST_DECODE_ROWS`` rows.
+
+- ``deferred_experts``: the products of a token's cold experts of least weight are added one MoE layer later. After KTransformers'
+  expert deferral (SOSP 2025), which defers by rank alone.
+- ``routing_bias``: among a token's experts resident ones are preferred, after the cache prior of arXiv 2412.00099.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .config import MeshConfig
+from .errors import UnsupportedModelError
+from .families import ExpertsLayer, find_router
+from .modules import change_class, restore_class
+
+# Model types whose routers select in a way that routing_bias can lean; tests keep it true.
+ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
+    "aria_text",
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "cohere2_moe",
+    "deepseek_ocr2_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "dots3_note_text",
+    "ernie4_5_moe",
+    "ernie4_5_vl_moe_text",
+    "exaone_moe",
+    "flex_olmo",
+    "flint",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm4v_moe_text",
+    "glm5_next_text",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hy_v4",
+    "inkling2_text",
+    "jamba",
+    "kimi_linear",
+    "kolibri1",
+    "laguna",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax",
+    "minimax_m3_vl_text",
+    "mistral4",
+    "mistral_large4_text",
+    "mixtral",
+    "muse_spark_text",
+    "nemotron_h",
+    "olmoe",
+    "openai_privacy_filter",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_omni_moe_talker_text",
+    "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text",
+    "qwen4_exp_text",
+    "solar_open",
+    "unlimited_ocr_text",
+)
+
+
+class _Selection(TorchFunctionMode):
+    """Sees the one ``topk`` by which a router selects ``top_k`` of ``experts``."""
+
+    def __init__(self, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.top_k = top_k
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.topk and func is not torch.Tensor.topk:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if scores.dim() != 2 or scores.size(-1) != self.experts or result[1].size(-1) != self.top_k:
+            return result  # of groups, or within them
+        return self.selected(scores, *result)
+
+    def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
+        """What the router gets in place of ``values`` and ``ids`` [tokens, top_k], chosen by scores [tokens, experts]."""
+        raise NotImplementedError
+
+
+class _Probe(_Selection):
+    def __init__(self, experts: int, top_k: int) -> None:
+        super().__init__(experts, top_k)
+        self.seen = 0
+
+    def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
+        self.seen += 1
+        return torch.return_types.topk((values, ids))
+
+
+class _LeaningSelection(_Selection):
+    def __init__(self, experts: int, top_k: int, handle: torch.Tensor, bias: float) -> None:
+        super().__init__(experts, top_k)
+        self.handle = handle
+        self.bias = bias
+
+    def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
+        ids = torch.ops.torch_mesh.route(scores, ids, self.handle, self.bias, kept_choices(self.top_k))
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+def kept_choices(top_k: int) -> int:
+    """How many of a token's choices ``routing_bias`` never replaces: those that matter most."""
+    return max(1, top_k // 4)
+
+
+class LeaningRouter(nn.Module):
+    """Mixed into the class of a router: its selection leans towards resident experts.
+
+    Only the selection: the weights are those that the router gives to what was selected, normalised as it does.
+    """
+
+    _mesh_selection: tuple[int, int, torch.Tensor, float]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        with _LeaningSelection(*self._mesh_selection):
+            return super().forward(*args, **kwargs)
+
+
+def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+    """Raises ValueError or UnsupportedModelError if ``model`` cannot run with the lossy modes of ``config``."""
+    top_k = max(layer.top_k for layer in layers)
+    if config.deferred_experts > top_k:
+        raise ValueError(
+            f"deferred_experts={config.deferred_experts}, but a token of this model takes {top_k} experts: give 0 to {top_k}."
+        )
+    if config.deferred_experts and len(layers) == 1:
+        raise ValueError(
+            f"deferred_experts={config.deferred_experts} has no later layer to defer to: this model has one layer of experts. "
+            "Leave deferred_experts at 0."
+        )
+    if config.deferred_experts and layers[0].fused_activation is None:
+        raise UnsupportedModelError(
+            f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
+            "since the fused kernel does not know their activation. Leave deferred_experts at 0."
+        )
+    if config.routing_bias and top_k == 1:
+        raise ValueError(
+            f"routing_bias={config.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
+            "choice of a token always stays. Leave routing_bias at 0."
+        )
+    if config.routing_bias:
+        for layer in layers:
+            _selecting_router(model, layer, config.routing_bias)
+
+
+def make_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+    """Turns on the lossy modes of ``config`` in a patched model."""
+    modules: list[Any] = [layer.module for layer in layers]
+    for module, following in zip(modules, [*modules[1:], None], strict=True):
+        module._mesh_deferred = config.deferred_experts
+        # The op knows the next layer by its number in the pool.
+        module._mesh_defers = following is not None and following._mesh_layer == module._mesh_layer + 1
+    if config.routing_bias:
+        for layer, module in zip(layers, modules, strict=True):
+            router: Any = _selecting_router(model, layer, config.routing_bias)
+            router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, config.routing_bias)
+            change_class(router, _leaning_class(type(router)))
+
+
+def _leaning_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _leaning_classes:
+        _leaning_classes[cls] = type(f"Mesh{cls.__name__}", (LeaningRouter, cls), {"__module__": __name__})
+    return _leaning_classes[cls]
+
+
+_leaning_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def undo_lossy(model: nn.Module) -> None:
+    """Gives the routers of a patched model their own classes back."""
+    for module in model.modules():
+        if isinstance(module, LeaningRouter):
+            restore_class(module)
+
+
+def _selects(router: Any, layer: ExpertsLayer) -> bool:
+    probe = _Probe(layer.num_experts, layer.top_k)
+    weight = router.weight  # on the meta device while a model is loaded
+    try:
+        with torch.no_grad(), probe:
+            given = router(torch.ones(2, layer.hidden, dtype=weight.dtype, device=weight.device))
+    except (TypeError, RuntimeError):  # it wants more than hidden states
+        return False
+    outputs = given if isinstance(given, tuple) else (given,)
+    ids = [output for output in outputs if isinstance(output, torch.Tensor) and not output.is_floating_point()]
+    return probe.seen == 1 and [tuple(output.shape) for output in ids] == [(2, layer.top_k)]
+
+
+def _selecting_router(model: nn.Module, layer: ExpertsLayer, bias: float) -> nn.Module:
+    """The router of a layer, if it selects experts by one topk over all of them, and hands on what that gives."""
+    router: Any = find_router(model, layer)
+    if router is not None and _selects(router, layer):
+        return router
+    raise UnsupportedModelError(
+        f"routing_bias={bias} cannot be had for {type(model).__name__}: {layer.path} has no router beside it that selects "
+        f"{layer.top_k} of {layer.num_experts} experts by one topk. Model types that have: {', '.join(ROUTING_BIAS_FAMILIES)}."
+    )
