@@ -9,7 +9,7 @@ torch_version: str  # of the torch this extension was built against
 
 def features() -> dict[str, str]:
     """What was built in and what this machine has: 'isa', 'isas', 'uring' ('' or why not), 'brgemm_bf16', 'brgemm_int8' (likewise),
-    'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with processors for it too).
+    'populate_read' (likewise, of mapped files), 'numa_nodes' (with memory for this process), 'numa_compute_nodes' (with processors for it too).
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
@@ -194,7 +194,7 @@ class Engine:
         """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
 
     def describe_size(self) -> dict[str, int]:
-        """'slots' and 'slot_bytes' (what they take) now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
+        """'slots' and 'slot_bytes' (what they take; of 'mapped_bytes', in the page cache) now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""
 
     def describe(self) -> dict[str, object]:
-        """'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""
+        """'slots' (now), 'most_slots', 'record_bytes', 'pool_bytes' (now), 'mapped_bytes' (in the page cache and not in those), 'workspace_bytes', 'policy', 'io', 'isa', 'threads', 'notes'."""

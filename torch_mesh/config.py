@@ -18,7 +18,7 @@ WEIGHTS = ("auto", "bf16", "int8", "int4", "lut4")
 DENSE = ("none", "bf16", "int8", "int4", "lut4")
 ATTENTION = ("auto", "model", "mesh")
 GROUP_SIZES = (32, 64, 128)
-IO = ("auto", "uring", "threads")
+IO = ("auto", "uring", "threads", "mmap")
 POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat")
 VERIFY = ("first", "always", "never")
 PREFETCH = ("auto", "off")
@@ -253,7 +253,9 @@ class MeshConfig(QuantizationConfigMixin):
         group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
         store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
             formats are converted once into the cache folder.
-        io: ``"auto"``, ``"uring"`` or ``"threads"``.
+        io: how experts are read into the pool: ``"uring"``, ``"threads"``, or ``"auto"``, the first of these that works here.
+            ``"mmap"`` has no pool but uses the records of a store where the page cache holds them; ``resident`` is then how
+            many the kernel is advised to keep, and takes no memory that it could not have back.
         policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
         quotas: ``"on"``: each layer has a policy of its own and a quota of the pool by its sampled miss-ratio curve, which it may exceed
             while others do not use theirs; for policies other than ``heat``, which does better without. ``"off"``: one policy for all.

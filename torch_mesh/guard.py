@@ -129,6 +129,8 @@ class MemoryGuard:
             except PoolClosedError:  # by somebody else than its pool
                 self.remove(engine)
         left = left_bytes(self._proc)
+        # What is in the page cache is free to the kernel, and resident to a mapped pool.
+        left -= sum(about["slot_bytes"] for _, about in described if about["mapped_bytes"])
         wanted = wanted_slots(left, [about for _, about in described])
         changes = [
             (engine, about, slots)

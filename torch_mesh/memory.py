@@ -48,11 +48,12 @@ def resident_slots(
     record_bytes: int,
     reserved: int = 0,
     available: int | None = None,
+    mapped: bool = False,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
     ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin. ``available`` is what
-    can be taken; None: what this process can take now.
+    can be taken; None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
     a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
@@ -61,7 +62,7 @@ def resident_slots(
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
-        return _affordable(slots, resident, record_bytes, free)
+        return slots if mapped else _affordable(slots, resident, record_bytes, free)
     if resident == "auto":
         return min(every, max(top_k, auto_budget(free, reserved) // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
@@ -70,7 +71,8 @@ def resident_slots(
             f"resident={resident!r} holds {slots} experts of {record_bytes:,} bytes, but every token needs {top_k}: "
             f"give at least {top_k * record_bytes:,} bytes."
         )
-    return _affordable(min(every, slots), resident, record_bytes, free)
+    slots = min(every, slots)
+    return slots if mapped else _affordable(slots, resident, record_bytes, free)
 
 
 def _affordable(slots: int, resident: str | float, record_bytes: int, free: int) -> int:

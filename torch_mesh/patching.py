@@ -61,7 +61,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         group_size=group_size,
         freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
     )
-    if config.store is None and slots == _experts(layers):
+    if config.store is None and slots == _experts(layers) and config.io != "mmap":
         _patch_in_memory(layers, config, weights, group_size)
     else:
         _patch_on_disk(model, layers, config, weights, group_size, slots)

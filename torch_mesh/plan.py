@@ -94,7 +94,7 @@ class Plan:
     memory_bytes: int  # what the process can have in all
     process_bytes: int  # of those: the interpreter with torch and transformers
     slots: int | None
-    pool_bytes: int | None
+    pool_bytes: int | None  # with io="mmap" of the page cache, and not in the peak
     resident_share: float | None  # of all experts
     recommended_slots: int  # twice the experts that a token takes in each layer (arXiv 2505.16056)
     recommended_bytes: int
@@ -271,6 +271,11 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
     raw = config.weights in ("auto", "bf16") and config.store is None
+    if raw and config.io == "mmap":
+        raise ValueError(
+            "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
+            "store=, or use io='auto'."
+        )
     weights = "bf16" if config.weights == "auto" else config.weights
     used = sorted(set(experts.extents[..., 0].flatten().tolist()))
     return _sizes(
@@ -340,6 +345,7 @@ def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int
             reserved=config.workspace_bytes + sizes.staging_bytes,
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
+            mapped=config.io == "mmap",
         ), ""
     except (ValueError, MemoryError) as error:
         return None, str(error)
@@ -356,7 +362,8 @@ def _tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
 def _peak(sizes: Sizes, config: MeshConfig, process: int, slots: int | None) -> int | None:
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
-    running = sizes.dense_bytes + slots * sizes.expert_bytes + sizes.staging_bytes + config.workspace_bytes
+    pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes
+    running = sizes.dense_bytes + pool + sizes.staging_bytes + config.workspace_bytes
     return process + max(running, sizes.dense_bytes_loading)
 
 

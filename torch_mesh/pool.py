@@ -45,6 +45,7 @@ def pool_slots(
             weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
         ),
         reserved=config.workspace_bytes + staging - freed,
+        mapped=config.io == "mmap",
     )
 
 
@@ -149,8 +150,10 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
+        mapped = ", io=mmap" if about["io"] == "mmap" else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
-        return f"weights={self.weights}{group}, resident={about['slots']} of {every} experts, policy={about['policy']}{lossy}"
+        resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}"
+        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

@@ -20,6 +20,7 @@
 #include "bindings/registry.h"
 #include "bindings/replay.h"
 #include "bindings/runtime.h"
+#include "io/mapped_files.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
@@ -426,6 +427,7 @@ class PyEngine {
         {"segment_slots", pool.segment_slots()},
         {"record_bytes", live->engine->layout().bytes},
         {"slot_bytes", pool.slot_bytes()},
+        {"mapped_bytes", pool.mapped_bytes()},
     };
     {
       // Before anything of Python's is made: the garbage collector may run then, find the model
@@ -488,6 +490,7 @@ class PyEngine {
     result["most_slots"] = pool.most_slots();
     result["record_bytes"] = engine.layout().bytes;
     result["pool_bytes"] = pool.memory_bytes();
+    result["mapped_bytes"] = pool.mapped_bytes();
     result["workspace_bytes"] = engine.workspace_bytes();
     result["policy"] = pool.policy();
     result["io"] = pool.reader() == nullptr ? "memory" : pool.reader()->backend();
@@ -521,6 +524,7 @@ py::dict features() {
   result["isa"] = kernel_table_name(kernel_table());
   result["isas"] = tables;
   result["uring"] = uring_unavailable();
+  result["populate_read"] = populate_read_works() ? "" : "this kernel is older than 5.14";
   result["brgemm_bf16"] = brgemm_bf16_unavailable();
   result["brgemm_int8"] = brgemm_int8_unavailable();
   result["numa_nodes"] = std::to_string(std::max<size_t>(memory_nodes().size(), 1));

@@ -121,7 +121,9 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     // of the pool is left to others meanwhile.
     const bool kept =
         forward.window && !forward.last && claim.placed() && 2 * pool_->experts() <= pool_->slots();
-    if (!kept) {
+    if (kept) {
+      claim.check_read();
+    } else {
       for (const ReadyExpert& expert : ready) claim.release(expert.index);
     }
     computed += static_cast<int32_t>(ready.size());

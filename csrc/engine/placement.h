@@ -25,7 +25,8 @@ class Placement {
       : topology_(topology), nodes_(std::min(topology.nodes(), TaskQueue::kMostNodes)) {
     for (int32_t node = 0; node < nodes_; ++node) {
       for (size_t i = 0; i < ready.size(); ++i) {
-        if (nodes_ > 1 && ready[i].node % nodes_ != node) continue;
+        const int32_t own = ready[i].node < 0 ? static_cast<int32_t>(i) : ready[i].node;
+        if (nodes_ > 1 && own % nodes_ != node) continue;
         order_[count_++] = static_cast<int32_t>(i);
       }
       end_[node] = count_;

@@ -19,6 +19,7 @@
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/file_table.h"
+#include "io/mapped_files.h"
 
 namespace torch_mesh {
 
@@ -405,27 +406,17 @@ void check_faults(const Faults& faults) {
   check_range("longest injected delay in microseconds", faults.max_delay.count(), 0, 60'000'000);
 }
 
-void check(const ReaderOptions& options, std::span<const File> files,
-           std::span<const MemoryRegion> buffers, const Reader::Done& done) {
+void check(const ReaderOptions& options, int64_t files, const Reader::Done& done) {
   check_range("depth", options.depth, 1, 1024);
   check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kLargestChunk);
   check_range("number of threads", options.threads, 1, 256);
   check_range("number of retries", options.retries, 0, 100);
-  check_range("number of files", std::ssize(files), 1, std::numeric_limits<int32_t>::max());
+  check_range("number of files", files, 1, std::numeric_limits<int32_t>::max());
   check_faults(options.faults);
   if (options.chunk_bytes % kChunkUnit != 0) {
     throw Error(ErrorKind::kInvalid,
                 "the reader's chunk_bytes is " + std::to_string(options.chunk_bytes) +
                     "; it must be a multiple of " + std::to_string(kChunkUnit));
-  }
-  if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
-    throw Error(ErrorKind::kInvalid, "the reader's backend is \"" + options.backend +
-                                         "\"; \"auto\", \"uring\" and \"threads\" are allowed");
-  }
-  for (const MemoryRegion& buffer : buffers) {
-    if (buffer.data == nullptr || buffer.bytes == 0) {
-      throw Error(ErrorKind::kInvalid, "a buffer of the reader is empty; leave it out");
-    }
   }
   if (!done) throw Error(ErrorKind::kInvalid, "the reader has no completion callback");
 }
@@ -449,7 +440,16 @@ bool Faults::any() const {
 
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done) {
-  check(options, files, buffers, done);
+  check(options, std::ssize(files), done);
+  if (options.backend != "auto" && options.backend != "uring" && options.backend != "threads") {
+    throw Error(ErrorKind::kInvalid, "the reader's backend is \"" + options.backend +
+                                         "\"; \"auto\", \"uring\" and \"threads\" are allowed");
+  }
+  for (const MemoryRegion& buffer : buffers) {
+    if (buffer.data == nullptr || buffer.bytes == 0) {
+      throw Error(ErrorKind::kInvalid, "a buffer of the reader is empty; leave it out");
+    }
+  }
   const auto table = std::make_shared<const FileTable>(files, options.direct);
   if (options.chunk_bytes % table->alignment() != 0) {
     throw Error(ErrorKind::kInvalid, "the reader's chunk_bytes is " +
@@ -469,6 +469,25 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
   }
   return open_with(make_threads_backend(table, options.threads, options.depth), options, table,
                    done, std::move(notes));
+}
+
+std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
+                                           std::shared_ptr<MappedFiles> files, Reader::Done done) {
+  check(options, std::ssize(files->files()->descriptors()), done);
+  if (options.faults.bit_flip > 0 || options.faults.wrong_offset > 0) {
+    throw Error(ErrorKind::kInvalid,
+                "bit_flip and wrong_offset would have to change a mapped file; inject them into "
+                "io=\"threads\" or io=\"uring\"");
+  }
+  std::vector<std::string> notes = {
+      "experts are used where the page cache holds them: of the " + std::to_string(files->bytes()) +
+      " bytes that are mapped the kernel keeps what memory is left for"};
+  if (!populate_read_works()) {
+    notes.push_back("this kernel is older than 5.14: pages are touched one by one");
+  }
+  const std::shared_ptr<const FileTable> table = files->files();
+  return open_with(make_mapped_backend(std::move(files), options.threads, options.depth), options,
+                   table, done, std::move(notes));
 }
 
 }  // namespace torch_mesh

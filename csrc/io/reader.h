@@ -72,10 +72,12 @@ struct Faults {
 };
 
 struct ReaderOptions {
-  std::string backend = "auto";  // "auto": uring where it works, else threads; "uring"; "threads"
-  int32_t depth = 16;            // chunks under way
+  // "auto": uring where it works, else threads; "uring"; "threads"; "mmap": see
+  // open_mapped_reader()
+  std::string backend = "auto";
+  int32_t depth = 16;  // chunks under way
   int64_t chunk_bytes = 1 << 20;
-  int32_t threads = 8;  // of the "threads" backend
+  int32_t threads = 8;  // of the "threads" and "mmap" backends
   int32_t retries = 3;  // repeats of a chunk that failed with EIO
   bool direct = true;   // O_DIRECT where the file system allows it
   Faults faults;
@@ -112,7 +114,7 @@ class Reader {
   virtual void close() = 0;
 
   virtual ReaderStats stats() const = 0;
-  virtual const char* backend() const = 0;             // "uring", "threads"
+  virtual const char* backend() const = 0;             // "uring", "threads", "mmap"
   virtual int64_t alignment() const = 0;               // of offsets, lengths and memory, in bytes
   virtual std::vector<std::string> notes() const = 0;  // what was tried and fell back, in words
 };
@@ -123,6 +125,14 @@ class Reader {
 // in).
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done);
+
+class MappedFiles;
+
+// Reads nothing but brings what is asked for into memory, where it is mapped: the pieces of a
+// request go `to` files.at() their extents. Faults that change bytes cannot be injected:
+// Error(kInvalid).
+std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
+                                           std::shared_ptr<MappedFiles> files, Reader::Done done);
 
 // What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file
 // system does not say, -1 if it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be

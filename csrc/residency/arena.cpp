@@ -107,9 +107,9 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
       piece_bytes_(bytes),
       pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes(), segment_bytes)),
       nodes_(topology.nodes()) {
-  if (count < 1 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
+  if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
     throw Error(ErrorKind::kInvalid,
-                "an arena holds at least one piece of a multiple of 4096 bytes; got " +
+                "an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got " +
                     std::to_string(count) + " of " + std::to_string(bytes));
   }
   if (count > INT64_MAX / bytes) {

@@ -17,9 +17,10 @@ inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
 
 class Arena {
  public:
-  // Room for `count` pieces of `bytes` each (a multiple of 4 KiB). A piece never crosses a segment;
-  // segments are 64 MiB or one piece, whichever is larger, or a node's share of it all, if that is
-  // smaller. Throws Error(kMemory), saying how much was asked for and what is free.
+  // Room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece never
+  // crosses a segment; segments are 64 MiB or one piece, whichever is larger, or a node's share of
+  // it all, if that is smaller. Throws Error(kMemory), saying how much was asked for and what is
+  // free.
   Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
         int64_t segment_bytes = kSegmentBytes);
   ~Arena();

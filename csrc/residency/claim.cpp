@@ -62,6 +62,7 @@ void Pool::Impl::join_present(Claim& claim) {
     const int32_t slot = slots.find(id_of(claim.layer_, claim.experts_[i]));
     if (slot < 0) continue;
     const bool ready = slots[slot].state == SlotState::kReady;
+    if (ready && !still_there(slot)) continue;
     slots.pin(slot);
     if (!ready) hasten(slot);
     const bool ahead = std::exchange(loads[slot].unused, false);
@@ -133,7 +134,8 @@ int32_t Pool::Impl::hand_out(Claim& claim, std::span<ReadyExpert> ready) {
     entry.state = kHeld;
     --claim.joined_;
     ++claim.held_;
-    ready[count++] = {static_cast<int32_t>(i), arena.piece(entry.slot), arena.node(entry.slot)};
+    ready[count++] = {static_cast<int32_t>(i), record_in(entry.slot),
+                      mapping ? -1 : arena.node(entry.slot)};
   }
   return count;
 }
@@ -250,6 +252,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   if (next_alive_ != nullptr) next_alive_->previous_alive_ = this;
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
+  losses_ = impl.losses_so_far();
   if (!part.late) {
     impl.expected.begin(layer);
     impl.learn(layer, experts, part);
@@ -308,6 +311,7 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
 void Claim::release(int32_t index) {
   Pool::Impl& impl = *pool_.impl_;
   impl.check_process();
+  check_read();
   const Pool::Impl::Lock lock(impl.mutex);
   if (index < 0 || index >= static_cast<int32_t>(entries_.size()) ||
       entries_[index].state != kHeld) {

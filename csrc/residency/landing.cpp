@@ -98,7 +98,7 @@ ReadRequest Pool::Impl::request_for(int32_t slot) const {
   ReadRequest request{};
   request.tag = uint64_t{load.generation} << 32 | static_cast<uint32_t>(slot);
   request.pieces = source.pieces;
-  std::byte* to = source.raw ? staging_arena->piece(load.staging) : arena.piece(slot);
+  std::byte* to = source.raw ? staging_arena->piece(load.staging) : record_in(slot);
   for (int32_t piece = 0; piece < source.pieces; ++piece) {
     const Extent from = aligned_superset(extents[piece], reader->alignment());
     request.piece[piece] = {from, extents[piece].offset + extents[piece].bytes - from.offset, to};
@@ -126,23 +126,31 @@ void Pool::Impl::on_read(const ReadResult& result) {
   std::optional<Error> error;
   const int64_t bytes = result.error != 0 ? 0 : bytes_of(request_for(slot));
   try {
+    const int64_t losses = mapping ? mapping->losses() : 0;
     error = result.error != 0 ? read_error(slot, result) : pack_record(slot);
-    if (!error && !checksum_matches(slot)) {
+    const bool matches = error || checksum_matches(slot);
+    if (!error && mapping && !mapping->intact_since(losses)) {
+      const Extent& extent = extent_of(slots[slot].expert);
+      error = read_error(slot, {result.tag, EIO, extent.file, extent.offset});
+    } else if (!matches) {
       if (read_again(slot, bytes)) return;
       error = checksum_error(slot);
     }
   } catch (const std::bad_alloc&) {
     error = no_memory;
   }
-  const Lock lock(mutex);
-  count_read(slot, bytes);
-  if (!error) {
-    land(slot);
-  } else if (!begin_anew(slot, *error)) {
-    fail(slot, std::move(*error));
+  {
+    const Lock lock(mutex);
+    count_read(slot, bytes);
+    if (!error) {
+      land(slot);
+    } else if (!begin_anew(slot, *error)) {
+      fail(slot, std::move(*error));
+    }
+    submit_queued();
+    read_ahead();
   }
-  submit_queued();
-  read_ahead();
+  if (mapping) cool_evicted();
 }
 
 Error Pool::Impl::read_error(int32_t slot, const ReadResult& result) const {
@@ -202,7 +210,7 @@ bool Pool::Impl::checksum_matches(int32_t slot) {
                       (options.verify == Verify::kFirst && checksum_known[id] && !verified[id]);
   if (!wanted) return true;
   const uint64_t checksum = record_checksum(source.store_id, id / experts, id % experts,
-                                            arena.piece(slot), options.record_bytes);
+                                            record_in(slot), options.record_bytes);
   if (!checksum_known[id]) {
     checksums[id] = checksum;
     checksum_known[id] = true;
@@ -214,6 +222,7 @@ bool Pool::Impl::checksum_matches(int32_t slot) {
 // One wrong read may be a passing fault of bus or memory; a second says that the disk holds other
 // bytes.
 bool Pool::Impl::read_again(int32_t slot, int64_t bytes) {
+  if (mapping) mapping->forget(extent_of(slots[slot].expert));
   const Lock lock(mutex);
   if (loads[slot].reread) return false;
   loads[slot].reread = true;

@@ -57,6 +57,12 @@ const Source& checked(const Source& source, const PackRecord& pack, const PoolOp
     throw_invalid("a raw source needs at least one staging buffer; got " +
                   std::to_string(options.staging));
   }
+  if (source.raw && options.reader.backend == "mmap") {
+    throw_invalid(
+        "io=\"mmap\" uses records as they lie in a store, and this checkpoint's weights are packed "
+        "when they are read; convert it (torch-mesh convert, or name a store=), or use "
+        "io=\"auto\"");
+  }
   if (!source.raw && source.pieces != 1) {
     throw_invalid("a store has one extent per record; got " + std::to_string(source.pieces));
   }
@@ -96,7 +102,9 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       pack(std::move(given_pack)),
       layers(given_layers),
       experts(given_experts),
-      arena(options.slots, options.record_bytes, options.topology, options.segment_bytes),
+      mapping(maps() ? std::make_shared<MappedFiles>(source.files) : nullptr),
+      arena(maps() ? 0 : options.slots, options.record_bytes, options.topology,
+            options.segment_bytes),
       slots(layers * experts, options.slots,
             make_policy(options.policy, {layers, experts, options.slots, options.quotas})),
       loads(static_cast<size_t>(options.slots)),
@@ -143,8 +151,10 @@ void Pool::Impl::open() {
     buffers = staging_arena->segments();
     for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging.push_back(buffer);
   }
-  reader = open_reader(options.reader, source.files, buffers,
-                       [this](const ReadResult& result) { on_read(result); });
+  const auto done = [this](const ReadResult& result) { on_read(result); };
+  to_cool.reserve(mapping ? all : 0);
+  reader = mapping ? open_mapped_reader(options.reader, mapping, done)
+                   : open_reader(options.reader, source.files, buffers, done);
 
   const int64_t alignment = reader->alignment();
   if (alignment < 1 || kRecordAlignment % alignment != 0) {
@@ -213,6 +223,8 @@ void Pool::Impl::evict(int32_t slot, Phase phase) {
   ++stats_of(id / experts, phase).evicted;
   ++stats.experts[id].evicted;
   slots.evict(slot);
+  // Advice may be lost; memory for it is not asked for here.
+  if (mapping && to_cool.size() < to_cool.capacity()) to_cool.push_back(id);
 }
 
 void Pool::Impl::count_wasted(int32_t slot) {
@@ -358,7 +370,7 @@ int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
   if (impl.memory_only()) {
     throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
   }
-  const Impl::Lock lock(impl.mutex);
+  Impl::Lock lock(impl.mutex);
   impl.check_open();
   int32_t evicted = 0;
   for (int32_t expert : experts) {
@@ -368,6 +380,8 @@ int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
     ++evicted;
   }
   if (evicted > 0) impl.wake_slot_waiters();
+  lock.unlock();
+  impl.cool_evicted();
   return evicted;
 }
 
@@ -499,7 +513,9 @@ void Pool::validate() const {
 int32_t Pool::layers() const { return impl_->layers; }
 int32_t Pool::experts() const { return impl_->experts; }
 int32_t Pool::least_slots() const { return impl_->options.least_slots; }
-int32_t Pool::segment_slots() const { return static_cast<int32_t>(impl_->arena.first_of(1)); }
+int32_t Pool::segment_slots() const {
+  return impl_->mapping ? 1 : static_cast<int32_t>(impl_->arena.first_of(1));
+}
 int32_t Pool::most_slots() const { return impl_->options.slots; }
 
 int32_t Pool::slots() const {
@@ -523,8 +539,11 @@ int64_t Pool::memory_bytes() const {
 int64_t Pool::slot_bytes() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->present_bytes();
+  return impl_->mapping ? impl_->slots.limit() * impl_->options.record_bytes
+                        : impl_->present_bytes();
 }
+
+int64_t Pool::mapped_bytes() const { return impl_->mapping ? impl_->mapping->bytes() : 0; }
 
 const Topology& Pool::topology() const { return impl_->options.topology; }
 const char* Pool::policy() const { return impl_->slots.policy().name(); }

@@ -14,6 +14,8 @@
 // - A forward waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
 // - Reading, checking and packing happen outside the lock.
+// - With a mapped store slots hold no bytes: READY says that the page cache held the record, and an
+//   evicted one is what the kernel is advised to take back first. See mapped.cpp.
 // - resize() retires slots: a retired one is never reserved, and evicted as soon as nobody uses it.
 //   The pages of a segment whose slots are all retired and EMPTY go back to the system.
 #pragma once
@@ -146,7 +148,8 @@ class Pool {
   int32_t segment_slots() const;  // memory comes and goes in so many
   int32_t pinned() const;         // slots with at least one pin
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
-  int64_t slot_bytes() const;     // those of them that resize() can give up
+  int64_t slot_bytes() const;     // those of them that resize() can give up; of a mapped store, too
+  int64_t mapped_bytes() const;   // of a mapped store: in the page cache, and none of the pool's
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
@@ -177,7 +180,7 @@ struct ForwardPart {
 struct ReadyExpert {
   int32_t index;  // position in the claim's list of experts
   const std::byte* record;
-  int32_t node;  // of the pool's topology, where the record lies
+  int32_t node;  // of the pool's topology, where the record lies; -1: nobody knows
 };
 
 // The experts that one forward of one layer needs, handed out as they become ready: first all that
@@ -206,6 +209,9 @@ class Claim {
   int32_t next(std::span<ReadyExpert> ready);
   // The forward is done with this one; its slot may be reused, also by this claim.
   void release(int32_t index);
+  // Throws Error(kRead) if some bytes of what was handed out were not to be had when they were
+  // used, which only happens to a mapped store. release() asks, too.
+  void check_read() const;
   // Whether every expert is resident or being read; false while some wait for a slot.
   bool placed() const { return waiting_ == 0; }
 
@@ -219,6 +225,7 @@ class Claim {
   int32_t joined_ = 0;           // resident or being read for this claim, not handed out
   int32_t held_ = 0;             // handed out, not released
   int32_t reading_ = 0;          // read for this claim or ahead of it, not released
+  int64_t losses_ = 0;           // of a mapped store, when this began
   Claim* next_alive_ = nullptr;  // the pool's list of claims, for validate()
   Claim* previous_alive_ = nullptr;
 

@@ -1,4 +1,5 @@
-// What pool.cpp (the calls), claim.cpp (the forwards) and landing.cpp (the reads) share.
+// What pool.cpp (the calls), claim.cpp (the forwards), landing.cpp (the reads) and mapped.cpp
+// share.
 #pragma once
 
 #include <condition_variable>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "base/owner_process.h"
+#include "io/mapped_files.h"
 #include "residency/arena.h"
 #include "residency/expected.h"
 #include "residency/kept.h"
@@ -130,6 +132,14 @@ struct Pool::Impl {
   void forget_awaited(int32_t layer);
   ExpertId choose_victim();
 
+  // mapped.cpp
+  bool maps() const { return options.reader.backend == "mmap" && !source.files.empty(); }
+  const Extent& extent_of(ExpertId id) const { return *source.expert(id / experts, id % experts); }
+  std::byte* record_in(int32_t slot) const;
+  bool still_there(int32_t slot);
+  void cool_evicted();
+  int64_t losses_so_far();
+
   // window.cpp, with the lock:
   int32_t window_slots(int32_t layer, bool last_chunk) const;
   void read_next_layer(const Claim& claim);
@@ -149,6 +159,7 @@ struct Pool::Impl {
   // Ready to be copied, which takes no memory.
   const Error no_memory{ErrorKind::kMemory, "no memory to read an expert"};
 
+  const std::shared_ptr<MappedFiles> mapping;  // of a mapped store, whose arena is empty
   Arena arena;
   std::optional<Arena> staging_arena;  // for a raw source
 
@@ -180,6 +191,8 @@ struct Pool::Impl {
   std::vector<int64_t> forwards;                  // by layer; never reset
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
+  std::vector<ExpertId> to_cool;  // evicted from a mapped store, and the kernel not told yet
+  int64_t losses_seen = 0;
   Claim* claims = nullptr;  // alive
   Ticket* first_ticket = nullptr;
   Ticket* last_ticket = nullptr;

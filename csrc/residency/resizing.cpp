@@ -23,7 +23,7 @@ bool Pool::Impl::vacant(int64_t segment) const {
 
 // Nothing reads into an EMPTY slot, so the I/O thread may take the segment from the ring.
 void Pool::Impl::let_go(int64_t segment) {
-  if (segments[segment] != SegmentState::kPresent || !vacant(segment)) return;
+  if (mapping || segments[segment] != SegmentState::kPresent || !vacant(segment)) return;
   segments[segment] = SegmentState::kLeaving;
   try {
     reader->unregister_buffer(arena.segments()[segment], [this, segment] { on_dropped(segment); });
@@ -55,7 +55,7 @@ void Pool::Impl::raise_limit() {
     return state != SegmentState::kPresent;
   });
   const auto backed = static_cast<int32_t>(arena.first_of(missing - segments.begin()));
-  const int32_t limit = std::min(target, backed);
+  const int32_t limit = missing == segments.end() ? target : std::min(target, backed);
   if (limit <= slots.limit()) return;
   stats.grows += !std::exchange(grown, true);
   slots.set_limit(limit);
@@ -169,7 +169,10 @@ int32_t Pool::resize(int32_t slots) {
                     std::to_string(impl.options.timeout.count()) +
                     " ms: the I/O thread does not come to it; the rest is done when it does");
   }
-  return impl.slots.limit();
+  const int32_t limit = impl.slots.limit();
+  lock.unlock();
+  impl.cool_evicted();
+  return limit;
 }
 
 }  // namespace torch_mesh

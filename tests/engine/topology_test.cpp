@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "engine/placement.h"
 #include "residency/arena.h"
 #include "topology_fixture.h"
 
@@ -98,6 +100,21 @@ TEST(Arena, EveryNodeHasItsShare) {
     arena.piece(i)[4095] = std::byte{1};
   }
   EXPECT_EQ(Arena(7, 4096, Topology()).node(6), 0);
+}
+
+TEST(Placement, ExpertsOfUnknownNodesAreSharedOut) {
+  const NodeFolder folder = NodeFolder::with_one_cpu_each(2);
+  const Topology topology = Topology::read(folder.path(), range(0, 2), range(0, 2), current_cpu);
+  std::vector<ReadyExpert> ready;
+  for (int32_t i = 0; i < 5; ++i) ready.push_back({i, nullptr, i == 0 ? 1 : -1});
+  const Placement placement(topology, ready);
+  TaskQueue queue;
+  std::vector<std::vector<int32_t>> lanes;
+  placement.add_lanes(queue, [&](int32_t begin, int32_t end) {
+    lanes.emplace_back();
+    for (int32_t place = begin; place < end; ++place) lanes.back().push_back(placement[place]);
+  });
+  EXPECT_EQ(lanes, (std::vector<std::vector<int32_t>>{{2, 4}, {0, 1, 3}}));
 }
 
 }  // namespace

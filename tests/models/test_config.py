@@ -36,7 +36,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"group_size": 48}, "group_size=48.*32, 64, 128"),
         ({"store": ""}, "store='' is not a folder"),
         ({"store": 7}, "store=7 is not a folder"),
-        ({"io": "mmap"}, "io='mmap'.*'uring', 'threads'"),
+        ({"io": "aio"}, "io='aio'.*'uring', 'threads', 'mmap'"),
         ({"policy": "belady"}, "policy='belady'.*'lru', 'lfu', 'slru'"),
         ({"verify": "sometimes"}, "verify='sometimes'.*'first', 'always', 'never'"),
         ({"threads": 0}, "threads=0.*positive number or 'auto'"),

@@ -58,10 +58,11 @@ class Combination:
     def draw(cls, draw: random.Random, readers: list[str]) -> Combination:
         top_k = draw.randint(1, 4)
         fraction = draw.choice([0.0, 0.0, 0.1, 0.2, 0.3, 0.45, 0.7])
+        weights = draw.choice(["raw", *SPECS])
         return cls(
-            weights=draw.choice(["raw", *SPECS]),
+            weights=weights,
             slots=max(top_k, int(fraction * LAYERS * EXPERTS)),
-            reader=draw.choice(readers),
+            reader=draw.choice([reader for reader in readers if (weights, reader) != ("raw", "mmap")]),
             policy=draw.choice(_C.policy_names()),
             tokens=draw.choice([1, 1, 2, 5, 12]),
             top_k=top_k,
@@ -142,7 +143,7 @@ def test_two_hundred_combinations_equal_the_fully_resident_run(
 ) -> None:
     draw = random.Random(seed)
     unavailable = _C.features()["uring"]
-    readers = ["threads"] if unavailable else ["uring", "threads"]
+    readers = ["threads", "mmap"] if unavailable else ["uring", "threads", "mmap"]
     cold, fewest_slots = 0, 0
     for number in range(COMBINATIONS):
         it = Combination.draw(draw, readers)
