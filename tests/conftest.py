@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+# Without a card Triton's kernels run in its interpreter, on CPU tensors. Triton wants to know before it is imported, and torch
+# imports it too.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 REPOSITORY = Path(__file__).parents[1]
 
 # Two busy cores make any deadline for one example a coin toss.
@@ -35,8 +40,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("device"):
+                item.add_marker(pytest.mark.gpu)
         return
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -13,6 +13,14 @@ def features() -> dict[str, str]:
     """
 
 def record_bytes(format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool) -> int: ...
+def record_layout(
+    format: str, group_size: int, hidden: int, intermediate: int, gated: bool, bias: bool
+) -> dict[str, int]:
+    """Bytes: 'bytes', and where things are (csrc/store/record.h): 'gate_up_offset', 'gate_up_block_bytes', 'gate_up_bias_offset', the
+    same of 'down', 'group_bytes' and 'scales_bytes'. Of bf16, whose blocks have no groups, the latter are a block's and 0; a bias
+    that is not there is at -1.
+    """
+
 def tokens_per_chunk(
     format: str,
     group_size: int,

@@ -538,6 +538,23 @@ int64_t record_bytes(const std::string& format, int32_t group_size, int32_t hidd
       .bytes;
 }
 
+// For the kernels of other devices, which are not C++.
+std::map<std::string, int64_t> record_layout(const std::string& format, int32_t group_size,
+                                             int32_t hidden, int32_t intermediate, bool gated,
+                                             bool bias) {
+  const RecordLayout layout =
+      RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
+  return {{"bytes", layout.bytes},
+          {"group_bytes", layout.down.group_bytes},
+          {"scales_bytes", layout.down.scales_bytes()},
+          {"gate_up_offset", layout.gate_up_offset},
+          {"gate_up_block_bytes", layout.gate_up.block_bytes},
+          {"gate_up_bias_offset", layout.gate_up_bias_offset},
+          {"down_offset", layout.down_offset},
+          {"down_block_bytes", layout.down.block_bytes},
+          {"down_bias_offset", layout.down_bias_offset}};
+}
+
 int32_t chunk_tokens(const std::string& format, int32_t group_size, int32_t hidden,
                      int32_t intermediate, bool gated, bool bias, int32_t top_k,
                      int64_t workspace) {
@@ -581,6 +598,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = TORCH_VERSION;
   m.def("features", torch_mesh::features);
   m.def("record_bytes", torch_mesh::record_bytes, py::arg("format"), py::arg("group_size"),
+        py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"));
+  m.def("record_layout", torch_mesh::record_layout, py::arg("format"), py::arg("group_size"),
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"));
   m.def("tokens_per_chunk", torch_mesh::chunk_tokens, py::arg("format"), py::arg("group_size"),
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"),

@@ -1,0 +1,626 @@
+"""A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and the order in which they run.
+
+Activations are bf16 and sums fp32; weights keep every bit of their format, since integers are exact in bf16 and the scale
+multiplies a group's sum. So integer formats round less here than on the CPU, which quantises activations too. The order of
+every sum follows from shapes alone: split products are added split by split, a token's experts choice by choice.
+
+Two paths. Few rows (``gate_up_few``, ``down_few``): one program per (token, choice) pair, block of 64 columns and split of the
+depth, bound by memory. Many rows (``gate_up_many``, ``down_many``): a stable sort groups the pairs by expert, and tiles of
+rows go through ``tl.dot``. No step waits for the device, and what is launched depends on shapes alone.
+
+Importing this needs triton; TRITON_INTERPRET=1 runs it on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launches
+from .device import DeviceLayer, DeviceRecord
+from .launches import BLOCK_COLUMNS, REDUCE_COLUMNS, Launch
+
+# Rows of bf16 are loaded and stored as their bits: the interpreter truncates where a card rounds, converts bf16 a hundred times as
+# slowly as it shifts, and takes it for integers in tl.dot. There it is rounded by hand and multiplied as float32: the same values, the
+# same sums but for their order.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_OPERAND = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+
+
+@triton.jit
+def _to_bits(x):
+    """float32 to the bits of the nearest bf16, int16."""
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, bits >> 16).to(tl.int16)
+    else:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _from_bits(bits):
+    """The bits of bf16, int16, to float32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _operand_from_bits(bits):
+    if _INTERPRETED:
+        return _from_bits(bits)
+    else:
+        return bits.to(tl.bfloat16, bitcast=True)
+
+
+# -- words of a record -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _places(FORMAT: tl.constexpr):
+    """Values in a word."""
+    if FORMAT == "bf16":
+        return 2
+    elif FORMAT == "int8":
+        return 4
+    else:
+        return 8
+
+
+@triton.jit
+def _level(nibble):
+    """kLut4Levels of csrc/store/record.h, four to a word: a table in memory would cost a read for each weight."""
+    low = tl.where(nibble < 4, 0x100C0700, 0x1D1A1714)
+    high = tl.where(nibble < 12, 0x2A262320, 0x3F38332E)
+    return (tl.where(nibble < 8, low, high) >> (nibble % 4 * 8)) & 255
+
+
+@triton.jit
+def _values(words, place, FORMAT: tl.constexpr):
+    """What stands at ``place`` of each word, before scale and zero, as float32."""
+    if FORMAT == "bf16":
+        return ((words >> (place * 16)) << 16).to(tl.float32, bitcast=True)
+    elif FORMAT == "int8":
+        return ((words << (24 - place * 8)) >> 24).to(tl.float32)
+    else:
+        nibble = (words >> (place % 4 * 8 + place // 4 * 4)) & 15
+        if FORMAT == "int4":
+            return (nibble - 8).to(tl.float32)
+        else:
+            return _level(nibble).to(tl.float32)
+
+
+@triton.jit
+def _scale_bits(group, columns):
+    """The bf16 scales at the beginning of a group, as integers."""
+    return (tl.load(group + columns // 2) >> (columns % 2 * 16)) & 0xFFFF
+
+
+@triton.jit
+def _bias(record, offset, columns, count):
+    return tl.load(record + offset + columns, mask=columns < count, other=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _slot_of(ids, table, pair, experts):
+    """-1: not on this device, or no expert at all."""
+    expert = tl.load(ids + pair)
+    return tl.load(table + expert, mask=(expert >= 0) & (expert < experts), other=-1)
+
+
+@triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-inner))
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_times_block(row, depth, block, first, last, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """One row [depth] times groups ``first`` to ``last`` of a block of columns: float32 [64]."""
+    PLACES: tl.constexpr = _places(FORMAT)
+    SCALES: tl.constexpr = 0 if FORMAT == "bf16" else 32
+    columns = tl.arange(0, 64)
+    words_at = tl.arange(0, GROUP // PLACES)
+    total = tl.zeros((GROUP // PLACES, 64), tl.float32)
+    for index in range(first, last):
+        group = block + index * (SCALES + GROUP // PLACES * 64)
+        words = tl.load(group + SCALES + words_at[:, None] * 64 + columns[None, :])
+        if FORMAT == "lut4":
+            zero = (32 - _scale_bits(group, columns) % 4 * 2).to(tl.float32)
+        part = tl.zeros((GROUP // PLACES, 64), tl.float32)
+        for place in tl.static_range(PLACES):
+            k = index * GROUP + words_at * PLACES + place
+            x = _from_bits(tl.load(row + k, mask=k < depth, other=0))
+            values = _values(words, place, FORMAT)
+            if FORMAT == "lut4":
+                values -= zero[None, :]
+            part += x[:, None] * values
+        if FORMAT == "bf16":
+            total += part
+        else:
+            scale = (_scale_bits(group, columns) << 16).to(tl.float32, bitcast=True)
+            total += part * scale[None, :]
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _operand(words, place, zero, FORMAT: tl.constexpr):
+    values = _values(words, place, FORMAT)
+    if FORMAT == "lut4":
+        values -= zero[None, :]
+    return values.to(_OPERAND)  # exact
+
+
+@triton.jit
+def _unpacked(words, zero, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """The values of words [GROUP / values in a word, 64] in the order of the depth: _OPERAND [GROUP, 64]."""
+    if FORMAT == "bf16":
+        both = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 1, zero, FORMAT))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (GROUP, 64))
+    elif FORMAT == "int8":
+        even = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 2, zero, FORMAT))
+        odd = tl.join(_operand(words, 1, zero, FORMAT), _operand(words, 3, zero, FORMAT))
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (GROUP, 64))
+    else:
+        fours = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 4, zero, FORMAT))
+        after = tl.join(_operand(words, 2, zero, FORMAT), _operand(words, 6, zero, FORMAT))
+        even = tl.join(fours, after)
+        fours = tl.join(_operand(words, 1, zero, FORMAT), _operand(words, 5, zero, FORMAT))
+        after = tl.join(_operand(words, 3, zero, FORMAT), _operand(words, 7, zero, FORMAT))
+        odd = tl.join(fours, after)
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (GROUP, 64))
+
+
+@triton.jit
+def _rows_times_block(rows, here, depth, block, groups, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Rows [ROWS] of pointers, of which ``here`` exist, times a block of columns: float32 [ROWS, 64]."""
+    PLACES: tl.constexpr = _places(FORMAT)
+    SCALES: tl.constexpr = 0 if FORMAT == "bf16" else 32
+    columns = tl.arange(0, 64)
+    words_at = tl.arange(0, GROUP // PLACES)
+    inside = tl.arange(0, GROUP)
+    total = tl.zeros((ROWS, 64), tl.float32)
+    for index in range(groups):
+        group = block + index * (SCALES + GROUP // PLACES * 64)
+        words = tl.load(group + SCALES + words_at[:, None] * 64 + columns[None, :])
+        zero = columns
+        if FORMAT == "lut4":
+            zero = (32 - _scale_bits(group, columns) % 4 * 2).to(tl.float32)
+        values = _unpacked(words, zero, FORMAT, GROUP)
+        k = index * GROUP + inside
+        x = tl.load(rows[:, None] + k[None, :], mask=here[:, None] & (k < depth)[None, :], other=0)
+        part = tl.dot(_operand_from_bits(x), values)
+        if FORMAT == "bf16":
+            total += part
+        else:
+            total += part * (_scale_bits(group, columns) << 16).to(tl.float32, bitcast=True)[None, :]
+    return total
+
+
+# -- few rows --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def gate_up_few(
+    x,  # bits of bf16 [tokens, depth]
+    ids,  # int64 [pairs]
+    table,
+    records,
+    activated,  # bits of bf16 [pairs, width]
+    partial,  # float32 [SPLITS, pairs, halves, width]; not used for one split
+    pairs,
+    top_k,
+    experts,
+    depth,
+    intermediate,
+    width,
+    groups,
+    record_words,
+    block_words,
+    bias_offset,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    HALVES: tl.constexpr = 2 if GATED else 1
+    pair = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = _slot_of(ids, table, pair, experts)
+    if slot < 0:
+        return
+    record = records + slot.to(tl.int64) * record_words
+    row = x + pair // top_k * depth
+    each = (groups + SPLITS - 1) // SPLITS
+    first = split * each
+    last = tl.minimum(first + each, groups)
+    columns = block * 64 + tl.arange(0, 64)
+    gate = _row_times_block(row, depth, record + block * HALVES * block_words, first, last, FORMAT, GROUP)
+    up = gate
+    if GATED:
+        up = _row_times_block(row, depth, record + (block * 2 + 1) * block_words, first, last, FORMAT, GROUP)
+    if SPLITS == 1:
+        if BIAS:
+            gate += _bias(record, bias_offset, columns, intermediate)
+            if GATED:
+                up += _bias(record, bias_offset + intermediate, columns, intermediate)
+        result = _activate(gate, ACTIVATION)
+        if GATED:
+            result *= up
+        tl.store(activated + pair * width + columns, _to_bits(result))
+    else:
+        to = partial + (split.to(tl.int64) * pairs + pair) * HALVES * width + columns
+        tl.store(to, gate)
+        if GATED:
+            tl.store(to + width, up)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def activate_splits(
+    ids,
+    table,
+    records,
+    partial,
+    activated,
+    pairs,
+    experts,
+    intermediate,
+    width,
+    record_words,
+    bias_offset,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    HALVES: tl.constexpr = 2 if GATED else 1
+    pair = tl.program_id(0).to(tl.int64)
+    slot = _slot_of(ids, table, pair, experts)
+    if slot < 0:
+        return
+    record = records + slot.to(tl.int64) * record_words
+    columns = tl.program_id(1) * 64 + tl.arange(0, 64)
+    gate = tl.zeros((64,), tl.float32)
+    up = tl.zeros((64,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = partial + (split * pairs + pair) * HALVES * width + columns
+        gate += tl.load(part)
+        if GATED:
+            up += tl.load(part + width)
+    if BIAS:
+        gate += _bias(record, bias_offset, columns, intermediate)
+        if GATED:
+            up += _bias(record, bias_offset + intermediate, columns, intermediate)
+    result = _activate(gate, ACTIVATION)
+    if GATED:
+        result *= up
+    tl.store(activated + pair * width + columns, _to_bits(result))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def down_few(
+    activated,
+    ids,
+    table,
+    records,
+    products,  # float32 [SPLITS, pairs, hidden]
+    pairs,
+    experts,
+    hidden,
+    intermediate,
+    width,
+    groups,
+    record_words,
+    offset,
+    block_words,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = _slot_of(ids, table, pair, experts)
+    if slot < 0:
+        return
+    record = records + slot.to(tl.int64) * record_words
+    each = (groups + SPLITS - 1) // SPLITS
+    first = split * each
+    last = tl.minimum(first + each, groups)
+    row = activated + pair * width
+    product = _row_times_block(row, intermediate, record + offset + block * block_words, first, last, FORMAT, GROUP)
+    columns = block * 64 + tl.arange(0, 64)
+    to = products + (split.to(tl.int64) * pairs + pair) * hidden + columns
+    tl.store(to, product, mask=columns < hidden)
+
+
+# -- many rows -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(order, starts, tile_experts, tile_rows, experts, ROWS: tl.constexpr):
+    """(expert or ``experts``, pairs [ROWS], which of them exist) of this program's tile."""
+    tile = tl.program_id(0)
+    expert = tl.load(tile_experts + tile)
+    at = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    here = at < tl.load(starts + expert + 1, mask=expert < experts, other=0)
+    return expert, tl.load(order + at, mask=here, other=0), here
+
+
+@triton.jit
+def gate_up_many(
+    x,
+    order,  # int64 [pairs]: pairs, grouped by expert
+    starts,  # int64 [experts + 1]: where an expert's begin
+    tile_experts,  # int64 [tiles]: experts or, for none, their number
+    tile_rows,  # int64 [tiles]: where in the order
+    table,
+    records,
+    activated,
+    top_k,
+    experts,
+    depth,
+    intermediate,
+    width,
+    groups,
+    record_words,
+    block_words,
+    bias_offset,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    HALVES: tl.constexpr = 2 if GATED else 1
+    expert, pairs, here = _tile(order, starts, tile_experts, tile_rows, experts, ROWS)
+    if expert >= experts:
+        return
+    record = records + tl.load(table + expert).to(tl.int64) * record_words
+    rows = x + pairs // top_k * depth
+    block = tl.program_id(1)
+    columns = block * 64 + tl.arange(0, 64)
+    gate = _rows_times_block(rows, here, depth, record + block * HALVES * block_words, groups, FORMAT, GROUP, ROWS)
+    if BIAS:
+        gate += _bias(record, bias_offset, columns, intermediate)[None, :]
+    result = _activate(gate, ACTIVATION)
+    if GATED:
+        up = _rows_times_block(rows, here, depth, record + (block * 2 + 1) * block_words, groups, FORMAT, GROUP, ROWS)
+        if BIAS:
+            up += _bias(record, bias_offset + intermediate, columns, intermediate)[None, :]
+        result *= up
+    tl.store(activated + pairs[:, None] * width + columns[None, :], _to_bits(result), mask=here[:, None])
+
+
+@triton.jit
+def down_many(
+    activated,
+    order,
+    starts,
+    tile_experts,
+    tile_rows,
+    table,
+    records,
+    products,
+    experts,
+    hidden,
+    intermediate,
+    width,
+    groups,
+    record_words,
+    offset,
+    block_words,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    expert, pairs, here = _tile(order, starts, tile_experts, tile_rows, experts, ROWS)
+    if expert >= experts:
+        return
+    record = records + tl.load(table + expert).to(tl.int64) * record_words
+    block = tl.program_id(1)
+    columns = block * 64 + tl.arange(0, 64)
+    product = _rows_times_block(
+        activated + pairs * width,
+        here,
+        intermediate,
+        record + offset + block * block_words,
+        groups,
+        FORMAT,
+        GROUP,
+        ROWS,
+    )
+    to = products + pairs[:, None] * hidden + columns[None, :]
+    tl.store(to, product, mask=here[:, None] & (columns < hidden)[None, :])
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def reduce(
+    products,  # float32 [SPLITS, pairs, hidden]
+    ids,
+    weights,  # float32 [pairs]
+    table,
+    records,
+    out,  # [tokens, hidden]
+    pairs,
+    top_k,
+    experts,
+    hidden,
+    record_words,
+    bias_offset,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SENTINELS: tl.constexpr,
+    BITS: tl.constexpr,  # `out` is bits of bf16
+    COLUMNS: tl.constexpr,
+):
+    """out = sum over a token's choices, in their order. An id that names no expert makes the token NaN: no error leaves a kernel."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < hidden
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in range(top_k):
+        pair = token * top_k + choice
+        expert = tl.load(ids + pair)
+        slot = _slot_of(ids, table, pair, experts)
+        if slot >= 0:
+            product = tl.load(products + pair * hidden + columns, mask=inside, other=0.0)
+            for split in tl.static_range(1, SPLITS):
+                product += tl.load(products + (split * pairs + pair) * hidden + columns, mask=inside, other=0.0)
+            if BIAS:
+                record = records + slot.to(tl.int64) * record_words
+                product += _bias(record, bias_offset, columns, hidden)
+            total += tl.load(weights + pair) * product
+        known = expert >= 0
+        if not SENTINELS:
+            known = known & (expert < experts)
+        total = tl.where(known, total, float("nan"))
+    to = out + token * hidden + columns
+    if BITS:
+        tl.store(to, _to_bits(total), mask=inside)
+    else:
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+def experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer, sentinels: bool, dtype: torch.dtype
+) -> Tensor:
+    """The part of a layer's output that its experts on the device make: [tokens, hidden] in ``dtype``.
+
+    x [tokens, hidden], topk_ids and topk_weights [tokens, k], on the device of ``layer``. Choices whose expert is elsewhere add
+    nothing. Ids outside [0, experts) make their token NaN, unless they are ``sentinels``, which add nothing.
+    """
+    record = layer.record
+    tokens, top_k = topk_ids.shape
+    out = torch.empty((tokens, record.hidden), dtype=dtype, device=x.device)
+    if topk_ids.numel() == 0:
+        return out.zero_()
+    rows = x.to(torch.bfloat16).contiguous().view(torch.int16)
+    ids = topk_ids.to(torch.int64).contiguous()
+    weights = topk_weights.to(torch.float32).contiguous()
+    each = max(1, layer.workspace // (top_k * (4 * record.hidden + 2 * _width(record))))
+    with torch.cuda.device_of(x):
+        for begin in range(0, tokens, each):
+            part = slice(begin, begin + each)
+            _experts_chunk(rows[part], ids[part], weights[part], layer, sentinels, out[part])
+    return out
+
+
+def _width(record: DeviceRecord) -> int:
+    """Of an activated row: whole blocks."""
+    return triton.cdiv(record.intermediate, BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def _experts_chunk(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, out: Tensor) -> None:
+    experts, record = layer.table.numel(), layer.record
+    activated = torch.empty((ids.numel(), _width(record)), dtype=torch.int16, device=x.device)
+    compute = _many if launches.takes_many(ids.numel(), experts) else _few
+    products = compute(x, ids, layer, activated)
+    tokens, top_k = ids.shape
+    bits = out.dtype == torch.bfloat16
+    to = out.view(torch.int16) if bits else out
+    tensors = products, ids, weights, layer.table, layer.records.view(torch.int32), to
+    sizes = ids.numel(), top_k, experts, record.hidden, record.words, record.down_bias
+    how = {"BIAS": record.bias, "SPLITS": products.size(0), "SENTINELS": sentinels, "BITS": bits}
+    grid = tokens, triton.cdiv(record.hidden, REDUCE_COLUMNS)
+    reduce[grid](*tensors, *sizes, **how, COLUMNS=REDUCE_COLUMNS, **_options(launches.ELEMENTWISE))
+
+
+def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
+    """Fills ``activated`` [pairs, width]; returns products [splits, pairs, hidden]."""
+    record, launch = layer.record, _options(launches.FEW[layer.record.format])
+    (pairs, width), experts = activated.shape, layer.table.numel()
+    place = ids, layer.table, layer.records.view(torch.int32)
+    format = {"FORMAT": record.format, "GROUP": record.group}
+    how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
+
+    sizes: tuple[int, ...]
+    blocks = width // BLOCK_COLUMNS
+    splits = launches.splits(pairs, blocks * record.halves, record.hidden)
+    partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=x.device)
+    sizes = pairs, ids.size(1), experts, record.hidden, record.intermediate, width, record.groups(record.hidden)
+    offsets = record.words, record.gate_up_block, record.gate_up_bias
+    how["SPLITS"] = splits
+    gate_up_few[pairs, blocks, splits](x, *place, activated, partial, *sizes, *offsets, **format, **how, **launch)
+    if splits > 1:
+        sizes = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
+        activate_splits[pairs, blocks](*place, partial, activated, *sizes, **how, **_options(launches.ELEMENTWISE))
+
+    blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
+    splits = launches.splits(pairs, blocks, record.intermediate)
+    products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=x.device)
+    sizes = pairs, experts, record.hidden, record.intermediate, width, record.groups(record.intermediate)
+    offsets = record.words, record.down, record.down_block
+    down_few[pairs, blocks, splits](activated, *place, products, *sizes, *offsets, SPLITS=splits, **format, **launch)
+    return products
+
+
+def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
+    """Fills ``activated`` [pairs, width]; returns products [1, pairs, hidden]."""
+    record, launch = layer.record, _options(launches.MANY[layer.record.format])
+    (pairs, width), experts = activated.shape, layer.table.numel()
+    rows = launches.tile_rows(pairs, experts)
+    grouping = _group(ids.view(-1), layer.table, rows)
+    tiles = grouping[-1].numel()
+    place = *grouping, layer.table, layer.records.view(torch.int32)
+    format = {"FORMAT": record.format, "GROUP": record.group, "ROWS": rows}
+    how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
+
+    sizes: tuple[int, ...] = (
+        ids.size(1),
+        experts,
+        record.hidden,
+        record.intermediate,
+        width,
+        record.groups(record.hidden),
+    )
+    offsets = record.words, record.gate_up_block, record.gate_up_bias
+    grid = tiles, width // BLOCK_COLUMNS
+    gate_up_many[grid](x, *place, activated, *sizes, *offsets, **format, **how, **launch)
+
+    products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=x.device)
+    sizes = experts, record.hidden, record.intermediate, width, record.groups(record.intermediate)
+    offsets = record.words, record.down, record.down_block
+    grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
+    down_many[grid](activated, *place, products, *sizes, *offsets, **format, **launch)
+    return products
+
+
+def _group(ids: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, starts, tile_experts and tile_rows for gate_up_many; there are as many tiles as any routing may need."""
+    experts, device = table.numel(), ids.device
+    known = (ids >= 0) & (ids < experts)
+    here = known & (table[ids.clamp(0, experts - 1)] >= 0)
+    grouped, order = torch.sort(torch.where(here, ids, experts), stable=True)
+    starts = torch.searchsorted(grouped, torch.arange(experts + 1, device=device))
+    tiles = (starts[1:] - starts[:-1] + rows - 1) // rows
+    ends = tiles.cumsum(0)
+    tile = torch.arange(ids.numel() // rows + min(experts, ids.numel()), device=device)
+    tile_experts = torch.searchsorted(ends, tile, right=True)
+    known_experts = tile_experts.clamp(max=experts - 1)
+    tile_rows = starts[known_experts] + (tile - (ends - tiles)[known_experts]) * rows
+    return order, starts, tile_experts, tile_rows
+
+
+def _options(launch: Launch) -> dict[str, int | bool]:
+    return {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}

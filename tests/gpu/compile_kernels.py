@@ -1,0 +1,67 @@
+"""Compiles every Triton kernel for cards that need not be there: Triton brings ptxas along. Run by test_triton_compiles.py.
+
+Usage: compile_kernels.py CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import torch_mesh  # noqa: F401  registers the ops
+from torch_mesh.ops import experts_triton as kernels
+from torch_mesh.ops import launches
+
+POINTERS = {
+    **dict.fromkeys(("x", "activated", "out"), "*i16"),
+    **dict.fromkeys(("partial", "products", "weights"), "*fp32"),
+    **dict.fromkeys(("table", "records"), "*i32"),
+    **dict.fromkeys(("ids", "order", "starts", "tile_experts", "tile_rows"), "*i64"),
+}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "silu")
+
+
+def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
+    """Every kernel in every format; the tiles of most rows in every size of group, for they take the most shared memory."""
+    found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
+    most = launches.TILE_ROWS[-1]
+    for index, (format, few) in enumerate(launches.FEW.items()):
+        group = 64 if format == "bf16" else (32, 64, 128)[index % 3]
+        shape = {"FORMAT": format, "GROUP": group}
+        how = {"ACTIVATION": ACTIVATIONS[index], "GATED": index != 2, "BIAS": index % 2 == 0}
+        many = launches.MANY[format]
+        found += [
+            (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2)}, few),
+            (kernels.down_few, shape | {"SPLITS": 1}, few),
+            (kernels.gate_up_many, shape | how | {"ROWS": launches.TILE_ROWS[0]}, many),
+            (kernels.gate_up_many, shape | how | {"GATED": True, "ROWS": most}, many),
+        ]
+        groups = (64,) if format == "bf16" else (32, 64, 128)
+        found += [(kernels.down_many, {"FORMAT": format, "GROUP": each, "ROWS": most}, many) for each in groups]
+    split = {"ACTIVATION": "gelu", "GATED": True, "BIAS": True, "SPLITS": 4}
+    found.append((kernels.activate_splits, split, launches.ELEMENTWISE))
+    last = {"BIAS": True, "SPLITS": 3, "SENTINELS": False, "BITS": True, "COLUMNS": launches.REDUCE_COLUMNS}
+    found.append((kernels.reduce, last, launches.ELEMENTWISE))
+    return found
+
+
+def compile_for(capability: int) -> None:
+    for kernel, constants, launch in variants():
+        signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants),
+            target=GPUTarget("cuda", capability, 32),
+            options=kernels._options(launch),
+        )
+        assert compiled.asm["cubin"]
+        shared = compiled.metadata.shared
+        print(capability, kernel.__name__, *constants.values(), f"{shared} bytes shared", flush=True)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        compile_for(int(argument))

@@ -1,0 +1,43 @@
+"""Tiny experts on the device: a card's, or the CPU's where Triton is interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from tiny_pools import Spec, TinyExperts
+from torch import Tensor
+
+from torch_mesh.ops.device import DeviceLayer, DeviceRecord
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_record(spec: Spec) -> DeviceRecord:
+    assert spec.activation is not None
+    return DeviceRecord(
+        spec.weights,
+        0 if spec.weights == "bf16" else spec.group_size,
+        spec.hidden,
+        spec.intermediate,
+        spec.gated,
+        spec.bias,
+        spec.activation,
+    )
+
+
+def device_layer(experts: TinyExperts, hot: Collection[int], layer: int = 0, workspace: int = 64 << 20) -> DeviceLayer:
+    """The ``hot`` experts in slots in random order, beside slots full of NaN that nobody may read."""
+    record = device_record(experts.spec)
+    slots = torch.randperm(len(hot) + 2)[: len(hot)]
+    records = torch.full((len(hot) + 2, record.words * 4), 0xFF, dtype=torch.uint8)
+    table = torch.full((experts.spec.experts,), -1, dtype=torch.int32)
+    for slot, expert in zip(slots.tolist(), hot, strict=True):
+        records[slot] = experts.records[layer][expert]
+        table[expert] = slot
+    here = table >= 0
+    return DeviceLayer(record, records.to(DEVICE), table.to(DEVICE), here, bool(here.all()), workspace)
+
+
+def on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.to(DEVICE) for tensor in tensors]

@@ -1,0 +1,244 @@
+"""The Triton kernels against float64 and the CPU's op, in both paths: few rows and many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from device_layers import DEVICE, device_layer, on_device
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyExperts, ops, relative_error, routing
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import quick_interpreter  # noqa: F401
+
+from torch_mesh.ops import experts_triton, launches
+from torch_mesh.ops.device import DeviceLayer
+
+pytestmark = pytest.mark.device
+
+Experts = Callable[[Spec], TinyExperts]
+
+# Weights are exact and sums fp32: what is left is the rounding of what the activation gives to bf16.
+TOLERANCE = 0.006
+# And what the CPU adds to that, which quantises activations for integer weights.
+CPU_TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
+
+FORMATS = [Spec(weights="bf16")] + [
+    Spec(weights=weights, group_size=group) for weights in ("int8", "int4", "lut4") for group in (32, 64, 128)
+]
+ODD = [
+    Spec(weights="bf16", hidden=65, intermediate=1),
+    Spec(weights="bf16", hidden=1, intermediate=63, experts=1),
+    Spec(weights="bf16", bias=True),
+    Spec(weights="int8", hidden=129, intermediate=31, group_size=64),
+    Spec(weights="int8", bias=True, gated=False),
+    Spec(weights="int4", hidden=71, intermediate=130, group_size=32),
+    Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2, bias=True),
+    Spec(weights="lut4", hidden=71, intermediate=130, group_size=32, gated=False),
+]
+SPLIT = [
+    Spec(weights="bf16", hidden=136, intermediate=130, experts=3, bias=True),
+    Spec(weights="int8", hidden=200, intermediate=136, group_size=64, experts=3),
+    Spec(weights="int4", hidden=136, intermediate=200, group_size=32, experts=3),
+    Spec(weights="lut4", hidden=200, intermediate=136, group_size=128, experts=3, gated=False, bias=True),
+]
+
+
+def _name(spec: Spec) -> str:
+    group = [] if spec.weights == "bf16" else [f"g{spec.group_size}"]
+    parts = [spec.weights, *group, f"{spec.hidden}x{spec.intermediate}", f"e{spec.experts}"]
+    return "-".join(parts + ["bias"] * spec.bias + ["ungated"] * (not spec.gated))
+
+
+def _run(
+    layer: DeviceLayer,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    sentinels: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    x, ids, weights = on_device((x, ids, weights))
+    return experts_triton.experts(x, ids, weights, layer, sentinels, dtype).cpu()
+
+
+@pytest.mark.parametrize("spec", FORMATS + ODD, ids=_name)
+def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
+    experts = experts_of(spec)
+    layer = device_layer(experts, range(spec.experts))
+    top_k = min(3, spec.experts)
+    outputs, exact = [], []
+    for tokens in (1, 4):
+        x = torch.randn(tokens, spec.hidden)
+        ids, weights = routing(spec, tokens, top_k)
+        outputs.append(_run(layer, x, ids, weights))
+        exact.append(experts.reference(x.bfloat16(), ids, weights))
+    assert launches.takes_many(4 * top_k, spec.experts) and not launches.takes_many(1, spec.experts)
+    for out, expected in zip(outputs, exact, strict=True):
+        usual = torch.cat(exact).square().mean().sqrt()
+        size = torch.maximum(usual, expected.square().mean().sqrt())
+        assert (out - expected).square().mean().sqrt() < 2 * TOLERANCE * size
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of small experts are split too."""
+    monkeypatch.setattr(launches, "_LEAST_DEPTH", 64)
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("spec", SPLIT, ids=_name)
+def test_split_products_agree_with_float64(experts_of: Experts, spec: Spec) -> None:
+    assert launches.splits(1, 6, spec.hidden) > 1 and launches.splits(1, 4, spec.intermediate) > 1
+    experts = experts_of(spec)
+    x = torch.randn(1, spec.hidden)
+    ids, weights = routing(spec, 1, 2)
+    out = _run(device_layer(experts, range(spec.experts)), x, ids, weights)
+    assert relative_error(out, experts.reference(x.bfloat16(), ids, weights)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("weights", sorted(CPU_TOLERANCE))
+def test_agrees_with_the_cpu(open_pool: OpenPool, weights: str, tokens: int) -> None:
+    pool = open_pool(Spec(weights=weights), in_memory=True)
+    x = torch.randn(tokens, pool.spec.hidden)
+    ids, gates = routing(pool.spec, tokens, 3)
+    out = _run(device_layer(pool.weights, range(8)), x, ids, gates)
+    assert relative_error(out, ops.experts(x, ids, gates, pool.handle())) < 2 * CPU_TOLERANCE[weights]
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_each_activation(experts_of: Experts, activation: str, tokens: int) -> None:
+    spec = Spec(weights="bf16", activation=activation)
+    experts = experts_of(spec)
+    x = torch.randn(tokens, spec.hidden) * 3
+    ids, weights = routing(spec, tokens, 2)
+    out = _run(device_layer(experts, range(8)), x, ids, weights)
+    assert relative_error(out, experts.reference(x.bfloat16(), ids, weights)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_what_is_elsewhere_adds_nothing(experts_of: Experts, tokens: int) -> None:
+    """Whatever part of a layer is here, from none to all."""
+    spec = Spec(weights="bf16")
+    experts = experts_of(spec)
+    x = torch.randn(tokens, spec.hidden)
+    ids, weights = routing(spec, tokens, 3)
+    for count in (0, 3, 8):
+        hot = torch.randperm(8)[:count].tolist()
+        out = _run(device_layer(experts, hot), x, ids, weights)
+        here = torch.isin(ids, torch.tensor(hot, dtype=torch.long))
+        expected = experts.reference(x.bfloat16(), ids.masked_fill(~here, -1), weights)
+        rows = here.any(dim=1)
+        assert (out[~rows] == 0).all()
+        if rows.any():
+            assert relative_error(out[rows], expected[rows]) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_sentinels_are_skipped_and_wrong_ids_make_nan(experts_of: Experts, tokens: int) -> None:
+    spec = Spec(weights="bf16")
+    experts = experts_of(spec)
+    layer = device_layer(experts, range(8))
+    x = torch.randn(tokens, spec.hidden)
+    ids, weights = routing(spec, tokens, 3)
+    ids[0] = torch.tensor([2, 8, 100])
+    out = _run(layer, x, ids, weights, sentinels=True)
+    assert relative_error(out, experts.reference(x.bfloat16(), ids, weights)) < TOLERANCE
+    for wrong in (torch.tensor([2, 8, 3]), torch.tensor([-1, 2, 3])):
+        ids[0] = wrong
+        out = _run(layer, x, ids, weights)
+        assert out[0].isnan().all() and not out[1:].isnan().any()
+
+
+def test_an_expert_repeated_within_a_token_counts_each_time(experts_of: Experts) -> None:
+    spec = Spec(weights="int4")
+    experts = experts_of(spec)
+    x, weights = torch.randn(5, spec.hidden), torch.rand(5, 3)
+    ids = torch.tensor([[3, 3, 3], [0, 1, 0], [7, 7, 2], [4, 5, 6], [3, 3, 3]])
+    for tokens in (1, 5):
+        out = _run(device_layer(experts, range(8)), x[:tokens], ids[:tokens], weights[:tokens])
+        assert relative_error(out, experts.reference(x[:tokens].bfloat16(), ids[:tokens], weights[:tokens])) < TOLERANCE
+
+
+def test_nothing_to_do_gives_zeros(experts_of: Experts) -> None:
+    layer = device_layer(experts_of(Spec()), range(8))
+    for tokens, top_k in ((0, 3), (4, 0)):
+        ids, weights = torch.empty(tokens, top_k, dtype=torch.long), torch.empty(tokens, top_k)
+        out = _run(layer, torch.randn(tokens, 72), ids, weights)
+        assert out.shape == (tokens, 72) and (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_takes_any_dtype_and_stride(experts_of: Experts, dtype: torch.dtype) -> None:
+    spec = Spec(weights="int8")
+    experts = experts_of(spec)
+    layer = device_layer(experts, range(8))
+    x = torch.randn(spec.hidden, 4).t().to(dtype)
+    ids, weights = routing(spec, 4, 3)
+    out = _run(layer, x, ids.int().t().contiguous().t(), weights.to(dtype), dtype=dtype)
+    assert out.dtype == dtype
+    expected = experts.reference(x.bfloat16(), ids, weights.to(dtype))
+    assert relative_error(out, expected) < TOLERANCE + torch.finfo(dtype).eps
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_the_same_call_gives_the_same_bits_wherever_things_are(experts_of: Experts, tokens: int) -> None:
+    """Other slots, another order of tokens, other experts beside those that are used."""
+    spec = Spec(weights="bf16", hidden=136, experts=6)
+    experts = experts_of(spec)
+    x = torch.randn(tokens, spec.hidden)
+    ids, weights = routing(spec, tokens, 2)
+    out = _run(device_layer(experts, range(6)), x, ids, weights)
+    order = torch.randperm(tokens)
+    moved = _run(device_layer(experts, torch.randperm(6).tolist()), x[order], ids[order], weights[order])
+    assert torch.equal(moved, out[order])
+    used = ids.unique().tolist()
+    assert torch.equal(_run(device_layer(experts, used), x, ids, weights), out)
+
+
+def test_a_small_workspace_takes_chunks(experts_of: Experts) -> None:
+    spec = Spec(weights="int8")
+    experts = experts_of(spec)
+    x = torch.randn(6, spec.hidden)
+    ids, weights = routing(spec, 6, 3)
+    for workspace in (1, 5 * 3 * (4 * 72 + 2 * 64)):
+        out = _run(device_layer(experts, range(8), workspace=workspace), x, ids, weights)
+        assert relative_error(out, experts.reference(x.bfloat16(), ids, weights)) < TOLERANCE
+
+
+@given(
+    data=st.data(),
+    experts=st.integers(1, 9),
+    rows=st.sampled_from([16, 32]),
+    count=st.integers(1, 90),
+)
+def test_tiles_hold_each_pair_that_is_here_once(data: st.DataObject, experts: int, rows: int, count: int) -> None:
+    ids = torch.tensor(data.draw(st.lists(st.integers(-1, experts + 1), min_size=count, max_size=count)))
+    table = torch.tensor(data.draw(st.lists(st.sampled_from([-1, 0]), min_size=experts, max_size=experts)))
+    tensors = experts_triton._group(ids.to(DEVICE), table.to(DEVICE), rows)
+    order, starts, tile_experts, tile_rows = (tensor.tolist() for tensor in tensors)
+    held = []
+    for expert, first in zip(tile_experts, tile_rows, strict=True):
+        if expert == experts:
+            continue
+        pairs = order[first : min(first + rows, starts[expert + 1])]
+        assert pairs and all(ids[pair] == expert for pair in pairs)
+        held += pairs
+    expected = [pair for pair, expert in enumerate(ids.tolist()) if 0 <= expert < experts and table[expert] >= 0]
+    assert sorted(held) == expected
+
+
+@given(pairs=st.integers(1, 5000), blocks=st.integers(1, 200), depth=st.integers(1, 20000), experts=st.integers(1, 512))
+def test_launches_follow_from_shapes(pairs: int, blocks: int, depth: int, experts: int) -> None:
+    splits = launches.splits(pairs, blocks, depth)
+    assert splits in (1, 2, 4, 8, 16) and (splits == 1 or depth >= 256 * splits)
+    rows = launches.tile_rows(pairs, experts)
+    assert rows in launches.TILE_ROWS and (rows >= pairs / experts or rows == 128)

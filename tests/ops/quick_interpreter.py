@@ -1,0 +1,43 @@
+"""Imported for its effect: Triton's interpreter, many times as fast.
+
+At each call of a device function it puts its own functions in the place of all of Triton's language, which takes milliseconds, though
+the launch has done so. Here once a launch for each module of the language is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_language = interpreter._patch_lang
+_launch = interpreter.GridExecutor.__call__
+_patched: set[tuple[bool, bool]] = set()  # since the launch began
+
+
+@functools.cache
+def _modules(function: Callable[..., Any]) -> tuple[bool, bool]:
+    """Which modules of the language a function sees."""
+    seen = list(map(id, function.__globals__.values()))
+    return id(tl) in seen, id(tl.core) in seen
+
+
+def _patch_once(function: Callable[..., Any]) -> Any:
+    if _modules(function) in _patched:
+        return None
+    _patched.add(_modules(function))
+    return _patch_language(function)
+
+
+def _launch_afresh(self: Any, *arguments: Any, **options: Any) -> Any:
+    _patched.clear()
+    return _launch(self, *arguments, **options)
+
+
+if triton.knobs.runtime.interpret:
+    interpreter._patch_lang = _patch_once
+    interpreter.GridExecutor.__call__ = _launch_afresh
