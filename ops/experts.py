@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def _check(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+def check_shapes(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     torch._check(x.dim() == 2, lambda: f"x must be [tokens, hidden]; got {tuple(x.shape)}")
     torch._check(topk_ids.dim() == 2, lambda: f"topk_ids must be [tokens, k]; got {tuple(topk_ids.shape)}")
     torch._check(topk_ids.shape[0] == x.shape[0], lambda: "topk_ids and x differ in tokens")
@@ -24,7 +24,7 @@ def _(
     next_handle: Tensor | None = None,
     next_top_k: int = 0,
 ) -> Tensor:
-    _check(x, topk_ids, topk_weights)
+    check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
 
 
@@ -41,7 +41,7 @@ def _(
     next_handle: Tensor | None = None,
     next_top_k: int = 0,
 ) -> Tensor:
-    _check(x, topk_ids, topk_weights)
+    check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
 
 
@@ -49,6 +49,6 @@ def _(
 def _(
     grad: Tensor, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, sentinels: bool = False
 ) -> tuple[Tensor, Tensor]:
-    _check(x, topk_ids, topk_weights)
+    check_shapes(x, topk_ids, topk_weights)
     torch._check(grad.shape == x.shape, lambda: "grad must have the shape of x")
     return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)

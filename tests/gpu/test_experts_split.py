@@ -1,0 +1,230 @@
+"""torch.ops.torch_mesh.experts_split: one layer's experts on the device and in the pool."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from device_layers import DEVICE, device_layer, on_device
+from tiny_pools import OpenPool, Spec, TinyExperts, TinyPool, ops, relative_error, routing
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import quick_interpreter  # noqa: F401
+
+from torch_mesh import _C
+from torch_mesh.ops import device
+
+pytestmark = pytest.mark.device
+
+SPEC = Spec(layers=2, weights="bf16")
+TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
+
+
+def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
+    """The caller keeps what comes back: the op finds it as long as it lives."""
+    layer = device_layer(pool.weights, hot)
+    device.place(pool.handle(), layer)
+    return layer
+
+
+def _split(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, sentinels: bool = False) -> Tensor:
+    return ops.experts_split(*on_device((x, ids, weights)), pool.handle(), sentinels).cpu()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+def test_any_split_gives_the_cpus_output_within_rounding(open_pool: OpenPool, weights: str, tokens: int) -> None:
+    pool = open_pool(Spec(weights=weights), slots=4)
+    x = torch.randn(tokens, pool.spec.hidden)
+    ids, gates = routing(pool.spec, tokens, 3)
+    exact = pool.weights.reference(x.bfloat16(), ids, gates)
+    cpu = ops.experts(x, ids, gates, pool.handle())
+    for count in (0, 4, 8):
+        layer = _place(pool, torch.randperm(8)[:count].tolist())
+        out = _split(pool, x, ids, gates)
+        assert layer.complete == (count == 8)
+        assert relative_error(out, cpu) < 2 * TOLERANCE[weights]
+        assert relative_error(out, exact) < TOLERANCE[weights]
+
+
+def _counting_experts(count: int) -> TinyExperts:
+    """Expert e adds 1 to column e of the output."""
+    spec = Spec(weights="bf16", experts=count, hidden=count, intermediate=3, gated=False, bias=True)
+    experts = TinyExperts(spec, seed=0)
+    up, down = torch.zeros(3, count), torch.zeros(count, 3)
+    experts.records = [
+        [ops.pack(None, up, down, None, torch.zeros(3), torch.eye(count)[e], "bf16", 64) for e in range(count)]
+    ]
+    return experts
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_each_routed_expert_is_computed_exactly_once_for_every_possible_split(tokens: int) -> None:
+    count, top_k = 4, 2
+    experts = _counting_experts(count)
+    spec = experts.spec
+    engine = _C.Engine(
+        layers=1, experts=count, activation="silu", slots=count, policy="lru", verify="never", io="threads", threads=1,
+        workspace=1 << 20, timeout=30.0, source=None, **spec.geometry,
+    )  # fmt: skip
+    for e, record in enumerate(experts.records[0]):
+        engine.fill(0, e, record.numpy())
+    pool = TinyPool(experts, engine)
+    try:
+        for hot in itertools.chain.from_iterable(itertools.combinations(range(count), n) for n in range(count + 1)):
+            layer = _place(pool, list(hot))
+            engine.reset_stats()
+            ids = torch.randint(0, count, (tokens, top_k))  # repeated ids too
+            out = _split(pool, torch.randn(tokens, count), ids, torch.ones(tokens, top_k))
+            assert torch.equal(out, torch.nn.functional.one_hot(ids, count).sum(1).float())
+            cold = set(ids.unique().tolist()) - set(hot)
+            assert pool.count("accesses") == len(cold), (
+                "the CPU computes those that are not on the device, and no others"
+            )
+            assert layer.complete == (len(hot) == count)
+    finally:
+        pool.close()
+
+
+def test_what_is_on_the_device_is_never_read(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=3)
+    layer = _place(pool, [0, 2, 5, 6, 7])
+    ids, weights = torch.tensor([[0, 1, 2], [5, 6, 7], [3, 4, 0]]), torch.rand(3, 3)
+    _split(pool, torch.randn(3, SPEC.hidden), ids, weights)
+    pool.engine.drain()
+    assert pool.ready() == {1, 3, 4} and pool.count("promoted") == 3 and not layer.complete
+
+
+def test_a_layer_that_is_there_as_a_whole_leaves_the_pool_alone(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=3)
+    layer = _place(pool, list(range(8)))
+    x = torch.randn(6, SPEC.hidden)
+    ids, weights = routing(SPEC, 6, 3)
+    out = _split(pool, x.bfloat16(), ids, weights)
+    assert layer.complete and out.dtype == torch.bfloat16
+    assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"] + 2**-8
+    assert pool.count("forwards") == pool.count("accesses") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_sum_is_rounded_once(open_pool: OpenPool, dtype: torch.dtype) -> None:
+    pool = open_pool(SPEC)
+    x = torch.randn(4, SPEC.hidden).to(dtype)
+    ids, weights = routing(SPEC, 4, 3)
+    layer = _place(pool, [1, 2, 3])
+    out = _split(pool, x, ids, weights)
+    exact = _split(pool, x.float(), ids, weights)
+    assert out.dtype == dtype and torch.equal(out, exact.to(dtype)) and layer.here.sum() == 3
+
+
+def test_sentinels_add_nothing(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC)
+    x, weights = torch.randn(2, SPEC.hidden), torch.rand(2, 3)
+    ids = torch.tensor([[8, 1, 5], [9, 100, 2]])
+    for hot in ([], [1, 2], list(range(8))):
+        layer = _place(pool, hot)
+        out = _split(pool, x, ids, weights, sentinels=True)
+        assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
+        assert layer.here.sum() == len(hot)
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_a_wrong_id_is_an_error_that_the_next_forward_outlives(open_pool: OpenPool, wrong: int) -> None:
+    pool = open_pool(SPEC)
+    layer = _place(pool, [1, 2])
+    x, weights = torch.randn(2, SPEC.hidden), torch.rand(2, 3)
+    ids = torch.tensor([[1, 2, 3], [4, wrong, 5]])
+    with pytest.raises(ValueError, match=rf"expert id {wrong} of token 1, choice 1 is outside \[0, 8\)"):
+        _split(pool, x, ids, weights)
+    ids[1, 1] = 0
+    out = _split(pool, x, ids, weights)
+    assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
+    assert not layer.complete
+
+
+def test_errors_say_what_was_given(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC)
+    x = torch.randn(2, SPEC.hidden)
+    ids, weights = routing(SPEC, 2, 3)
+    with pytest.raises(ValueError, match="names no layer with experts on a device"):
+        _split(pool, x, ids, weights)
+    layer = _place(pool, [1, 2])
+    with pytest.raises(ValueError, match=r"x must be \[tokens, hidden=72\]; got \[2, 71\]"):
+        _split(pool, x[:, :71], ids, weights)
+    with pytest.raises(ValueError, match="topk_ids has dtype torch.float32"):
+        _split(pool, x, ids.float(), weights)
+    with pytest.raises(ValueError, match="topk_weights has dtype torch.int64"):
+        _split(pool, x, ids, ids)
+    del layer  # as when its model dies
+    with pytest.raises(ValueError, match="names no layer"):
+        _split(pool, x, ids, weights)
+
+
+def test_a_failed_read_reaches_the_caller_and_not_the_next_one(open_pool: OpenPool) -> None:
+    import torch_mesh
+
+    pool = open_pool(SPEC, slots=4, faults={"seed": 1, "eio_always": 1.0})
+    layer = _place(pool, [0, 1, 2])
+    x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 3)
+    with pytest.raises(torch_mesh.ReadError):
+        _split(pool, x, torch.tensor([[0, 1, 5]]), weights)
+    ids = torch.tensor([[0, 1, 2]])
+    out = _split(pool, x, ids, weights)
+    assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
+    assert not layer.complete
+
+
+def test_gradients_are_those_of_the_layer_on_the_cpu(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=5)
+    layer = _place(pool, [0, 3, 4, 6])
+    x, (ids, weights), grad = torch.randn(6, SPEC.hidden), routing(SPEC, 6, 3), torch.randn(6, SPEC.hidden)
+    gradients = []
+    for run in (_split, lambda pool, *inputs: ops.experts(*inputs, pool.handle())):
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        run(pool, inputs[0], ids, inputs[1]).backward(grad)
+        gradients.append([value.grad for value in inputs])
+    for value, expected in zip(*gradients, strict=True):
+        assert value is not None and torch.equal(value, expected)
+    assert not layer.complete
+
+
+@pytest.mark.parametrize("hot", [[1, 2, 5], list(range(8))], ids=["some", "all"])
+def test_opcheck(open_pool: OpenPool, hot: list[int]) -> None:
+    pool = open_pool(SPEC, slots=5)
+    layer = _place(pool, hot)
+    x, (ids, weights) = torch.randn(5, SPEC.hidden), routing(SPEC, 5, 3)
+    for tokens in (0, 1, 3):
+        arguments = on_device((x[:tokens], ids[:tokens], weights[:tokens]))
+        torch.library.opcheck(ops.experts_split.default, (*arguments, pool.handle()))
+    arguments = [x.to(DEVICE).requires_grad_(), ids.to(DEVICE), weights.to(DEVICE).requires_grad_(), pool.handle()]
+    torch.library.opcheck(ops.experts_split.default, tuple(arguments))
+    assert layer.complete == (len(hot) == 8)
+
+
+def test_compiled_equals_eager_and_layers_share_one_graph(open_pool: OpenPool) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    pool = open_pool(SPEC)
+    layers = []
+    for index, hot in enumerate(([1, 2, 5], list(range(8)))):
+        layers.append(device_layer(pool.weights, hot, index))
+        device.place(pool.handle(index), layers[-1])
+    x, ids, weights = on_device((torch.randn(5, SPEC.hidden), *routing(SPEC, 5, 3)))
+
+    def run(handle: Tensor) -> Tensor:
+        return ops.experts_split(x, ids, weights, handle) * 2
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for index in (0, 1, 0):
+        assert torch.equal(compiled(pool.handle(index)), run(pool.handle(index)))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_the_op_is_never_captured() -> None:
+    assert torch.Tag.cudagraph_unsafe in ops.experts_split.default.tags
