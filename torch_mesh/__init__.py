@@ -36,6 +36,7 @@ __all__ = [
     "StoreError",
     "UnsupportedModelError",
     "__version__",
+    "hottest_experts",
     "patch",
     "record_trace",
     "reset_stats",
@@ -78,6 +79,7 @@ else:
 
     from .config import MeshConfig
     from .experts import Experts
+    from .gpu import hottest_experts
     from .patching import patch, unpatch
     from .stats import reset_stats, save_profile, stats
     from .traces import record_trace

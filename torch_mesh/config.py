@@ -26,6 +26,9 @@ GUARD = ("auto", "on", "off")
 QUOTAS = ("off", "on")
 PREFILL = ("auto", "window", "off")
 
+# Of a CUDA device that takes gpu_experts: tl.dot needs it for bf16.
+LEAST_CAPABILITY = (8, 0)
+
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -105,6 +108,21 @@ def _check_threads(field: str, value: Any) -> str | int:
 def _check_workspace(field: str, value: Any) -> str | int:
     parse_size(value, field)
     return value
+
+
+def _check_gpu_experts(field: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
+    if isinstance(value, str) and value == "auto":  # a mask would compare element by element
+        return value
+    if not isinstance(value, bool) and isinstance(value, int | str) and re.fullmatch(r"\d+", str(value).strip()):
+        return int(value)
+    rows = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, list | tuple) and row for row in rows):
+        same = len({len(row) for row in rows}) == 1
+        if same and all(isinstance(entry, bool) for row in rows for entry in row):
+            return tuple(map(tuple, rows))
+    raise ValueError(
+        f"{field}={value!r} is unknown: give a number of experts of each layer, 'auto', or a bool mask [layers, experts]."
+    )
 
 
 def _check_stats_every(field: str, value: Any) -> int:
@@ -191,6 +209,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
+    "gpu_experts": _check_gpu_experts,
     "timeout": _check_timeout,
     "predictor": _check_file,
     "stats_file": _check_file,
@@ -199,9 +218,18 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 FIELDS = tuple(_CHECKS)
 
-# Of this process and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to open
-# or change what a model computes unasked.
-_LOCAL = ("predictor", "profile", "pins", "stats_file", "stats_every", "deferred_experts", "routing_bias")
+# Of this process or machine and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to
+# open or change what a model computes unasked.
+_LOCAL = (
+    "gpu_experts",
+    "predictor",
+    "profile",
+    "pins",
+    "stats_file",
+    "stats_every",
+    "deferred_experts",
+    "routing_bias",
+)
 
 _DEFAULTS: dict[str, Any] = {
     "resident": "auto",
@@ -225,6 +253,7 @@ _DEFAULTS: dict[str, Any] = {
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
+    "gpu_experts": 0,
     "timeout": 30.0,
     "predictor": None,
     "stats_file": None,
@@ -281,6 +310,9 @@ class MeshConfig(QuantizationConfigMixin):
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
+        gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, the first so many of
+            each layer; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
+            the card holds beside a reserve. They are not kept in memory as well. See docs/gpu.md. Not kept in a checkpoint.
         timeout: seconds that a read or a wait for a slot may take.
         predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
             router, the first layer's too. None: the routers do. Needs ``prefetch``; not kept in a checkpoint.
@@ -312,6 +344,7 @@ class MeshConfig(QuantizationConfigMixin):
     verify: str
     threads: str | int
     workspace: str | int
+    gpu_experts: str | int | tuple[tuple[bool, ...], ...]
     timeout: float
     predictor: str | None
     stats_file: str | None
@@ -341,6 +374,7 @@ class MeshConfig(QuantizationConfigMixin):
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
+        gpu_experts: Any = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,
         predictor: str | os.PathLike[str] | None = _NOT_GIVEN,
         stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,
@@ -380,7 +414,7 @@ class MeshConfig(QuantizationConfigMixin):
         return iter(self.to_dict().items())
 
     def __repr__(self) -> str:
-        return f"MeshConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in _CHECKS)})"
+        return f"MeshConfig({', '.join(f'{name}={_shown(getattr(self, name))}' for name in _CHECKS)})"
 
     @classmethod
     def from_dict(
@@ -405,6 +439,10 @@ class MeshConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"pins={self.pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
             )
+
+
+def _shown(value: Any) -> str:
+    return f"<mask [{len(value)}, {len(value[0])}]>" if isinstance(value, tuple) else repr(value)
 
 
 def _environment() -> dict[str, Any]:

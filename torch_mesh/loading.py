@@ -24,6 +24,7 @@ from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry, find_experts
+from .gpu import Placement, choose_experts, move_experts
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy
 from .modules import install, put_back, take_parameters
@@ -78,12 +79,14 @@ class MeshQuantizer(PatchedModelQuantizer):
             put_back(layer.module, parameters)
         del self._layers, self._parameters, self._records
         pack_dense(model, layers, config)  # before the pool, which takes what memory is left
-        pool = _open_pool(layers, records, config)
+        placement = choose_experts(model, layers, config, records.weights, records.group_size)
+        pool = _open_pool(layers, records, placement.adjusted(config), placement)
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
         connect(model, layers, config)
         make_lossy(model, layers, config)
         take_attention(model, config)
+        move_experts(layers, pool, placement)
         _forget_quantization(model)
         return model
 
@@ -187,7 +190,7 @@ def _local_store(model: PreTrainedModel, folder: Path) -> Store:
     return open_store(folder)
 
 
-def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig) -> ExpertPool:
+def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig, placement: Placement) -> ExpertPool:
     source = _C.Source(**records.source_arguments)
     slots = pool_slots(
         layers,
@@ -197,10 +200,11 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         group_size=records.group_size,
         staging=source.staging_bytes,
     )
+    every = records.layers * layers[0].num_experts
     return ExpertPool(
         common_geometry(layers),
         records.layers,
-        slots,
+        placement.cpu_slots(slots, every, least_slots(layers)),
         config,
         weights=records.weights,
         group_size=records.group_size,

@@ -11,6 +11,7 @@ from torch import nn
 
 from .families import ExpertsLayer
 from .lookahead import NextLayer
+from .ops.device import find
 from .pool import ExpertPool, refuse_to_pickle
 
 
@@ -58,11 +59,16 @@ class MeshExperts(PackedModule):
     _mesh_next: NextLayer | None  # whose experts to prefetch
     _mesh_deferred: int  # of each token's experts, at most; 0: exact
     _mesh_defers: bool  # not the last layer, whose experts have no later one
+    _mesh_device: torch.device | None  # that some of the experts lie on
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        if self._mesh_device == hidden_states.device:
+            return torch.ops.torch_mesh.experts_split(
+                hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
+            )
         following = self._mesh_next  # now: unpatch on another thread may take it away while the experts run
         if following is not None and not hidden_states.device.type == following.router.weight.device.type == "cpu":
             following = None  # a hint is not worth moving a router
@@ -114,8 +120,10 @@ class MeshExperts(PackedModule):
         return self._apply_gate(gate_up)
 
     def extra_repr(self) -> str:
-        own = super().extra_repr()
-        return f"{own}, {self._mesh_pool.describe()}" if own else self._mesh_pool.describe()
+        parts = [super().extra_repr(), self._mesh_pool.describe()]
+        if self._mesh_device is not None:
+            parts.append(f"{find(self._mesh_handle).here.sum()} of its {self.num_experts} on {self._mesh_device}")
+        return ", ".join(filter(None, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshExperts:
         clone = type(self).__new__(type(self))
@@ -169,6 +177,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_next = None
     module._mesh_deferred = 0
     module._mesh_defers = False
+    module._mesh_device = None
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))
 

@@ -19,6 +19,7 @@ from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
+from .gpu import choose_experts, move_experts
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, install, patched_modules, restore
@@ -61,14 +62,18 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         group_size=group_size,
         freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
     )
+    placement = choose_experts(model, layers, config, weights, group_size)
+    for_pool = placement.adjusted(config)
     if config.store is None and slots == _experts(layers) and config.io != "mmap":
-        _patch_in_memory(layers, config, weights, group_size)
+        pool = _patch_in_memory(layers, for_pool, weights, group_size)
     else:
-        _patch_on_disk(model, layers, config, weights, group_size, slots)
+        slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
+        pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
     make_lossy(model, layers, config)
     pack_dense(model, layers, config)
     take_attention(model, config)
+    move_experts(layers, pool, placement)  # last: should it fail, the model is patched without them
     return model
 
 
@@ -129,17 +134,18 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
                 )
 
 
-def _patch_in_memory(layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int) -> None:
+def _patch_in_memory(layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int) -> ExpertPool:
     pool = _open_pool(layers, config, weights, group_size, slots=_experts(layers), source=None)
     for index, layer in enumerate(layers):
         for expert in range(layer.num_experts):
             pool.fill(index, expert, layer.expert(expert))
         install(layer, pool, index)
+    return pool
 
 
 def _patch_on_disk(
     model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, slots: int
-) -> None:
+) -> ExpertPool:
     with _store_folder(config) as folder, progress_bar(f"Packing experts to {weights}") as progress:
         store = convert_model(model, folder, weights, config.group_size, progress=progress).store
         # The reader keeps the files open, so that an unnamed store's can lose their names now: no crash leaves them behind.
@@ -147,6 +153,7 @@ def _patch_on_disk(
     for index, layer in enumerate(layers):
         install(layer, pool, index)
     connect(model, layers, config)
+    return pool
 
 
 def _open_pool(

@@ -16,6 +16,7 @@ from .errors import MeshError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .guard import MemoryGuard
 from .memory import resident_slots
+from .ops.device import DeviceLayer
 from .profiles import pool_profile
 from .stats_log import StatsLog
 from .store.convert import pack_expert
@@ -82,6 +83,9 @@ class ExpertPool:
         self.exact = exact
         self.top_k = least_slots
         self.lossy = config.lossy
+        self.in_memory = source is None
+        self.workspace = config.workspace_bytes
+        self.device_layers: list[DeviceLayer] = []  # whose experts lie on GPUs
         self.engine = _C.Engine(
             layers=layers,
             experts=geometry.num_experts,

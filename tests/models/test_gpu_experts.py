@@ -1,0 +1,242 @@
+"""MeshConfig(gpu_experts=): which experts go to the device of their layer, what stays in the pool, and what is refused.
+
+Without a card the CPU stands for one: placing is told that it may hold experts, and Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError, UnsupportedModelError, gpu
+from torch_mesh.modules import patched_modules
+from torch_mesh.ops.device import find
+from torch_mesh.traces import Trace
+
+pytestmark = pytest.mark.device
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 3
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds experts."""
+    pytest.importorskip("triton")
+    importlib.import_module("quick_interpreter")
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
+        monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
+
+
+def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
+    return TINY_MODELS[name].build().to(DEVICE)
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(3, 100, (1, 6), device=DEVICE)
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def _residency(model: PreTrainedModel) -> torch.Tensor:
+    """bool [layers, experts]: in the pool or on the way there."""
+    states = [torch.ops.torch_mesh.residency(module._mesh_handle) for module in patched_modules(model)]
+    return torch.stack(states) > 0
+
+
+def _random_mask() -> torch.Tensor:
+    return torch.rand(LAYERS, EXPERTS) < 0.5
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_a_model_gives_the_logits_of_the_cpu(weights: str) -> None:
+    original, ids = _build(), _ids()
+    expected = _logits(torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights), ids)
+    for wanted in (3, _random_mask(), "auto"):
+        model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights, gpu_experts=wanted)
+        # A token whose router tips on rounding differs as a whole: most must not.
+        close = torch.isclose(_logits(model, ids), expected, rtol=0.05, atol=0.05 * expected.std().item())
+        assert close.float().mean() > 0.8
+        if weights == "bf16":
+            torch_mesh.unpatch(model)
+            for name, value in original.state_dict().items():
+                assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.usefixtures("card")
+def test_experts_on_the_device_leave_the_pool_for_good() -> None:
+    mask = _random_mask()
+    mask[0] = True
+    model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu_experts=mask)
+    assert not _residency(model)[mask].any(), "none is kept twice"
+    for _ in range(2):
+        _logits(model, _ids())
+    assert not _residency(model)[mask].any()
+    stats = torch_mesh.stats(model)
+    assert stats.slots == max(TOP_K, int((~mask).sum()))
+    used = torch.tensor([layer.experts.accesses for layer in stats.per_layer])
+    assert (used[mask] == 0).all() and (used[~mask] > 0).any()
+    assert stats.per_layer[0].forwards == 0, "a layer that is there as a whole never reaches the CPU"
+
+
+@pytest.mark.usefixtures("card")
+def test_statistics_begin_after_placing() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=4)
+    stats = torch_mesh.stats(model)
+    assert stats.accesses == stats.bytes_read == 0
+
+
+@pytest.mark.usefixtures("card")
+def test_all_in_memory_works_without_a_store() -> None:
+    original, ids = _build(), _ids()
+    model = torch_mesh.patch(copy.deepcopy(original), resident=1.0, gpu_experts=4)
+    assert "4 of its 8 on" in repr(model)
+    close = torch.isclose(_logits(model, ids), _logits(original, ids), rtol=0.05, atol=0.1)
+    assert close.float().mean() > 0.8
+
+
+@pytest.mark.usefixtures("card")
+def test_from_pretrained_places_what_it_reads(tmp_path: Path) -> None:
+    original, ids = _build(), _ids()
+    original.save_pretrained(tmp_path / "model")
+    config = MeshConfig(resident=0.5, gpu_experts=_random_mask())
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16, quantization_config=config, device_map=str(DEVICE)
+    )
+    close = torch.isclose(_logits(model, ids), _logits(original, ids), rtol=0.05, atol=0.1)
+    assert close.float().mean() > 0.8
+    placed = [find(module._mesh_handle).here for module in patched_modules(model) if module._mesh_device]
+    assert sum(int(here.sum()) for here in placed) == sum(map(sum, config.gpu_experts))
+
+
+@pytest.mark.usefixtures("card")
+def test_generates_and_copies() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=5)
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    ids = _ids()
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    clone = copy.deepcopy(model)
+    del model
+    assert torch.equal(clone.generate(ids, attention_mask=torch.ones_like(ids), **settings), tokens)
+
+
+@pytest.mark.usefixtures("card")
+def test_an_embedded_layer_takes_them_too() -> None:
+    gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
+    x, ids = torch.randn(5, 72, device=DEVICE), torch.randint(0, 4, (5, 2), device=DEVICE)
+    weights = torch.rand(5, 2, device=DEVICE)
+    expected = torch_mesh.Experts(gate_up, down, top_k=2)(x, ids, weights)
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu_experts=[[True, False, True, True]])
+    torch.testing.assert_close(layer(x, ids, weights), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("card")
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    for wrong, message in (
+        (9, "gpu_experts=9, but a layer has 8 experts"),
+        (torch.ones(LAYERS, 7, dtype=torch.bool), r"a mask of 3 layers by 7 experts; the model's has to be \[3, 8\]"),
+        (torch.ones(2, EXPERTS, dtype=torch.bool), "a mask of 2 layers by 8 experts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch_mesh.patch(model, gpu_experts=wrong)
+    with pytest.raises(ValueError, match="prefill='window' reads whole layers"):
+        torch_mesh.patch(model, gpu_experts=2, prefill="window")
+    monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
+    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+    with pytest.raises(MemoryError, match=r"needs [\d,]+ bytes for 6 experts, but .* has 4,096 left"):
+        torch_mesh.patch(model, gpu_experts=2)
+    assert not list(patched_modules(model)), "a model that was refused is as it was"
+    torch_mesh.patch(model, gpu_experts="auto")
+    assert all(module._mesh_device is None for module in patched_modules(model))
+
+
+@pytest.mark.usefixtures("card")
+def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
+    model = _build("GptOssExperts")
+    with pytest.raises(UnsupportedModelError, match="run by projection, on the CPU"):
+        torch_mesh.patch(model, gpu_experts=1)
+    with pytest.warns(UserWarning, match="gpu_experts='auto' places none"):
+        torch_mesh.patch(model, gpu_experts="auto")
+
+
+def test_a_model_on_the_cpu_takes_none() -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    with pytest.raises((MeshError, UnsupportedModelError), match="device_map='cuda'|pip install triton"):
+        torch_mesh.patch(model, gpu_experts=1)
+    torch_mesh.patch(model, gpu_experts="auto")  # means none where there is none
+    assert all(module._mesh_device is None for module in patched_modules(model))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "many", [[1, 0]], [[True], [True, False]], [], None])
+def test_a_wrong_value_says_what_is_allowed(value: object) -> None:
+    with pytest.raises(ValueError, match="give a number of experts of each layer, 'auto', or a bool mask"):
+        MeshConfig(gpu_experts=value)
+
+
+def test_the_config_takes_every_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mask = [[True, False], [False, False]]
+    for given in (mask, np.array(mask), torch.tensor(mask)):
+        config = MeshConfig(gpu_experts=given)
+        assert config.gpu_experts == ((True, False), (False, False))
+        assert "gpu_experts=<mask [2, 2]>" in repr(config)
+        assert config.replace(resident=0.5).gpu_experts == config.gpu_experts
+    assert "gpu_experts" not in MeshConfig(gpu_experts=3).to_dict(), "a placement belongs to a machine"
+    monkeypatch.setenv("TORCH_MESH_GPU_EXPERTS", "12")
+    assert MeshConfig().gpu_experts == 12
+
+
+def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
+    ids = np.array([[[0, 1], [3, 2]], [[0, 2], [3, 0]], [[0, 2], [3, 0]]], dtype=np.int32)
+    trace = Trace("t", ids, np.array([0, 3]), experts=4)
+    mask = torch_mesh.hottest_experts(trace, 2)
+    assert mask.tolist() == [[True, False, True, False], [True, False, False, True]]
+    assert torch_mesh.hottest_experts(trace, 0).sum() == 0 and torch_mesh.hottest_experts(trace, 4).all()
+    with pytest.raises(ValueError, match=r"per_layer=5 must be in \[0, 4\]"):
+        torch_mesh.hottest_experts(trace, 5)
+
+    model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)
+    with pytest.raises(ValueError, match="no expert has been used yet"):
+        torch_mesh.hottest_experts(torch_mesh.stats(model), 2)
+    for _ in range(3):
+        _logits(model, torch.randint(3, 100, (1, 1)))
+    stats = torch_mesh.stats(model)
+    mask = torch_mesh.hottest_experts(stats, 2)
+    used = torch.tensor([layer.experts.accesses for layer in stats.per_layer])
+    assert mask.shape == (LAYERS, EXPERTS) and (mask.sum(1) == 2).all()
+    assert (used.masked_fill(~mask, 99).amin(1) >= used.masked_fill(mask, -1).amax(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("free", "status", "counts"),
+    [
+        (2 * GIB, "too small", (0, 0, 0)),  # the reserve takes all
+        (2 * GIB + 8 * 4096 * 1024, "below recommended", (3, 3, 2)),
+        (2 * GIB + 9 * 4096 * 1024, "ok", (3, 3, 3)),
+        (20 * GIB, "nothing to do", (8, 8, 8)),
+    ],
+)
+def test_how_many_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
+    plan = gpu.plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
+    assert (plan.status, plan.counts, plan.reserve_bytes) == (status, counts, 2 * GIB)
+    assert plan.expert_bytes == sum(counts) * 4096 * 1024 and plan.advice
+    assert gpu.plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB

@@ -1,0 +1,303 @@
+"""Experts on GPUs: how many fit, which ones, and putting them there. What runs there: ops/experts_split.py; docs/gpu.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import _C
+from .config import LEAST_CAPABILITY, MeshConfig
+from .counters import Stats
+from .errors import MeshError, UnsupportedModelError
+from .families import ExpertsLayer, common_geometry
+from .ops.device import DeviceLayer, DeviceRecord, place
+from .pool import ExpertPool
+from .store.progress import progress_bar
+from .traces import Trace
+
+# What gpu_experts="auto" leaves free: the KV cache, activations, what else runs on the card.
+_RESERVE_BYTES = 2 << 30
+_RESERVE_SHARE = 8  # one part of the card in so many
+# torch's allocator takes large blocks in whole pages of this size.
+_ALLOCATION = 2 << 20
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """How many experts a card holds. ``counts``: of each layer. Bytes; advice as in ``Plan``."""
+
+    status: Literal["ok", "below recommended", "too small", "nothing to do"]
+    advice: str
+    counts: tuple[int, ...]
+    expert_bytes: int  # of all that are placed, as torch's allocator takes them
+    reserve_bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which of each layer's experts go to which device: bool [experts] and the device, for each of a model's layers."""
+
+    here: tuple[torch.Tensor, ...]
+    devices: tuple[torch.device, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(int(layer.sum()) for layer in self.here)
+
+    def adjusted(self, config: MeshConfig) -> MeshConfig:
+        """``config`` for the pool that keeps the others. A window would read a layer as a whole, what is on a GPU included.
+
+        Raises ValueError for ``prefill="window"`` and for lossy modes, to which an expert on a GPU would look cold.
+        """
+        if self.count > 0 and config.lossy:
+            raise ValueError(f"{config.lossy} does not go with gpu_experts: choose one of the two.")
+        if self.count == 0 or config.prefill == "off":
+            return config
+        if config.prefill == "window":
+            raise ValueError(
+                "prefill='window' reads whole layers and does not go with gpu_experts; leave it at 'auto'."
+            )
+        return config.replace(prefill="off")
+
+    def cpu_slots(self, slots: int, every: int, least: int) -> int:
+        """Of ``slots``, those that a pool has a use for when no expert is kept twice."""
+        return min(slots, max(least, every - self.count))
+
+
+def plan_gpu(free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int) -> GpuPlan:
+    """What ``gpu_experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
+
+    The same number in each layer, and one more in the first ones as far as that goes. Recommended are as many as a token uses.
+    """
+    reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
+    budget = max(0, free - reserve) // _ALLOCATION * _ALLOCATION
+    slots = min(layers * experts, budget // record_bytes)
+    counts = tuple(slots // layers + (layer < slots % layers) for layer in range(layers))
+    taken = -(-slots * record_bytes // _ALLOCATION) * _ALLOCATION
+    return GpuPlan(*_verdict(slots, layers, experts, top_k, record_bytes), counts, taken, reserve)
+
+
+def _verdict(slots: int, layers: int, experts: int, top_k: int, record_bytes: int) -> tuple[Any, str]:
+    if slots == layers * experts:
+        return "nothing to do", "All experts fit on the card: no forward waits for the CPU."
+    if slots == 0:
+        return "too small", f"Beside the rest of the model no expert of {record_bytes:,} bytes fits on the card."
+    if slots >= layers * top_k:
+        return "ok", f"{slots} of {layers * experts} experts fit on the card; the CPU computes the others."
+    return "below recommended", (
+        f"{slots} of {layers * experts} experts fit on the card, and a token uses {layers * top_k}: it saves the CPU little."
+    )
+
+
+def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
+    """The ``per_layer`` experts of each layer that were used most, as a mask for ``MeshConfig(gpu_experts=)``: bool [layers, experts].
+
+    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.traces.load_trace``). Of experts that
+    were used equally often the first count as hotter. Raises ValueError if there are fewer experts, or no usage.
+    """
+    if isinstance(usage, Trace):
+        counts = np.stack(
+            [np.bincount(usage.ids[:, layer].ravel(), minlength=usage.experts) for layer in range(usage.layers)]
+        )
+    else:
+        counts = np.array([layer.experts.accesses for layer in usage.per_layer])
+    if counts.sum() == 0:
+        raise ValueError("no expert has been used yet: run the model before asking which of its experts are hottest.")
+    if not 0 <= per_layer <= counts.shape[1]:
+        raise ValueError(f"per_layer={per_layer} must be in [0, {counts.shape[1]}], the number of experts of a layer.")
+    mask = np.zeros(counts.shape, dtype=bool)
+    np.put_along_axis(mask, np.argsort(-counts, axis=1, kind="stable")[:, :per_layer], True, axis=1)
+    return torch.from_numpy(mask)
+
+
+def choose_experts(
+    model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str, group_size: int
+) -> Placement:
+    """What ``config.gpu_experts`` comes to for this model, where it is now.
+
+    Raises MeshError where experts are asked for that cannot be placed (no GPU, no Triton), UnsupportedModelError for a family
+    whose experts run by projection, ValueError for a mask or number that does not fit the model, MemoryError for more than
+    the device holds. "auto" takes none instead, and says so where the model is on a GPU.
+    """
+    devices = tuple(_device_of(model, layer) for layer in layers)
+    experts = layers[0].num_experts
+    wanted = config.gpu_experts
+    if isinstance(wanted, tuple):
+        here = _from_mask(wanted, len(layers), experts)
+    elif isinstance(wanted, str):
+        here = _from_counts(_automatic_counts(layers, devices, weights, group_size), experts)
+    elif wanted > experts:
+        raise ValueError(f"gpu_experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
+    else:
+        here = _from_counts([int(wanted)] * len(layers), experts)
+    placement = Placement(here, devices)
+    if placement.count > 0:
+        _check_possible(layers, placement, _record_bytes(layers, weights, group_size))
+    return placement
+
+
+def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement) -> None:
+    """Copies the chosen experts of patched layers to their devices, and gives up their slots in the pool.
+
+    The table of a layer is in place before the module knows of it. What placing has read does not count in statistics.
+    """
+    if placement.count == 0:
+        return
+    shape = pool.geometry
+    assert shape.activation is not None
+    record = DeviceRecord(
+        pool.weights,
+        0 if pool.weights == "bf16" else pool.group_size,
+        shape.hidden,
+        shape.intermediate,
+        shape.has_gate,
+        shape.has_bias,
+        shape.activation,
+    )
+    records = {
+        device: torch.empty((_count_on(placement, device), record.words * 4), dtype=torch.uint8, device=device)
+        for device in dict.fromkeys(placement.devices)
+    }
+    taken = dict.fromkeys(records, 0)
+    with progress_bar("Copying experts to the GPU") as progress:
+        for layer, here, device in zip(layers, placement.here, placement.devices, strict=True):
+            if here.any():
+                _move_layer(layer.module, pool, record, records[device], here, taken[device])
+                taken[device] += int(here.sum())
+            progress(sum(taken.values()) * record.words * 4, placement.count * record.words * 4)
+    pool.engine.reset_stats()
+
+
+def _move_layer(
+    module: Any, pool: ExpertPool, record: DeviceRecord, records: torch.Tensor, here: torch.Tensor, first: int
+) -> None:
+    chosen = here.nonzero().flatten()
+    torch.ops.torch_mesh.prefetch(module._mesh_handle, chosen)  # several reads at a time
+    for slot, expert in enumerate(chosen.tolist(), start=first):
+        records[slot].copy_(torch.from_numpy(pool.engine.read_record(module._mesh_layer, expert)))
+    table = torch.full(here.shape, -1, dtype=torch.int32)
+    table[chosen] = torch.arange(first, first + len(chosen), dtype=torch.int32)
+    layer = DeviceLayer(
+        record, records, table.to(records.device), here, complete=bool(here.all()), workspace=pool.workspace
+    )
+    if not pool.in_memory:  # then the pool is the only other place where they are
+        torch.ops.torch_mesh.evict(module._mesh_handle, chosen)
+    pool.device_layers.append(layer)
+    place(module._mesh_handle, layer)
+    module._mesh_device = records.device
+
+
+def _count_on(placement: Placement, device: torch.device) -> int:
+    pairs = zip(placement.here, placement.devices, strict=True)
+    return sum(int(here.sum()) for here, its_device in pairs if its_device == device)
+
+
+def _from_counts(counts: Sequence[int], experts: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.arange(experts) < count for count in counts)
+
+
+def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) -> tuple[torch.Tensor, ...]:
+    if len(mask) != layers or any(len(row) != experts for row in mask):
+        raise ValueError(
+            f"gpu_experts is a mask of {len(mask)} layers by {len(mask[0])} experts; the model's has to be [{layers}, {experts}]."
+        )
+    return tuple(torch.tensor(row) for row in mask)
+
+
+def _automatic_counts(
+    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], weights: str, group_size: int
+) -> list[int]:
+    counts = [0] * len(layers)
+    usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
+    if usable and (obstacle := _obstacle(layers, usable)):
+        warnings.warn(f"gpu_experts='auto' places none: {obstacle}", stacklevel=5)
+        return counts
+    for device in usable:
+        its_own = [index for index, where in enumerate(devices) if where == device]
+        free, total = _device_memory(device)
+        free += sum(_bytes_on(layers[index], device) for index in its_own)  # which patching gives back
+        plan = plan_gpu(
+            free,
+            total,
+            len(its_own),
+            layers[0].num_experts,
+            max(layer.top_k for layer in layers),
+            _record_bytes(layers, weights, group_size),
+        )
+        for index, count in zip(its_own, plan.counts, strict=True):
+            counts[index] = count
+    return counts
+
+
+def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, record_bytes: int) -> None:
+    if obstacle := _obstacle(layers, placement.devices):
+        raise UnsupportedModelError(f"gpu_experts cannot be had here: {obstacle}")
+    for device in dict.fromkeys(placement.devices):
+        wanted = _count_on(placement, device)
+        if wanted == 0:
+            continue
+        if not _holds_experts(device):
+            raise MeshError(
+                f"gpu_experts names experts of layers that are on {device}: experts go where their layer is when it is patched. "
+                "Pass device_map='cuda' to from_pretrained, or move the model before torch_mesh.patch."
+            )
+        free = _device_memory(device)[0]
+        free += sum(
+            _bytes_on(layer, where) for layer, where in zip(layers, placement.devices, strict=True) if where == device
+        )
+        if wanted * record_bytes > free:
+            raise MemoryError(
+                f"gpu_experts needs {wanted * record_bytes:,} bytes for {wanted} experts, but {device} has {free:,} left: give "
+                "fewer, or 'auto'."
+            )
+
+
+def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -> str:
+    """Why no GPU can compute these experts, or nothing."""
+    if layers[0].fused_activation is None:
+        return (
+            "the experts of this family have a gate, activation or norm of their own and run by projection, on the CPU."
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "there is no triton, which CUDA builds of torch bring along: pip install triton."
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+            return (
+                f"{device} has compute capability {found[0]}.{found[1]}, and the kernels need {LEAST_CAPABILITY[0]}.0."
+            )
+    return ""
+
+
+def _holds_experts(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes."""
+    return torch.cuda.mem_get_info(device)
+
+
+def _device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:
+    """Where a layer computes: that of its experts or, when those are nowhere, of its router, or of the model."""
+    beside = model.get_submodule(layer.path.rpartition(".")[0])
+    for module in (layer.module, beside, model):
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                return parameter.device
+    return torch.device("cpu")
+
+
+def _bytes_on(layer: ExpertsLayer, device: torch.device) -> int:
+    return sum(parameter.nbytes for parameter in layer.parameters.values() if parameter.device == device)
+
+
+def _record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> int:
+    shape = common_geometry(layers)
+    return _C.record_bytes(weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias)
