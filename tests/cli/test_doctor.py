@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -242,3 +244,62 @@ def test_a_package_that_is_too_old_is_fatal(
     found = finding(tmp_path, "packages")
     assert found.fatal and "torch>=99" in found.advice and "surely-not-installed" in found.advice
     assert "rich" not in found.advice
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "available", "triton", "capability", "status", "text"),
+    [
+        (None, None, False, "3.9.0", (9, 0), "missing", "no CUDA driver"),
+        ("12.4", None, False, "3.9.0", (9, 0), "missing", "CUDA driver 12.4, but torch .* is built without CUDA"),
+        ("11.4", "13.0", False, "3.9.0", (9, 0), "missing", r"torch .* \(CUDA 13.0\) finds no device"),
+        ("13.0", "13.0", True, None, (9, 0), "limited", "no Triton"),
+        ("13.0", "13.0", True, "3.9.0", (7, 5), "limited", "gpu_experts needs compute capability 8.0"),
+        ("13.0", "13.0", True, "3.9.0", (8, 9), "ok", r"Card \(8.9, 24.0 GB\); CUDA driver 13.0, Triton 3.9.0"),
+    ],
+)
+def test_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str | None,
+    cuda: str | None,
+    available: bool,
+    triton: str | None,
+    capability: tuple[int, int],
+    status: str,
+    text: str,
+) -> None:
+    card = SimpleNamespace(name="Card", major=capability[0], minor=capability[1], total_memory=24 * 10**9)
+    version = doctor._installed_version
+    monkeypatch.setattr(doctor, "_installed_version", lambda name: triton if name == "triton" else version(name))
+    monkeypatch.setattr(doctor, "_cuda_driver", lambda: driver)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    for name, value in (
+        ("is_available", available),
+        ("device_count", 1),
+        ("get_device_capability", capability),
+        ("get_device_properties", card),
+    ):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    found = finding(tmp_path, "GPU")
+    assert found.status == status and re.search(text, found.found)
+    assert bool(found.advice) == (status == "missing" and driver is not None or "no Triton" in text)
+
+
+def test_the_cuda_driver_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        result = 0
+
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = 12080
+            return self.result
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver())
+    assert doctor._cuda_driver() == "12.8"
+    Driver.result = 3
+    assert doctor._cuda_driver() == "of unknown version"
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert doctor._cuda_driver() is None

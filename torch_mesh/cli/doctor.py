@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import importlib.metadata
 import json
@@ -26,6 +27,7 @@ from rich.table import Table
 import torch_mesh
 
 from ..cache import cache_folder
+from ..config import LEAST_CAPABILITY
 from ..memory import available_bytes
 
 Status = Literal["ok", "limited", "missing"]
@@ -271,10 +273,46 @@ def _locks_without_limit() -> bool:
 
 
 def _gpu() -> Finding:
+    """What gpu_experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton."""
+    driver = _cuda_driver()
+    if driver is None:
+        return Finding("GPU", "missing", "there is no CUDA driver (libcuda.so.1); everything runs on the CPU")
+    if torch.version.cuda is None:
+        found = f"CUDA driver {driver}, but torch {torch.__version__} is built without CUDA; everything runs on the CPU"
+        return Finding("GPU", "missing", found, "install a CUDA build of torch, and make build")
     if not torch.cuda.is_available():
-        return Finding("GPU", "missing", f"torch {torch.__version__} sees none; everything runs on the CPU")
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Finding("GPU", "ok", f"{names}; experts are computed on the CPU and handed over")
+        found = f"CUDA driver {driver}; torch {torch.__version__} (CUDA {torch.version.cuda}) finds no device with it"
+        return Finding(
+            "GPU", "missing", found, "look at nvidia-smi; a driver that is older than torch's CUDA has to be updated"
+        )
+    found = f"{', '.join(map(_describe_card, range(torch.cuda.device_count())))}; CUDA driver {driver}"
+    triton = _installed_version("triton")
+    if triton is None:
+        return Finding(
+            "GPU", "limited", f"{found}; no Triton, so experts are computed on the CPU", "pip install triton"
+        )
+    found += f", Triton {triton}"
+    if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return Finding("GPU", "limited", f"{found}; gpu_experts needs compute capability {least}")
+    return Finding("GPU", "ok", f"{found}; MeshConfig(gpu_experts=) places experts there")
+
+
+def _describe_card(index: int) -> str:
+    card = torch.cuda.get_device_properties(index)
+    return f"{card.name} ({card.major}.{card.minor}, {format_bytes(card.total_memory)})"
+
+
+def _cuda_driver() -> str | None:
+    """The version of CUDA that the driver knows, whatever torch was built for; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return "of unknown version"
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _memory() -> Finding:
