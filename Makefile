@@ -13,7 +13,7 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu style bench bench-peers clean
+.PHONY: help build build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,6 +61,9 @@ bench: build-dev ## what this machine's kernels reach of its limits, in under 15
 
 bench-peers: build-dev ## the same beside other systems, which it installs; writes 20 GB into the cache folder; needs root
 	$(RUN) benchmarks/run_all.py --peers
+
+bench-gpu: build-dev ## experts on a CUDA device beside its own copy rate, torch's matmul and transformers
+	$(RUN) benchmarks/gpu_layer.py --json build/benchmarks/gpu_layer.json
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -161,6 +161,8 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             torch_mesh.patch(model, gpu_experts=wrong)
     with pytest.raises(ValueError, match="prefill='window' reads whole layers"):
         torch_mesh.patch(model, gpu_experts=2, prefill="window")
+    with pytest.raises(ValueError, match="deferred_experts=1 does not go with gpu_experts"):
+        torch_mesh.patch(model, gpu_experts=2, deferred_experts=1)
     monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
     monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
     with pytest.raises(MemoryError, match=r"needs [\d,]+ bytes for 6 experts, but .* has 4,096 left"):
