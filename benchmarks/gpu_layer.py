@@ -18,10 +18,10 @@ import torch
 from harness import Report
 from op_layer import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, WEIGHTS_PER_EXPERT, pack, random_expert
 from torch import Tensor
+from torch_mesh.ops.device import DeviceLayer, DeviceRecord
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from torch_mesh.experts import StandardExperts
-from torch_mesh.ops.device import DeviceLayer, DeviceRecord
 
 FORMATS = {"bf16": 0, "int8": 64, "int4": 64}
 CALLS = EXPERTS // TOP_K

@@ -43,6 +43,8 @@ def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if not tokens.any():
         raise MeshError(f"{type(model).__name__} has computed nothing yet: there is nothing to save.")
     write_profile(Profile(tokens, uses, pool.top_k), path)
+
+
 def lossy_of(model: nn.Module) -> str:
     """The lossy modes of a patched model, as ``print(model)`` shows them; empty: it is exact."""
     return ", ".join(dict.fromkeys(filter(None, (module._mesh_pool.lossy for module in patched_modules(model)))))

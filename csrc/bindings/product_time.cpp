@@ -59,7 +59,8 @@ double product_seconds(const std::string& isa, const std::string& format, int32_
   std::fill_n(weights.data(), matrix.bytes(), std::byte{0});
   const std::vector<float> x(static_cast<size_t>(rows) * matrix.depth, 1.0f);
   prepared.at_least(operand_shape(matrix).row_bytes * rows);
-  prepare_rows(table, matrix, x.data(), ScalarType::kFloat32, matrix.depth, 0, rows, prepared.data());
+  prepare_rows(table, matrix, x.data(), ScalarType::kFloat32, matrix.depth, 0, rows,
+               prepared.data());
   out.at_least(int64_t{rows} * kBlockColumns * static_cast<int64_t>(sizeof(float)));
 
   const auto begin = std::chrono::steady_clock::now();

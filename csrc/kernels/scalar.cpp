@@ -58,6 +58,7 @@ using ScalarLut4Dot = ScalarNibbleDot<Lut4Nibbles>;
 }  // namespace
 
 constinit const KernelTable kScalarTable =
-    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot, ScalarLut4Dot>("scalar", {4, 4, 4}, 0);
+    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot, ScalarLut4Dot>("scalar", {4, 4, 4},
+                                                                             0);
 
 }  // namespace torch_mesh

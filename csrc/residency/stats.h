@@ -37,7 +37,7 @@ struct LayerStats {
   int64_t inflight_misses = 0;  // was being read already: a prefetch, or another forward's demand
   int64_t kept_accesses = 0;    // of the accesses: to experts that are never given up, see kept.h
   int64_t kept_hits = 0;
-  int64_t deferred = 0;         // was not READY, and is used one layer later
+  int64_t deferred = 0;  // was not READY, and is used one layer later
   int64_t rerouted = 0;  // choices of tokens that went to a resident expert instead; no accesses
   int64_t promoted = 0;  // reads that became READY
   int64_t evicted = 0;

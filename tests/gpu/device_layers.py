@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable
 import torch
 from tiny_pools import Spec, TinyExperts
 from torch import Tensor
-
 from torch_mesh.ops.device import DeviceLayer, DeviceRecord
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -13,9 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quick_interpreter  # noqa: F401
+from torch_mesh.ops import device
 
 from torch_mesh import _C
-from torch_mesh.ops import device
 
 pytestmark = pytest.mark.device
 

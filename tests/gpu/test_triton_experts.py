@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quick_interpreter  # noqa: F401
-
 from torch_mesh.ops import experts_triton, launches
 from torch_mesh.ops.device import DeviceLayer
 

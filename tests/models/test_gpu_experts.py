@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY_MODELS
+from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, UnsupportedModelError, gpu
 from torch_mesh.modules import patched_modules
-from torch_mesh.ops.device import find
 from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
