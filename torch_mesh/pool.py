@@ -191,7 +191,10 @@ def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
 def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not wait for its parent's reads
         return
-    threads = [log and log.thread, guard and guard.remove(engine)]
+    threads = [
+        None if log is None else log.thread,
+        None if guard is None else guard.remove(engine),
+    ]
     try:
         engine.close()
     finally:
