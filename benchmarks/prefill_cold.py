@@ -85,7 +85,8 @@ def plain_reads(folder: Path) -> float:
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
 
     def read(part: list[tuple[int, int, int]]) -> None:
-        with mmap.mmap(-1, CHUNK) as buffer:
+        with mmap.mmap(-1, 2 << 20) as buffer:
+            buffer.madvise(mmap.MADV_HUGEPAGE)  # as the pool's: small pages cut the disk's requests up
             for file, offset, size in part:
                 os.preadv(descriptors[file], [memoryview(buffer)[:size]], offset)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -383,6 +384,8 @@ class MeshConfig(QuantizationConfigMixin):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _CHECKS and value is not _NOT_GIVEN}
         self._resolve(given | unknown, {})
+        if self.pins > 0 and self.profile is None and "pins" in given:
+            raise ValueError(pins_without_profile(self.pins))
 
     @property
     def workspace_bytes(self) -> int:
@@ -401,9 +404,13 @@ class MeshConfig(QuantizationConfigMixin):
 
     def replace(self, **fields: Any) -> MeshConfig:
         """A copy in which ``fields`` are given."""
-        copy = MeshConfig()
-        copy._resolve(self._given | fields, self.to_dict())
-        return copy
+        changed = copy.copy(self)
+        given = _checked(fields)
+        changed._given = self._given | given
+        # Only these: what from_pretrained has merged into a checkpoint's config is in its attributes alone.
+        for name, value in given.items():
+            setattr(changed, name, value)
+        return changed
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method} | {
@@ -435,10 +442,11 @@ class MeshConfig(QuantizationConfigMixin):
         stored = _checked({name: value for name, value in checkpoint.items() if name not in ("quant_method", *_LOCAL)})
         for name, value in (_DEFAULTS | stored | self._given).items():
             setattr(self, name, value)
-        if self.pins > 0 and self.profile is None:
-            raise ValueError(
-                f"pins={self.pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
-            )
+
+
+def pins_without_profile(pins: float) -> str:
+    """What is wrong with it. The environment may name pins, and whoever uses the config the profile."""
+    return f"pins={pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
 
 
 def _shown(value: Any) -> str:

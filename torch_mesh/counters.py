@@ -80,7 +80,7 @@ class Counters:
 _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
 _RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
 _Size = Literal["slots", "kept", "most_slots", "shrinks", "grows"]
-_SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
+SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Stats(PhaseCounters):
         """
         return {
             **super().to_dict(),
-            **{name: getattr(self, name) for name in _SIZES},
+            **{name: getattr(self, name) for name in SIZES},
             "lossy": self.lossy,
             "prefetch_error": _error_dict(self.prefetch_error),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
@@ -189,7 +189,7 @@ def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool, lossy:
         prefill=Counters(**_sum([layer.prefill for layer in per_layer])),
         decode=Counters(**_sum([layer.decode for layer in per_layer])),
         per_layer=per_layer,
-        **{name: sum(snapshot[name] for snapshot in snapshots) for name in _SIZES},
+        **{name: sum(snapshot[name] for snapshot in snapshots) for name in SIZES},
         lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )

@@ -18,6 +18,7 @@ from .lossy import check_lossy
 from .modules import install
 from .patching import patch
 from .pool import ExpertPool, pool_slots
+from .profiles import check_profile
 from .store.manifest import Shape, open_store
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -79,12 +80,14 @@ class Experts(nn.Module):
         if shape.activation is None or not shape.gated:
             raise ValueError(f"The experts in {store} have a gate of their model's own; open the model instead.")
         config = (config or MeshConfig()).replace(**fields)
+        _check_single_layer(config)
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.experts = StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
         [described] = find_experts(self)
         check_lossy(self, [described], config)
+        check_profile(config, [described])
         where: Any = {"weights": manifest.weights, "group_size": manifest.group_size}
         slots = pool_slots([described], config, stored_layers=1, **where)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
@@ -156,6 +159,16 @@ class StandardExperts(nn.Module):
         if gate_up_bias is not None and down_bias is not None:
             self.gate_up_proj_bias = nn.Parameter(gate_up_bias, requires_grad=False)
             self.down_proj_bias = nn.Parameter(down_bias, requires_grad=False)
+
+
+def _check_single_layer(config: MeshConfig) -> None:
+    of_models = {
+        "gpu_experts": config.gpu_experts not in (0, "auto"),
+        "predictor": config.predictor is not None,
+        "dense": config.dense != "none",
+    }
+    if refused := [name for name, given in of_models.items() if given]:
+        raise ValueError(f"{', '.join(refused)}: of a model, not of one layer of a store; leave it out.")
 
 
 def _meta_parameters(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -18,6 +18,7 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
         try:
             yield file
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # as files are that hold no secrets; a temporary one is its owner's alone
             os.fsync(file.fileno())
             os.replace(file.name, path)
         except BaseException:

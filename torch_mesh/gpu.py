@@ -146,7 +146,7 @@ def choose_experts(
 def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement) -> None:
     """Copies the chosen experts of patched layers to their devices, and gives up their slots in the pool.
 
-    The table of a layer is in place before the module knows of it. What placing has read does not count in statistics.
+    No layer knows of it before all are copied. What placing has read does not count in statistics.
     """
     if placement.count == 0:
         return
@@ -166,32 +166,35 @@ def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Pl
         for device in dict.fromkeys(placement.devices)
     }
     taken = dict.fromkeys(records, 0)
+    placed = []
     with progress_bar("Copying experts to the GPU") as progress:
         for layer, here, device in zip(layers, placement.here, placement.devices, strict=True):
             if here.any():
-                _move_layer(layer.module, pool, record, records[device], here, taken[device])
+                module: Any = layer.module
+                placed.append((module, _copy_layer(module, pool, record, records[device], here, taken[device])))
                 taken[device] += int(here.sum())
             progress(sum(taken.values()) * record.words * 4, placement.count * record.words * 4)
+    for module, on_device in placed:
+        pool.device_layers.append(on_device)
+        place(module._mesh_handle, on_device)
+        module._mesh_device = on_device.records.device
     pool.engine.reset_stats()
 
 
-def _move_layer(
+def _copy_layer(
     module: Any, pool: ExpertPool, record: DeviceRecord, records: torch.Tensor, here: torch.Tensor, first: int
-) -> None:
+) -> DeviceLayer:
     chosen = here.nonzero().flatten()
     torch.ops.torch_mesh.prefetch(module._mesh_handle, chosen)  # several reads at a time
     for slot, expert in enumerate(chosen.tolist(), start=first):
         records[slot].copy_(torch.from_numpy(pool.engine.read_record(module._mesh_layer, expert)))
-    table = torch.full(here.shape, -1, dtype=torch.int32)
-    table[chosen] = torch.arange(first, first + len(chosen), dtype=torch.int32)
-    layer = DeviceLayer(
-        record, records, table.to(records.device), here, complete=bool(here.all()), workspace=pool.workspace
-    )
     if not pool.in_memory:  # then the pool is the only other place where they are
         torch.ops.torch_mesh.evict(module._mesh_handle, chosen)
-    pool.device_layers.append(layer)
-    place(module._mesh_handle, layer)
-    module._mesh_device = records.device
+    table = torch.full(here.shape, -1, dtype=torch.int32)
+    table[chosen] = torch.arange(first, first + len(chosen), dtype=torch.int32)
+    return DeviceLayer(
+        record, records, table.to(records.device), here, complete=bool(here.all()), workspace=pool.workspace
+    )
 
 
 def _count_on(placement: Placement, device: torch.device) -> int:
@@ -280,8 +283,9 @@ def _holds_experts(device: torch.device) -> bool:
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes."""
-    return torch.cuda.mem_get_info(device)
+    """(free, total) bytes. What torch's allocator has reserved and not handed out is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def _device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:

@@ -110,11 +110,6 @@ class MemoryGuard:
         while not stop.wait(pause):
             try:
                 pause = _SETTLING_SECONDS if self._look() else _INTERVAL_SECONDS
-            except ReadTimeoutError as error:  # the rest of it goes when the disk answers
-                _LOG.warning("%s", error)
-            except MemoryError as error:
-                self._free_since = None
-                _LOG.info("The pool of experts stays as it is: %s", error)
             except (OSError, ValueError, IndexError) as error:
                 if not self._warned:
                     self._warned = True
@@ -146,7 +141,13 @@ class MemoryGuard:
             if now - self._free_since < self._calm:
                 return False
         for engine, about, slots in changes:
-            self._resize(engine, about, slots, left, _GROWTH_BYTES // len(changes))
+            try:
+                self._resize(engine, about, slots, left, _GROWTH_BYTES // len(changes))
+            except ReadTimeoutError as error:  # the rest of it goes when the disk answers
+                _LOG.warning("%s", error)
+            except MemoryError as error:  # the other pools may have more luck
+                self._free_since = None
+                _LOG.info("The pool of experts stays as it is: %s", error)
         return bool(changes)
 
     def _resize(self, engine: _C.Engine, about: dict[str, int], wanted: int, left: int, most_growth: int) -> None:

@@ -51,10 +51,19 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
             module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
 
 
-def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Raises StoreError for a predictor that no model with these layers can have, before much work is done for it."""
-    if config.predictor is not None:
-        load_predictor(config.predictor, layers)
+def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:
+    """Before much work is done for it. ``model``: one whose routers have their weights.
+
+    Raises StoreError for a predictor that no model with these layers can have, MeshError for that of another ``model``, ValueError
+    for one without prefetch.
+    """
+    if config.predictor is None:
+        return
+    if config.prefetch == "off":
+        raise ValueError("predictor= foretells what to prefetch, and prefetch='off': leave out one of the two.")
+    predictor = load_predictor(config.predictor, layers)
+    if model is not None:
+        predictor.check_model(model, layers, config.predictor)
 
 
 def _fitted(model: nn.Module, layers: Sequence[ExpertsLayer], path: str) -> list[Any]:

@@ -47,7 +47,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     layers = find_experts(model)
     _check_patchable(model, layers)
     check_attention(model, config)
-    check_predictor(layers, config)
+    check_predictor(layers, config, model)
     check_profile(config, layers)
     check_lossy(model, layers, config)
     weights = "bf16" if config.weights == "auto" else config.weights

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .config import MeshConfig
+from .config import MeshConfig, pins_without_profile
 from .errors import MeshError
 from .families import ExpertsLayer
 from .files import new_file
@@ -130,8 +130,14 @@ def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
 
 
 def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
-    """Raises now what opening the pool would raise after a conversion: MeshError or OSError for a profile that does not fit."""
-    if config.profile is not None:
+    """Raises now what opening the pool would raise after a conversion: MeshError or OSError for a profile that does not fit.
+
+    ValueError for pins without one.
+    """
+    if config.profile is None:
+        if config.pins > 0:
+            raise ValueError(pins_without_profile(config.pins))
+    else:
         profile = load_profile(config.profile)
         _check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))
 

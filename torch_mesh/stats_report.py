@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .counters import PHASES, Counters, LayerCounters, Stats
+from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
 from .errors import MeshError
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
-_SIZES = ("slots", "most_slots", "shrinks", "grows")
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
     if not isinstance(layers, list):
         raise refuse("it has no per_layer")
     per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
-    sizes = {name: table.get(name, 0) for name in _SIZES}
+    sizes = {name: table.get(name, 0) for name in SIZES}
     if not all(type(size) is int for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
     lossy = table.get("lossy", "")

@@ -381,21 +381,27 @@ class PyEngine {
   py::dict stats() { return dict_of_layers(open()->engine->pool().stats()); }
 
   py::dict detailed_stats() {
-    const std::shared_ptr<LiveEngine> live = open();
+    std::shared_ptr<LiveEngine> live = open();
     const Pool& pool = live->engine->pool();
     const PoolStats stats = pool.detailed_stats();
+    const std::array<py::ssize_t, 2> shape{pool.layers(), pool.experts()};
+    const int32_t most_slots = pool.most_slots();
+    {  // as in describe_size()
+      const py::gil_scoped_release released;
+      live.reset();
+    }
     py::dict result;
     for (const auto& [name, phase] : {std::pair{"none", Phase::kNone},
                                       {"prefill", Phase::kPrefill},
                                       {"decode", Phase::kDecode}}) {
       result[name] = dict_of_layers(stats.layers[static_cast<size_t>(phase)]);
     }
-    result["experts"] = dict_of_experts(stats.experts, {pool.layers(), pool.experts()});
+    result["experts"] = dict_of_experts(stats.experts, shape);
     result["prefetch_error"] = stats.prefetch_error ? exception_of(*stats.prefetch_error)
                                                     : py::reinterpret_borrow<py::object>(Py_None);
     result["slots"] = stats.slots;
     result["kept"] = stats.kept;
-    result["most_slots"] = pool.most_slots();
+    result["most_slots"] = most_slots;
     result["shrinks"] = stats.shrinks;
     result["grows"] = stats.grows;
     return result;

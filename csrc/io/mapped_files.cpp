@@ -242,13 +242,14 @@ bool MappedFiles::intact_since(int64_t before) const {
 }
 
 // A loss during this is counted afterwards, and mended by the next call.
-void MappedFiles::mend() {
+bool MappedFiles::mend() {
   const std::lock_guard lock(mending_);
   const int64_t now = losses();
-  if (mended_ == now) return;
+  if (mended_ == now) return true;
   bool mended = true;
   for (size_t file = 0; file < begin_.size(); ++file) mended &= map(file);
   if (mended) mended_ = now;
+  return mended;
 }
 
 }  // namespace torch_mesh

@@ -50,7 +50,7 @@ class MappedFiles {
   // Whether all bytes that were used since losses() said `before` were the file's.
   bool intact_since(int64_t before) const;
   // Maps the files' own pages again where there are zeros; where it cannot, the next call does.
-  void mend();
+  bool mend();
 
  private:
   struct Guarded;  // what the signal handler knows of a mapping; never freed

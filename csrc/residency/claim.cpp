@@ -253,13 +253,29 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   impl.claims = this;
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   losses_ = impl.losses_so_far();
-  if (!part.late) {
-    impl.expected.begin(layer);
-    impl.learn(layer, experts, part);
+  try {
+    begin(experts);
+  } catch (...) {  // no memory: the destructor will not run
+    for (const Entry& entry : entries_) {
+      if (entry.state == kJoined) impl.unpin(entry.slot);
+    }
+    impl.claims = next_alive_;
+    if (next_alive_ != nullptr) next_alive_->previous_alive_ = nullptr;
+    throw;
+  }
+}
+
+// With the lock. `experts`: those that are deferred, too.
+void Claim::begin(std::span<const int32_t> experts) {
+  Pool::Impl& impl = *pool_.impl_;
+  if (!part_.late) {
+    impl.expected.begin(layer_);
+    impl.learn(layer_, experts, part_);
   }
   impl.reserve_for(*this, false);
-  impl.forget_awaited(layer);  // pinned if they are this claim's, else of a forward broken off
-  if (part.deferred > 0) impl.defer(*this, experts.last(part.deferred));
+  // They are pinned if they are this claim's, else of a forward broken off.
+  if (!part_.late || waiting_ == 0) impl.forget_awaited(layer_);
+  if (part_.deferred > 0) impl.defer(*this, experts.last(part_.deferred));
   impl.read_next_layer(*this);
 }
 

@@ -13,6 +13,7 @@ void Pool::Impl::defer(const Claim& claim, std::span<const int32_t> indices) {
   for (int32_t index : indices) {
     const ExpertId id = id_of(claim.layer_, index);
     ++layer.accesses, ++layer.deferred;
+    layer.kept_accesses += slots.kept(id);
     ++stats.experts[id].accesses, ++stats.experts[id].deferred;
     awaited.push_back(id);
   }

@@ -44,8 +44,7 @@ int64_t Pool::Impl::losses_so_far() {
   if (!mapping) return 0;
   const int64_t losses = mapping->losses();
   if (losses == losses_seen) return losses;
-  losses_seen = losses;
-  mapping->mend();
+  if (mapping->mend()) losses_seen = losses;  // else the next claim tries again
   for (int32_t slot = 0; slot < slots.size(); ++slot) {
     if (slots.reusable(slot) && slots[slot].state == SlotState::kReady) evict(slot, Phase::kNone);
   }

@@ -216,6 +216,8 @@ class Claim {
   bool placed() const { return waiting_ == 0; }
 
  private:
+  void begin(std::span<const int32_t> experts);
+
   Pool& pool_;
   int32_t layer_;
   ForwardPart part_;

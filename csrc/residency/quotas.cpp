@@ -36,6 +36,7 @@ class Quotas final : public Policy {
       of_layer_.push_back(make_policy(base, {1, experts_, std::max(1, slots_ / layers_)}));
     }
     name_ = std::string(of_layer_[0]->name()) + " with quotas";
+    pieces_.reserve(hits_.size());
     share_out();
   }
 
@@ -147,13 +148,13 @@ class Quotas final : public Policy {
   }
 
   void share_out() {
-    std::vector<Piece> pieces;
-    for (int32_t layer = 0; layer < layers_; ++layer) add_hull(layer, pieces);
-    std::stable_sort(pieces.begin(), pieces.end(),
+    pieces_.clear();
+    for (int32_t layer = 0; layer < layers_; ++layer) add_hull(layer, pieces_);
+    std::stable_sort(pieces_.begin(), pieces_.end(),
                      [](const Piece& a, const Piece& b) { return a.gain > b.gain; });
     std::fill(quota_.begin(), quota_.end(), 0);
     int32_t left = slots_;
-    for (const Piece& piece : pieces) {
+    for (const Piece& piece : pieces_) {
       const int32_t slots = piece.gain > 0 ? std::min(left, piece.slots) : 0;
       quota_[piece.layer] += slots;
       left -= slots;
@@ -180,6 +181,7 @@ class Quotas final : public Policy {
   std::vector<double> hits_;                        // [layers][distance]
   std::vector<int64_t> last_use_;                   // by expert id; 0: never
   std::vector<bool> is_pinned_;
+  std::vector<Piece> pieces_;  // of share_out(), which takes no memory
 };
 
 }  // namespace

@@ -290,7 +290,7 @@ class Replay {
   bool start_read() {
     if (reading_ >= 0) return true;
     if (demand_.empty()) {
-      if (slots_.size() / 2 < 1) return false;  // half of the slots at most, as in the pool
+      if (slots_.unkept() / 2 < 1) return false;  // half of what is not kept, as in the pool
       reading_ = expected_.reserve_next(slots_, [this](ExpertId id) { return reserve(id); });
       if (reading_ < 0) return false;
       unused_[reading_] = true;

@@ -11,13 +11,13 @@ import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from torch_mesh import MeshConfig, memory
-from torch_mesh.config import parse_size
+from torch_mesh.config import FIELDS, parse_size
 from torch_mesh.memory import available_bytes, resident_slots
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in dict(MeshConfig()):
+    for name in FIELDS:
         monkeypatch.delenv(f"TORCH_MESH_{name.upper()}", raising=False)
 
 

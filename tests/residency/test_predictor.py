@@ -232,6 +232,9 @@ def test_another_model_is_refused(mesh_tiny: Path, model: PreTrainedModel, file:
         find_router(other, find_experts(other)[2]).weight[0, 0] += 1  # type: ignore[union-attr, index]
     with pytest.raises(MeshError, match="was fitted to another model"):
         torch_mesh.patch(other, predictor=file, resident=0.5)
+    assert not list(patched_modules(other)), "a model that was refused is as it was"
+    with pytest.raises(ValueError, match="prefetch='off': leave out one of the two"):
+        torch_mesh.patch(model, predictor=file, prefetch="off")
     with pytest.raises(StoreError, match="cannot be read"):
         AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(predictor=tmp_path / "none"))
     # Formats and dtypes of the same model are the same model.

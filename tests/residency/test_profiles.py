@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.profiles import Profile, load_profile, pool_profile, write_profile
+from torch_mesh.profiles import Profile, check_profile, load_profile, pool_profile, write_profile
 from torch_mesh.stats import engines_of
 from torch_mesh.store.convert import convert
 
@@ -260,6 +260,20 @@ def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Pa
     monkeypatch.setenv("TORCH_MESH_PROFILE", os.fspath(saved))
     monkeypatch.setenv("TORCH_MESH_PINS", "0.1")
     assert (MeshConfig().profile, MeshConfig().pins) == (os.fspath(saved), 0.1)
+    monkeypatch.delenv("TORCH_MESH_PROFILE")
+    assert MeshConfig().replace(profile=saved).pins == MeshConfig(profile=saved).pins == 0.1
+    with pytest.raises(ValueError, match=r"pins=0\.1 needs to know .* give profile="):
+        check_profile(MeshConfig(), [])
+
+
+def test_a_copy_keeps_what_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = MeshConfig.from_dict({"quant_method": "mesh", "resident": 0.5})
+    for name, value in (("stats_file", "x.jsonl"), ("resident", 0.25)):  # as from_pretrained does
+        setattr(stored, name, value)
+    monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.75")
+    changed = stored.replace(prefill="off")
+    assert (changed.stats_file, changed.resident, changed.prefill) == ("x.jsonl", 0.25, "off")
+    assert stored.prefill == "auto"
 
 
 @pytest.mark.parametrize(

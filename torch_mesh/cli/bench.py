@@ -103,3 +103,5 @@ def _print_table(measured: Measured) -> None:
         add("memory, experts", "", "measured", f"{format_bytes(int(speeds.experts))}/s")
         add("memory, the rest", "", "measured", f"{format_bytes(int(speeds.dense))}/s")
     Console(width=120).print(table, markup=False)
+    if measured.stats.lossy:
+        print(f"lossy: {measured.stats.lossy}")

@@ -59,6 +59,8 @@ def _print(reports: list[Report], console: Console) -> None:
             for row in rows:
                 table.add_row(*row, end_section=row is rows[len(run.total.per_layer) - 1])
             console.print(table, markup=False)
+            if run.total.lossy:
+                console.print(f"lossy: {run.total.lossy}", markup=False, highlight=False)
             if run.stretches:
                 console.print(_over_time(run), markup=False)
         if report.damaged:
