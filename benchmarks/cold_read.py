@@ -20,43 +20,19 @@ import harness
 import synthetic
 import torch
 from harness import Report, Row
+from op_layer import store_engine
 from prefill_cold import CHUNK, DEPTH, plain_reads
 
-from torch_mesh import _C
 from torch_mesh.store.manifest import open_store
 
 CPU_MS_PER_GB = {"never": 10.0, "first": 60.0}
 
 
-def cold_engine(folder: Path, verify: str) -> _C.Engine:
-    """A pool with room for one layer, and nothing in it."""
-    store = open_store(folder)
-    shape = store.manifest.shape
-    return _C.Engine(
-        layers=shape.layers,
-        experts=shape.experts,
-        format=store.manifest.weights,
-        group_size=store.manifest.group_size,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        gated=shape.gated,
-        bias=shape.bias,
-        activation=shape.activation,
-        slots=shape.experts,
-        policy="lru",
-        verify=verify,
-        io="auto",
-        threads=0,
-        workspace=1 << 20,
-        timeout=60.0,
-        source=_C.Source(**store.source_arguments()),
-    )
-
-
 def promote_all(folder: Path, verify: str) -> dict[str, Any]:
     """Every record once, from a pool that has never read one."""
     shape = open_store(folder).manifest.shape
-    engine = cold_engine(folder, verify)
+    # Room for one layer, and nothing in it.
+    engine = store_engine(folder, slots=shape.experts, policy="lru", verify=verify, io="auto", workspace=1 << 20)
     try:
         every = torch.arange(shape.experts)
         handles = [torch.tensor([engine.id, layer, engine.generation]) for layer in range(shape.layers)]

@@ -34,32 +34,20 @@ CONTENDERS = ("uring", "mmap, advice", "mmap, kernel")
 def worker(request_path: str, result_path: str) -> None:
     """Prints nothing; leaves the seconds of each token, and what was read from the disk for the measured ones."""
     import torch
+    from op_layer import store_engine
 
-    from torch_mesh import _C
     from torch_mesh.synthetic import synthetic_trace
 
     request = json.loads(Path(request_path).read_text())
     torch.set_num_threads(request["threads"])
-    store = open_store(request["store"])
-    shape, manifest = store.manifest.shape, store.manifest
-    engine = _C.Engine(
-        layers=shape.layers,
-        experts=shape.experts,
-        format=manifest.weights,
-        group_size=manifest.group_size,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        gated=shape.gated,
-        bias=shape.bias,
-        activation=shape.activation,
+    shape = open_store(request["store"]).manifest.shape
+    engine = store_engine(
+        Path(request["store"]),
         slots=request["slots"],
         policy="auto",
         verify="first",
         io=request["io"],
-        threads=0,
         workspace=64 << 20,
-        timeout=60.0,
-        source=_C.Source(**store.source_arguments()),
     )
     tokens = request["warm_up"] + request["measured"]
     trace = synthetic_trace(

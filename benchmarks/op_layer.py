@@ -7,14 +7,18 @@ memory of its own, and a layer's records are many times larger than any cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from synthetic import WEIGHT_STD, Shape
 
 import torch_mesh
+from torch_mesh import _C
 from torch_mesh.families import ExpertTensors, Geometry
 from torch_mesh.pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
+from torch_mesh.store.manifest import open_store
 
 SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
@@ -64,3 +68,24 @@ def pack(expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: in
     gate_up, down = expert
     gate, up = gate_up.chunk(2)
     return pack_expert(ExpertTensors(gate, up, down, None, None, None), weights, group_size)
+
+
+def store_engine(folder: Path, **options: Any) -> _C.Engine:
+    """An engine on the records of a converted checkpoint, with as many threads as torch; ``options`` are ``_C.Engine``'s others."""
+    store = open_store(folder)
+    manifest, shape = store.manifest, store.manifest.shape
+    return _C.Engine(
+        layers=shape.layers,
+        experts=shape.experts,
+        format=manifest.weights,
+        group_size=manifest.group_size,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        gated=shape.gated,
+        bias=shape.bias,
+        activation=shape.activation,
+        threads=0,
+        timeout=60.0,
+        source=_C.Source(**store.source_arguments()),
+        **options,
+    )
