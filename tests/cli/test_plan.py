@@ -285,6 +285,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_planned_without_its_weights(
     mesh_tiny: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,6 +206,7 @@ def _as_hub_snapshot(folder: Path, hub: Path, name: str) -> None:
     (repository / "refs" / "main").write_text(commit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("converted", [False, True])
 def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
