@@ -50,7 +50,7 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (CSRC / room).rglob("*.cpp"))
 
 
-ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine")
+ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine", "gpu")
 
 
 def compiler() -> str:
@@ -161,7 +161,7 @@ class BuildExtension(build_ext):
         # torch's headers are not ours to warn about.
         torch_flags = [flag for path in includes for flag in ("-isystem", path)]
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
-        link = ["-shared", "-fopenmp", *(f"-L{path}" for path in libraries)]
+        link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
         link += [f"-Wl,-rpath,{path}" for path in libraries]
         link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_link, *xxhash_link]
 

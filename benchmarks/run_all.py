@@ -22,7 +22,6 @@ HERE = Path(__file__).resolve().parent
 OWN = (
     "error.py",
     "perplexity.py",
-    "lossy.py",
     "op_overhead.py",
     "attention_op.py",
     "decode_op.py",
@@ -31,7 +30,7 @@ OWN = (
     "stats_cost.py",
 )
 ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py", "cold_read.py", "cold_bound.py")
-PEERS = ("weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
+PEERS = ("lossy.py", "weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
 
 
 def run(script: str, directory: Path, report: Path) -> bool:

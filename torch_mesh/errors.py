@@ -40,3 +40,7 @@ class PoolClosedError(MeshError):
 
 class ForkedProcessError(MeshError):
     """The pool was used in a forked child of the process that opened it."""
+
+
+class DeviceError(MeshError):
+    """The driver of a GPU refused a call, or there is none."""

@@ -17,6 +17,7 @@ enum class ErrorKind : uint8_t {
   kClosed,       // the pool is closed, or the handle is stale
   kForked,       // used in a child of the process that opened it
   kInterrupted,  // the interrupt hook said stop (Ctrl-C)
+  kDevice,       // the GPU's driver refused a call, or there is none
 };
 
 // Where in the model and on disk something went wrong; -1 and "" where that is unknown.

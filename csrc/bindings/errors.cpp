@@ -31,6 +31,8 @@ py::object exception_class(ErrorKind kind) {
       return errors.attr("ForkedProcessError");
     case ErrorKind::kInterrupted:
       return py::reinterpret_borrow<py::object>(PyExc_KeyboardInterrupt);
+    case ErrorKind::kDevice:
+      return errors.attr("DeviceError");
   }
   return errors.attr("MeshError");
 }

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/device.h"
 #include "bindings/errors.h"
 #include "bindings/product_time.h"
 #include "bindings/profile.h"
@@ -619,6 +620,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("expert"), py::arg("record"));
   m.def("policy_names", torch_mesh::policies);
   torch_mesh::define_replay(m);
+  torch_mesh::define_device(m);
   torch_mesh::define_product_time(m);
   m.def("direct_io_alignment", torch_mesh::direct_io_alignment, py::arg("path"));
 

@@ -1,0 +1,167 @@
+#include "bindings/device.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bindings/registry.h"
+#include "bindings/tensors.h"
+#include "gpu/host_share.h"
+#include "gpu/stand_in.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+
+DeviceAddress address(const at::Tensor& tensor) {
+  return reinterpret_cast<DeviceAddress>(tensor.const_data_ptr());
+}
+
+// torch.cuda.Stream.cuda_stream
+Stream stream_from(uintptr_t handle) { return {reinterpret_cast<void*>(handle)}; }
+
+void check_dense(const at::Tensor& tensor, const char* name, at::ScalarType type,
+                 at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == type && tensor.sizes() == sizes && tensor.is_contiguous(), name,
+      " must be a contiguous tensor of ", type, " ", sizes, "; got ", tensor.scalar_type(), " ",
+      tensor.sizes());
+}
+
+class PyHostShare {
+ public:
+  PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
+              int32_t most_delay_us)
+      : live_(resolve(handle).live), in_process_(!device) {
+    const std::shared_ptr<LiveEngine> live = live_.lock();
+    py::gil_scoped_release released;
+    driver_ = device ? open_cuda_driver(*device)
+                     : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
+    share_ =
+        std::make_unique<HostShare>(driver_, std::shared_ptr<Engine>(live, live->engine.get()));
+  }
+  ~PyHostShare() {
+    py::gil_scoped_release released;
+    share_.reset();
+    driver_.reset();
+  }
+  PyHostShare(const PyHostShare&) = delete;
+  PyHostShare& operator=(const PyHostShare&) = delete;
+
+  int32_t submit(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
+                 const at::Tensor& table, const at::Tensor& out, int32_t layer, bool sentinels,
+                 uintptr_t stream) {
+    const std::shared_ptr<LiveEngine> live = live_.lock();
+    if (live == nullptr) {
+      throw Error(ErrorKind::kClosed,
+                  "the pool is closed: the model was unpatched or deleted; patch it again");
+    }
+    const Engine& engine = *live->engine;
+    TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
+                      "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
+    TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
+                      ids.sizes());
+    TORCH_CHECK_VALUE(layer >= 0 && layer < engine.pool().layers(), "layer is ", layer,
+                      "; allowed: [0, ", engine.pool().layers(), ")");
+    const int64_t tokens = x.size(0), hidden = engine.layout().hidden;
+    check_dense(x, "x", x.scalar_type(), {tokens, hidden});
+    check_dense(ids, "topk_ids", at::kLong, {tokens, ids.size(1)});
+    check_dense(weights, "topk_weights", at::kFloat, {tokens, ids.size(1)});
+    check_dense(table, "table", at::kInt, {engine.pool().experts()});
+    check_dense(out, "out", at::kFloat, {tokens, hidden});
+    const DeviceCall call{.layer = layer,
+                          .tokens = narrowed(tokens),
+                          .top_k = narrowed(ids.size(1)),
+                          .x = address(x),
+                          .x_type = scalar_type(x, "x"),
+                          .ids = address(ids),
+                          .weights = address(weights),
+                          .table = address(table),
+                          .out = address(out),
+                          .sentinels = sentinels};
+    py::gil_scoped_release released;
+    return share_->submit(call, stream_from(stream));
+  }
+
+  void join(int32_t ticket, uintptr_t stream) {
+    py::gil_scoped_release released;
+    share_->join(ticket, stream_from(stream));
+    // The host is the device: what torch computes next is in no stream.
+    if (in_process_) driver_->synchronize(stream_from(stream));
+  }
+
+  void synchronize() {
+    py::gil_scoped_release released;
+    share_->synchronize();
+  }
+  void check() { share_->check(); }
+
+  void set_capture_sizes(const std::vector<int32_t>& tokens, int32_t top_k) {
+    py::gil_scoped_release released;
+    share_->set_capture_sizes(tokens, top_k);
+  }
+  std::vector<int32_t> capture_sizes() {
+    py::gil_scoped_release released;
+    return share_->capture_sizes();
+  }
+
+  py::dict stats() {
+    HostShareStats stats;
+    {
+      py::gil_scoped_release released;
+      stats = share_->stats();
+    }
+    py::dict result;
+    result["calls"] = stats.calls;
+    result["all_on_device"] = stats.all_on_device;
+    result["failed"] = stats.failed;
+    result["bytes_down"] = stats.bytes_down;
+    result["bytes_up"] = stats.bytes_up;
+    result["node_seconds"] = stats.node_seconds;
+    result["waited_seconds"] = stats.waited_seconds;
+    result["waited_calls"] = stats.waited_calls;
+    return result;
+  }
+  void reset_stats() {
+    py::gil_scoped_release released;
+    share_->reset_stats();
+  }
+
+  std::string driver() const { return driver_->description(); }
+
+ private:
+  std::weak_ptr<LiveEngine> live_;
+  bool in_process_;
+  std::shared_ptr<Driver> driver_;
+  std::unique_ptr<HostShare> share_;
+};
+
+}  // namespace
+
+void define_device(py::module_& module) {
+  module.def(
+      "cuda_driver", [] { return describe_cuda_driver(); },
+      py::call_guard<py::gil_scoped_release>());
+  py::class_<PyHostShare>(module, "HostShare")
+      .def(py::init<const at::Tensor&, std::optional<int32_t>, uint64_t, int32_t>(),
+           py::arg("handle"), py::arg("device"), py::kw_only(), py::arg("seed") = 0,
+           py::arg("most_delay_us") = 0)
+      .def("submit", &PyHostShare::submit, py::arg("x"), py::arg("topk_ids"),
+           py::arg("topk_weights"), py::arg("table"), py::arg("out"), py::arg("layer"),
+           py::arg("sentinels"), py::arg("stream"))
+      .def("join", &PyHostShare::join, py::arg("ticket"), py::arg("stream"))
+      .def("synchronize", &PyHostShare::synchronize)
+      .def("check", &PyHostShare::check)
+      .def("set_capture_sizes", &PyHostShare::set_capture_sizes, py::arg("tokens"),
+           py::arg("top_k"))
+      .def("capture_sizes", &PyHostShare::capture_sizes)
+      .def("stats", &PyHostShare::stats)
+      .def("reset_stats", &PyHostShare::reset_stats)
+      .def("driver", &PyHostShare::driver);
+}
+
+}  // namespace torch_mesh

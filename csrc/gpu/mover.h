@@ -1,0 +1,113 @@
+// Moves hot experts up to a device while a model runs: between two steps, a batch at a time, beside
+// whatever computes.
+//
+// What should be there is what a policy of the pool's kind would keep in a cache of as many slots:
+// it follows every forward, moves nothing, and costs next to nothing. What is there follows it, in
+// batches, once an expert has been wanted for a while. A batch goes into spare slots; then the
+// table is written once, in the order of the stream that computes, so that no forward sees half of
+// it; and the slots that it gave up are the next batch's.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "gpu/driver.h"
+#include "residency/policy.h"
+
+namespace torch_mesh {
+
+struct MoverOptions {
+  DeviceAddress records;  // [slots][record bytes]
+  DeviceAddress table;    // int32 [layers][experts], which holds `slots_of` already
+  int32_t slots;
+  std::vector<int32_t> slots_of;  // [layers * experts]: the slot of each expert, or -1
+  // bool [layers]: their experts may move. A layer that is on the device as a whole is not seen by
+  // the host, and one that computes elsewhere has no experts there.
+  std::vector<bool> moving;
+  int32_t batch = 4;  // slots that are kept spare, and so experts that move at a time
+  std::string policy = "auto";
+  int32_t patience = 32;  // forwards of its layer for which an expert has to be wanted
+};
+
+struct MoverStats {
+  int64_t moved_up = 0;
+  int64_t batches = 0;
+  int64_t bytes_up = 0;
+  int64_t failed = 0;               // batches that were given up because a read failed
+  std::exception_ptr last_failure;  // of those
+};
+
+class Mover {
+ public:
+  Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine, const MoverOptions& options);
+  ~Mover();
+  Mover(const Mover&) = delete;
+  Mover& operator=(const Mover&) = delete;
+
+  // A forward of a layer used these. From any thread, a host node's among them.
+  void used(int32_t layer, std::span<const int64_t> ids);
+
+  // Between two steps of `compute`: enters what has arrived, or sends for the next batch. Never
+  // waits. Returns how many experts were entered.
+  int32_t step(Stream compute);
+
+  // Now, and waited for: `up` go to the device and `down` leave it. Error(kInvalid) for experts
+  // that are where they should go, and for more than the slots hold. When a read fails, what came
+  // before it has moved.
+  void move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute);
+
+  std::vector<int32_t> slots_of() const;
+  MoverStats stats() const;
+
+ private:
+  enum class State : uint8_t { kIdle, kFetching, kFetched, kCopying };
+
+  void want(ExpertId id);
+  void choose();
+  void work();
+  void fetch();
+  void send(Stream compute);
+  int32_t enter(Stream compute);
+  void wait_for(Event event) const;
+
+  std::shared_ptr<Driver> driver_;
+  std::weak_ptr<Engine> engine_;
+  MoverOptions options_;
+  int32_t experts_;  // of a layer
+  int64_t record_bytes_;
+  OwnedStream copy_;
+  OwnedEvent copied_, switched_, arrived_;
+  PinnedMemory staging_;  // [batch][record bytes]
+  PinnedMemory table_;    // as the device's
+
+  // What should be there. A lock of its own, since host nodes take it: nobody may hold it who waits
+  // for the device.
+  mutable std::mutex wanted_mutex_;
+  std::unique_ptr<Policy> wanted_;
+  std::vector<int64_t> wanted_since_;  // by its layer's forwards; -1: is not
+  std::vector<int64_t> forwards_;      // of each layer
+  std::vector<int32_t> distinct_;
+
+  // What is there. Taken before wanted_mutex_.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::kIdle;
+  bool ending_ = false;
+  std::vector<ExpertId> up_, down_;  // of the batch under way
+  std::vector<int32_t> into_;        // the slot of each of up_
+  std::vector<int32_t> slots_of_;
+  std::vector<int32_t> spare_;
+  MoverStats stats_;
+  std::thread worker_;  // reads records, which may take as long as a disk takes
+};
+
+}  // namespace torch_mesh
