@@ -74,9 +74,13 @@ Mover::~Mover() {
   }
   changed_.notify_all();
   worker_.join();
+  drain();  // staging goes
+}
+
+void Mover::drain() noexcept {
   try {
-    driver_->synchronize(copy_);  // staging goes
-  } catch (const Error&) {        // the device is lost
+    driver_->synchronize(copy_);
+  } catch (const Error&) {  // the device is lost
   }
 }
 
@@ -130,17 +134,19 @@ int32_t Mover::step(Stream compute) {
 void Mover::choose() {
   const std::lock_guard lock(wanted_mutex_);
   up_.clear(), down_.clear(), into_.clear();
-  for (ExpertId id = 0; id < static_cast<ExpertId>(slots_of_.size()); ++id) {
+  const auto most = std::min<int64_t>(options_.batch, static_cast<int64_t>(spare_.size()));
+  const auto every = static_cast<ExpertId>(slots_of_.size());
+  for (ExpertId id = 0; id < every && static_cast<int64_t>(up_.size()) < most; ++id) {
     const int64_t since = wanted_since_[id];
-    if (slots_of_[id] >= 0 || since < 0 || forwards_[id / experts_] - since < options_.patience)
-      continue;
-    up_.push_back(id);
-    if (static_cast<int32_t>(up_.size()) == options_.batch) break;
+    const bool there = slots_of_[id] >= 0;
+    if (!there && since >= 0 && forwards_[id / experts_] - since >= options_.patience) {
+      up_.push_back(id);
+    }
   }
-  if (up_.empty()) return;
+  if (up_.empty() && most == options_.batch) return;
   // As many go as keeps a batch of slots spare.
   int32_t going = options_.batch - static_cast<int32_t>(spare_.size() - up_.size());
-  for (ExpertId id = 0; id < static_cast<ExpertId>(slots_of_.size()) && going > 0; ++id) {
+  for (ExpertId id = 0; id < every && going > 0; ++id) {
     if (slots_of_[id] < 0 || !options_.moving[id / experts_] || wanted_->resident(id)) continue;
     down_.push_back(id);
     --going;
@@ -191,15 +197,20 @@ void Mover::fetch() {
 
 // mutex_ is held, and the slots that are written to are nobody's.
 void Mover::send(Stream compute) {
-  // What `compute` was given before may still read what lay in them.
-  driver_->record(arrived_, compute);
-  driver_->wait(copy_, arrived_);
-  for (size_t i = 0; i < up_.size(); ++i) {
-    driver_->copy_up(options_.records + into_[i] * record_bytes_,
-                     staging_.data() + static_cast<int64_t>(i) * record_bytes_, record_bytes_,
-                     copy_);
+  try {
+    // What `compute` was given before may still read what lay in them.
+    driver_->record(arrived_, compute);
+    driver_->wait(copy_, arrived_);
+    for (size_t i = 0; i < up_.size(); ++i) {
+      driver_->copy_up(options_.records + into_[i] * record_bytes_,
+                       staging_.data() + static_cast<int64_t>(i) * record_bytes_, record_bytes_,
+                       copy_);
+    }
+    driver_->record(copied_, copy_);
+  } catch (...) {
+    drain();  // staging is free for the next batch
+    throw;
   }
-  driver_->record(copied_, copy_);
   state_ = State::kCopying;
 }
 
@@ -212,17 +223,18 @@ int32_t Mover::enter(Stream compute) {
   driver_->wait(compute, copied_);
   driver_->copy_up(options_.table, table_.data(),
                    static_cast<int64_t>(next.size() * sizeof(int32_t)), compute);
-  driver_->record(switched_, compute);
-
+  // From here on it has happened, whatever fails.
+  state_ = State::kIdle;
   spare_.resize(spare_.size() - up_.size());
   for (const ExpertId id : down_) spare_.push_back(slots_of_[id]);
   slots_of_ = std::move(next);
-  state_ = State::kIdle;
   const auto entered = static_cast<int32_t>(up_.size());
   stats_.moved_up += entered;
   stats_.bytes_up += entered * record_bytes_;
   ++stats_.batches;
-  if (const auto engine = engine_.lock()) {  // none is kept twice
+  driver_->record(switched_, compute);
+  const auto engine = engine_.lock();
+  if (engine != nullptr && engine->pool().reader() != nullptr) {  // none is kept twice
     for (const ExpertId id : up_) {
       const int32_t expert = id % experts_;
       engine->pool().evict(id / experts_, {&expert, 1});

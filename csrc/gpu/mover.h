@@ -78,6 +78,7 @@ class Mover {
   void send(Stream compute);
   int32_t enter(Stream compute);
   void wait_for(Event event) const;
+  void drain() noexcept;
 
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;

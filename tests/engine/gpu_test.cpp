@@ -2,12 +2,14 @@
 // between its streams, and with every call failing in turn.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -17,7 +19,9 @@
 #include "engine_fixture.h"
 #include "gpu/driver.h"
 #include "gpu/host_share.h"
+#include "gpu/mover.h"
 #include "gpu/stand_in.h"
+#include "gpu/uplift.h"
 
 namespace torch_mesh {
 namespace {
@@ -381,6 +385,285 @@ TEST_F(HostShareTest, EveryCallMayFail) {
       }
     }
   }
+}
+
+// -- moving experts
+// ----------------------------------------------------------------------------------
+
+constexpr int32_t kSlots = 8;
+constexpr int32_t kBatch = 2;
+
+// A device's slots and table, with a mover over them, and a stream that reads both as kernels do.
+struct MovingDevice {
+  MovingDevice(const Model& model, std::shared_ptr<Engine> engine,
+               const StandInOptions& options = {}, int32_t patience = 4)
+      : model(model),
+        bytes(model.record(0, 0).size()),
+        records(static_cast<size_t>(kSlots * bytes)),
+        table(kLayers * kExperts, -1),
+        seen_records(records.size()),
+        seen_table(table.size()),
+        device(make_stand_in(options)),
+        compute(std::make_unique<OwnedStream>(*device)) {
+    for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) {  // the first of layer 0
+      table[slot] = slot;
+      std::memcpy(records.data() + slot * bytes, model.record(0, slot).data(), bytes);
+    }
+    mover = std::make_unique<Mover>(device, engine,
+                                    MoverOptions{.records = address(records.data()),
+                                                 .table = address(table.data()),
+                                                 .slots = kSlots,
+                                                 .slots_of = table,
+                                                 .moving = std::vector<bool>(kLayers, true),
+                                                 .batch = kBatch,
+                                                 .policy = "lru",
+                                                 .patience = patience});
+  }
+
+  // A forward of the device: it looks at the table, then at each record that the table names, with
+  // other work of other streams between.
+  void look() {
+    copy(*device, seen_table.data(), table.data(), table.size() * sizeof(int32_t), *compute);
+    copy(*device, seen_records.data(), records.data(), records.size(), *compute);
+    device->synchronize(*compute);
+    std::vector<bool> taken(kSlots, false);
+    for (int32_t id = 0; id < kLayers * kExperts; ++id) {
+      const int32_t slot = seen_table[id];
+      if (slot < 0) continue;
+      ASSERT_LT(slot, kSlots);
+      EXPECT_FALSE(taken[slot]) << "slot " << slot << " has two experts";
+      taken[slot] = true;
+      EXPECT_EQ(std::memcmp(seen_records.data() + slot * bytes,
+                            model.record(id / kExperts, id % kExperts).data(), bytes),
+                0)
+          << "expert " << id << " is not in its slot";
+    }
+  }
+  int32_t there() const {
+    return static_cast<int32_t>(
+        std::ranges::count_if(seen_table, [](int32_t slot) { return slot >= 0; }));
+  }
+
+  const Model& model;
+  int64_t bytes;
+  std::vector<std::byte> records;
+  std::vector<int32_t> table;
+  std::vector<std::byte> seen_records;
+  std::vector<int32_t> seen_table;
+  std::shared_ptr<StandIn> device;
+  std::unique_ptr<OwnedStream> compute;
+  std::unique_ptr<Mover> mover;
+};
+
+struct MoverTest : HostShareTest {};
+
+TEST_F(MoverTest, HotExpertsComeUpAndNoForwardSeesHalfOfAMove) {
+  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  // A text that uses experts 3 to 8 of layer 1 alone.
+  for (int32_t step = 0; step < 200; ++step) {
+    const int64_t ids[] = {3 + step % 3, 6 + step % 3, kExperts};
+    on.mover->used(1, ids);
+    on.mover->step(*on.compute);
+    on.look();
+    ASSERT_FALSE(HasFailure()) << "step " << step;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  for (int32_t expert = 3; expert < 9; ++expert) {
+    EXPECT_GE(on.seen_table[kExperts + expert], 0) << "expert " << expert;
+  }
+  EXPECT_EQ(on.there(), kSlots - kBatch) << "the spare slots are spare again";
+  EXPECT_EQ(on.mover->slots_of(), on.seen_table);
+  const MoverStats stats = on.mover->stats();
+  EXPECT_EQ(stats.moved_up, 6);
+  EXPECT_EQ(stats.bytes_up, 6 * on.bytes);
+  EXPECT_EQ(stats.failed, 0);
+}
+
+TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {
+  MovingDevice on(model, engine, {}, /*patience=*/50);
+  for (int32_t step = 0; step < 300; ++step) {
+    const int64_t ids[] = {step % kExperts, (step + 5) % kExperts};
+    on.mover->used(0, ids);
+    EXPECT_EQ(on.mover->step(*on.compute), 0);
+  }
+  EXPECT_EQ(on.mover->stats().batches, 0);
+}
+
+TEST_F(MoverTest, MovesAsItIsTold) {
+  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  for (int32_t round = 0; round < 20; ++round) {
+    std::vector<ExpertId> there, elsewhere;
+    const std::vector<int32_t> before = on.mover->slots_of();
+    for (ExpertId id = 0; id < kLayers * kExperts; ++id)
+      (before[id] >= 0 ? there : elsewhere).push_back(id);
+    std::shuffle(there.begin(), there.end(), random);
+    std::shuffle(elsewhere.begin(), elsewhere.end(), random);
+    there.resize(random() % there.size());
+    elsewhere.resize(std::min(elsewhere.size(), there.size()));
+    on.mover->move(elsewhere, there, *on.compute);
+    on.look();
+    for (const ExpertId id : elsewhere) EXPECT_GE(on.seen_table[id], 0);
+    for (const ExpertId id : there) EXPECT_EQ(on.seen_table[id], -1);
+    ASSERT_FALSE(HasFailure()) << "round " << round;
+  }
+}
+
+TEST_F(MoverTest, RefusesWhatCannotBe) {
+  MovingDevice on(model, engine);
+  const auto message = [&](std::vector<ExpertId> up, std::vector<ExpertId> down) {
+    return std::string(error_of([&] { on.mover->move(up, down, *on.compute); }).what());
+  };
+  EXPECT_NE(message({0}, {}).find("is there already"), std::string::npos);
+  EXPECT_NE(message({}, {20}).find("is not there"), std::string::npos);
+  EXPECT_NE(message({20, 20}, {}).find("named twice"), std::string::npos);
+  EXPECT_NE(message({kLayers * kExperts}, {}).find("not one of this model"), std::string::npos);
+  EXPECT_NE(message({12, 13, 14}, {}).find("room for 2"), std::string::npos);
+  on.look();
+  EXPECT_EQ(on.there(), kSlots - kBatch);
+}
+
+TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
+  Faults faults;
+  faults.seed = seed(), faults.eio_always = 1;
+  const std::shared_ptr<Engine> broken = model.open({.slots = 5, .faults = faults});
+  MovingDevice on(model, broken);
+  for (int32_t step = 0; step < 40; ++step) {
+    const int64_t ids[] = {3 + step % 3};
+    on.mover->used(1, ids);
+    on.mover->step(*on.compute);
+    on.look();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_GT(on.mover->stats().failed, 0);
+  EXPECT_EQ(on.mover->stats().moved_up, 0);
+  EXPECT_THROW(std::rethrow_exception(on.mover->stats().last_failure), Error);
+  const std::vector<ExpertId> up{14};
+  EXPECT_EQ(error_of([&] { on.mover->move(up, {}, *on.compute); }).kind(), ErrorKind::kRead);
+  on.look();
+  EXPECT_EQ(on.there(), kSlots - kBatch);
+}
+
+// Placement changes while forwards are under way on the host and on the device: every output is
+// that of the table that its forward saw.
+TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
+  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  HostShare share(on.device, engine, [&](int32_t layer, std::span<const int64_t> ids, int32_t) {
+    on.mover->used(layer, ids);
+  });
+  int32_t moved = 0;
+  for (int32_t step = 0; step < 120; ++step) {
+    const Batch batch = batch_of(1, random());
+    DeviceBatch forward(batch);
+    for (int64_t& id : forward.source_ids)
+      id = id % 4 + (step < 60 ? 0 : 8);  // a topic, then another
+    forward.fill(*on.device, *on.compute);
+    DeviceCall call = forward.call(1);
+    call.table = address(on.table.data() + kExperts);
+    const HostShare::Ticket ticket = share.submit(call, *on.compute);
+    copy(*on.device, on.seen_table.data(), on.table.data(), on.table.size() * sizeof(int32_t),
+         *on.compute);
+    share.join(ticket, *on.compute);
+    forward.keep_result(*on.device, *on.compute);
+    moved += on.mover->step(*on.compute);
+    on.device->synchronize(*on.compute);
+    Batch chosen = batch;
+    chosen.ids = forward.source_ids;
+    const std::vector<int32_t> table(on.seen_table.begin() + kExperts, on.seen_table.end());
+    EXPECT_EQ(forward.result, expected(*engine, chosen, 1, table)) << "step " << step;
+  }
+  EXPECT_GT(moved, 0);
+}
+
+TEST_F(MoverTest, EveryCallMayFail) {
+  for (int64_t failing = 0;; ++failing) {
+    std::unique_ptr<MovingDevice> on;
+    int64_t calls = 0;
+    try {
+      on = std::make_unique<MovingDevice>(
+          model, engine,
+          StandInOptions{.seed = seed(), .most_delay_us = 30, .failing_call = failing});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDevice);
+      continue;
+    }
+    const std::vector<ExpertId> up{14, 15, 16}, down{0, 1};
+    try {
+      on->mover->move(up, down, *on->compute);
+      on->mover->move(down, up, *on->compute);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDevice) << error.what();
+    }
+    calls = on->device->calls();
+    if (calls <= failing) break;
+    on->look();
+    ASSERT_FALSE(HasFailure()) << "call " << failing;
+    on->mover.reset();
+    on->compute.reset();
+    EXPECT_EQ(on->device->live(), 0) << "call " << failing;
+  }
+}
+
+// -- records for a prompt
+// ----------------------------------------------------------------------------
+
+struct UpliftTest : HostShareTest {};
+
+TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
+  const std::shared_ptr<Engine> cold = model.open({.slots = 4, .threads = 2});
+  const int64_t bytes = model.record(0, 0).size();
+  constexpr int32_t kTogether = 3;
+  std::array<std::vector<std::byte>, 2> buffers{std::vector<std::byte>(kTogether * bytes),
+                                                std::vector<std::byte>(kTogether * bytes)};
+  struct Seen {
+    int32_t layer;
+    std::vector<int32_t> experts;
+    std::vector<std::byte> records;
+  };
+  std::vector<std::unique_ptr<Seen>> all;
+  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const OwnedStream compute(*device);
+  Uplift uplift(device, cold, {address(buffers[0].data()), address(buffers[1].data())}, kTogether);
+  const Uplift::Turn turn(uplift);
+  for (int32_t call = 0; call < 30; ++call) {
+    auto seen = std::make_unique<Seen>();
+    seen->layer = call % kLayers;
+    seen->records.resize(kTogether * bytes);
+    std::vector<int32_t> order(kExperts);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    seen->experts.assign(order.begin(), order.begin() + 1 + random() % kTogether);
+    const int32_t buffer = uplift.bring(seen->layer, seen->experts, compute);
+    EXPECT_EQ(buffer, call % 2);
+    copy(*device, seen->records.data(), buffers[buffer].data(), seen->experts.size() * bytes,
+         compute);
+    all.push_back(std::move(seen));
+  }
+  device->synchronize(compute);
+  int64_t brought = 0;
+  for (const auto& seen : all) {
+    for (size_t i = 0; i < seen->experts.size(); ++i, ++brought) {
+      EXPECT_EQ(std::memcmp(seen->records.data() + i * bytes,
+                            model.record(seen->layer, seen->experts[i]).data(), bytes),
+                0);
+    }
+  }
+  EXPECT_EQ(uplift.bytes_up(), brought * bytes);
+  cold->pool().drain();
+  EXPECT_EQ(cold->pool().pinned(), 0);
+}
+
+TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {
+  Faults faults;
+  faults.seed = seed(), faults.eio_always = 1;
+  const std::shared_ptr<Engine> broken = model.open({.slots = 4, .faults = faults});
+  const int64_t bytes = model.record(0, 0).size();
+  std::vector<std::byte> buffer(2 * bytes);
+  const auto device = make_stand_in();
+  Uplift uplift(device, broken, {address(buffer.data()), address(buffer.data() + bytes)}, 1);
+  EXPECT_EQ(error_of([&] { uplift.bring(0, std::array{1, 2}, {}); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { uplift.bring(0, {}, {}); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { uplift.bring(0, std::array{1}, {}); }).kind(), ErrorKind::kRead);
+  EXPECT_EQ(broken->pool().pinned(), 0);
 }
 
 // -- the stand-in itself --------------------------------------------------------------------------
