@@ -4,12 +4,17 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "gpu/host_share.h"
+#include "gpu/mover.h"
 #include "gpu/stand_in.h"
 
 namespace torch_mesh {
@@ -32,6 +37,13 @@ void check_dense(const at::Tensor& tensor, const char* name, at::ScalarType type
       tensor.sizes());
 }
 
+// Who learns from the routing that host nodes see. They take the lock and own nothing: a mover must
+// not end on a thread of the driver's.
+struct Following {
+  std::mutex mutex;
+  Mover* mover = nullptr;
+};
+
 class PyHostShare {
  public:
   PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
@@ -41,8 +53,13 @@ class PyHostShare {
     py::gil_scoped_release released;
     driver_ = device ? open_cuda_driver(*device)
                      : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
-    share_ =
-        std::make_unique<HostShare>(driver_, std::shared_ptr<Engine>(live, live->engine.get()));
+    engine_ = std::shared_ptr<Engine>(live, live->engine.get());
+    share_ = std::make_unique<HostShare>(
+        driver_, engine_,
+        [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t) {
+          const std::lock_guard lock(following->mutex);
+          if (following->mover != nullptr) following->mover->used(layer, ids);
+        });
   }
   ~PyHostShare() {
     py::gil_scoped_release released;
@@ -60,7 +77,7 @@ class PyHostShare {
       throw Error(ErrorKind::kClosed,
                   "the pool is closed: the model was unpatched or deleted; patch it again");
     }
-    const Engine& engine = *live->engine;
+    Engine& engine = *live->engine;
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
                       "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
     TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
@@ -133,11 +150,98 @@ class PyHostShare {
 
   std::string driver() const { return driver_->description(); }
 
+  const std::shared_ptr<Driver>& device_driver() const { return driver_; }
+  const std::weak_ptr<Engine>& engine() const { return engine_; }
+  const std::shared_ptr<Following>& following() const { return following_; }
+
  private:
   std::weak_ptr<LiveEngine> live_;
   bool in_process_;
   std::shared_ptr<Driver> driver_;
+  std::weak_ptr<Engine> engine_;
+  const std::shared_ptr<Following> following_ = std::make_shared<Following>();
   std::unique_ptr<HostShare> share_;
+};
+
+class PyMover {
+ public:
+  PyMover(PyHostShare& share, const at::Tensor& records, const at::Tensor& table,
+          const std::vector<int32_t>& slots_of, const std::vector<bool>& moving, int32_t batch,
+          const std::string& policy, int32_t patience)
+      : following_(share.following()), records_(records), table_(table) {
+    TORCH_CHECK_VALUE(
+        records.dim() == 2 && records.scalar_type() == at::kByte && records.is_contiguous(),
+        "records must be contiguous bytes [slots, record]; got ", records.scalar_type(), " ",
+        records.sizes());
+    const auto layers = static_cast<int64_t>(moving.size());
+    TORCH_CHECK_VALUE(layers > 0 && slots_of.size() % moving.size() == 0, "slots_of has ",
+                      slots_of.size(), " entries for ", layers, " layers");
+    check_dense(table, "table", at::kInt, {layers, static_cast<int64_t>(slots_of.size()) / layers});
+    const MoverOptions options{.records = address(records),
+                               .table = address(table),
+                               .slots = narrowed(records.size(0)),
+                               .slots_of = slots_of,
+                               .moving = moving,
+                               .batch = batch,
+                               .policy = policy,
+                               .patience = patience};
+    py::gil_scoped_release released;
+    mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
+    follow(mover_.get());
+  }
+  ~PyMover() {
+    py::gil_scoped_release released;
+    follow(nullptr);
+    mover_.reset();
+  }
+  PyMover(const PyMover&) = delete;
+  PyMover& operator=(const PyMover&) = delete;
+
+  int32_t step(uintptr_t stream) {
+    py::gil_scoped_release released;
+    return mover_->step(stream_from(stream));
+  }
+  void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
+    py::gil_scoped_release released;
+    mover_->move(up, down, stream_from(stream));
+  }
+  std::vector<int32_t> slots_of() const {
+    py::gil_scoped_release released;
+    return mover_->slots_of();
+  }
+  py::dict stats() const {
+    MoverStats stats;
+    {
+      py::gil_scoped_release released;
+      stats = mover_->stats();
+    }
+    py::dict result;
+    result["moved_up"] = stats.moved_up;
+    result["batches"] = stats.batches;
+    result["bytes_up"] = stats.bytes_up;
+    result["failed"] = stats.failed;
+    result["last_failure"] = py::none();
+    if (stats.last_failure != nullptr) {
+      try {
+        std::rethrow_exception(stats.last_failure);
+      } catch (const Error& error) {
+        result["last_failure"] = exception_of(error);
+      } catch (const std::exception& error) {
+        result["last_failure"] = exception_of(Error(ErrorKind::kMemory, error.what()));
+      }
+    }
+    return result;
+  }
+
+ private:
+  void follow(Mover* mover) {
+    const std::lock_guard lock(following_->mutex);
+    following_->mover = mover;
+  }
+
+  std::shared_ptr<Following> following_;
+  at::Tensor records_, table_;  // kept for as long as copies go there
+  std::unique_ptr<Mover> mover_;
 };
 
 }  // namespace
@@ -162,6 +266,16 @@ void define_device(py::module_& module) {
       .def("stats", &PyHostShare::stats)
       .def("reset_stats", &PyHostShare::reset_stats)
       .def("driver", &PyHostShare::driver);
+  py::class_<PyMover>(module, "Mover")
+      .def(py::init<PyHostShare&, const at::Tensor&, const at::Tensor&, const std::vector<int32_t>&,
+                    const std::vector<bool>&, int32_t, const std::string&, int32_t>(),
+           py::arg("share"), py::arg("records"), py::arg("table"), py::arg("slots_of"),
+           py::arg("moving"), py::kw_only(), py::arg("batch"), py::arg("policy"),
+           py::arg("patience"))
+      .def("step", &PyMover::step, py::arg("stream"))
+      .def("move", &PyMover::move, py::arg("up"), py::arg("down"), py::arg("stream"))
+      .def("slots_of", &PyMover::slots_of)
+      .def("stats", &PyMover::stats);
 }
 
 }  // namespace torch_mesh

@@ -420,11 +420,20 @@ struct MovingDevice {
                                                  .patience = patience});
   }
 
-  // A forward of the device: it looks at the table, then at each record that the table names, with
-  // other work of other streams between.
+  // A forward of the device: as kernels do, it reads the table and then the records that it names.
   void look() {
-    copy(*device, seen_table.data(), table.data(), table.size() * sizeof(int32_t), *compute);
-    copy(*device, seen_records.data(), records.data(), records.size(), *compute);
+    device->launch_host(
+        *compute,
+        [](void* argument) {
+          auto& on = *static_cast<MovingDevice*>(argument);
+          on.seen_table = on.table;
+          for (const int32_t slot : on.table) {
+            if (slot < 0) continue;
+            std::memcpy(on.seen_records.data() + slot * on.bytes,
+                        on.records.data() + slot * on.bytes, on.bytes);
+          }
+        },
+        this);
     device->synchronize(*compute);
     std::vector<bool> taken(kSlots, false);
     for (int32_t id = 0; id < kLayers * kExperts; ++id) {
