@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -10,10 +12,12 @@
 #include <string>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "gpu/host_share.h"
+#include "gpu/live_engine.h"
 #include "gpu/mover.h"
 #include "gpu/stand_in.h"
 
@@ -29,8 +33,12 @@ DeviceAddress address(const at::Tensor& tensor) {
 // torch.cuda.Stream.cuda_stream
 Stream stream_from(uintptr_t handle) { return {reinterpret_cast<void*>(handle)}; }
 
-void check_dense(const at::Tensor& tensor, const char* name, at::ScalarType type,
-                 at::IntArrayRef sizes) {
+// On the device of a share: a number of CUDA's, or the CPU for the stand-in.
+void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32_t> device,
+                 at::ScalarType type, at::IntArrayRef sizes) {
+  const bool here = device ? tensor.is_cuda() && tensor.get_device() == *device : tensor.is_cpu();
+  TORCH_CHECK_VALUE(here, name, " is on ", tensor.device(), "; the layer's experts lie on ",
+                    device ? "cuda:" + std::to_string(*device) : "the CPU");
   TORCH_CHECK_VALUE(
       tensor.scalar_type() == type && tensor.sizes() == sizes && tensor.is_contiguous(), name,
       " must be a contiguous tensor of ", type, " ", sizes, "; got ", tensor.scalar_type(), " ",
@@ -48,20 +56,27 @@ class PyHostShare {
  public:
   PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
               int32_t most_delay_us)
-      : live_(resolve(handle).live), in_process_(!device) {
-    const std::shared_ptr<LiveEngine> live = live_.lock();
+      : device_(device) {
+    std::shared_ptr<LiveEngine> live = resolve(handle).live;
+    // The last owner of an engine waits for reads, which it must not do with the GIL.
     py::gil_scoped_release released;
+    const auto mine = std::move(live);
     driver_ = device ? open_cuda_driver(*device)
                      : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
-    engine_ = std::shared_ptr<Engine>(live, live->engine.get());
+    engine_ = std::shared_ptr<Engine>(mine, mine->engine.get());
     share_ = std::make_unique<HostShare>(
         driver_, engine_,
-        [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t) {
+        [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
           const std::lock_guard lock(following->mutex);
-          if (following->mover != nullptr) following->mover->used(layer, ids);
+          if (following->mover != nullptr) following->mover->used(layer, ids, top_k);
         });
   }
   ~PyHostShare() {
+    if (process_.forked()) {  // its threads are the parent's
+      static_cast<void>(share_.release());
+      static_cast<void>(new std::shared_ptr<Driver>(std::move(driver_)));
+      return;
+    }
     py::gil_scoped_release released;
     share_.reset();
     driver_.reset();
@@ -72,12 +87,9 @@ class PyHostShare {
   int32_t submit(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                  const at::Tensor& table, const at::Tensor& out, int32_t layer, bool sentinels,
                  uintptr_t stream) {
-    const std::shared_ptr<LiveEngine> live = live_.lock();
-    if (live == nullptr) {
-      throw Error(ErrorKind::kClosed,
-                  "the pool is closed: the model was unpatched or deleted; patch it again");
-    }
-    Engine& engine = *live->engine;
+    std::shared_ptr<Engine> live = live_engine(engine_);
+    Engine& engine = *live;
+    engine.pool().check_process();
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
                       "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
     TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
@@ -85,11 +97,11 @@ class PyHostShare {
     TORCH_CHECK_VALUE(layer >= 0 && layer < engine.pool().layers(), "layer is ", layer,
                       "; allowed: [0, ", engine.pool().layers(), ")");
     const int64_t tokens = x.size(0), hidden = engine.layout().hidden;
-    check_dense(x, "x", x.scalar_type(), {tokens, hidden});
-    check_dense(ids, "topk_ids", at::kLong, {tokens, ids.size(1)});
-    check_dense(weights, "topk_weights", at::kFloat, {tokens, ids.size(1)});
-    check_dense(table, "table", at::kInt, {engine.pool().experts()});
-    check_dense(out, "out", at::kFloat, {tokens, hidden});
+    check_dense(x, "x", device_, x.scalar_type(), {tokens, hidden});
+    check_dense(ids, "topk_ids", device_, at::kLong, {tokens, ids.size(1)});
+    check_dense(weights, "topk_weights", device_, at::kFloat, {tokens, ids.size(1)});
+    check_dense(table, "table", device_, at::kInt, {engine.pool().experts()});
+    check_dense(out, "out", device_, at::kFloat, {tokens, hidden});
     const DeviceCall call{.layer = layer,
                           .tokens = narrowed(tokens),
                           .top_k = narrowed(ids.size(1)),
@@ -98,17 +110,27 @@ class PyHostShare {
                           .ids = address(ids),
                           .weights = address(weights),
                           .table = address(table),
-                          .out = address(out),
+                          .out = reinterpret_cast<DeviceAddress>(out.mutable_data_ptr()),
                           .sentinels = sentinels};
-    py::gil_scoped_release released;
-    return share_->submit(call, stream_from(stream));
+    int32_t ticket = 0;
+    {
+      py::gil_scoped_release released;
+      const auto mine = std::move(live);
+      ticket = share_->submit(call, stream_from(stream));
+    }
+    // Their memory must not become anybody else's before what copies it has run.
+    held_[ticket] = {x, ids, weights, table, out};
+    return ticket;
   }
 
   void join(int32_t ticket, uintptr_t stream) {
-    py::gil_scoped_release released;
-    share_->join(ticket, stream_from(stream));
-    // The host is the device: what torch computes next is in no stream.
-    if (in_process_) driver_->synchronize(stream_from(stream));
+    {
+      py::gil_scoped_release released;
+      share_->join(ticket, stream_from(stream));
+      // The host is the device: what torch computes next is in no stream.
+      if (!device_) driver_->synchronize(stream_from(stream));
+    }
+    held_.erase(ticket);
   }
 
   void synchronize() {
@@ -150,13 +172,16 @@ class PyHostShare {
 
   std::string driver() const { return driver_->description(); }
 
+  const std::optional<int32_t>& device() const { return device_; }
   const std::shared_ptr<Driver>& device_driver() const { return driver_; }
   const std::weak_ptr<Engine>& engine() const { return engine_; }
   const std::shared_ptr<Following>& following() const { return following_; }
 
  private:
-  std::weak_ptr<LiveEngine> live_;
-  bool in_process_;
+  OwnerProcess process_;
+  std::optional<int32_t> device_;  // none: the stand-in
+  std::map<int32_t, std::array<at::Tensor, 5>>
+      held_;  // of calls that are not joined, under the GIL
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;
   const std::shared_ptr<Following> following_ = std::make_shared<Following>();
@@ -176,7 +201,8 @@ class PyMover {
     const auto layers = static_cast<int64_t>(moving.size());
     TORCH_CHECK_VALUE(layers > 0 && slots_of.size() % moving.size() == 0, "slots_of has ",
                       slots_of.size(), " entries for ", layers, " layers");
-    check_dense(table, "table", at::kInt, {layers, static_cast<int64_t>(slots_of.size()) / layers});
+    check_dense(table, "table", share.device(), at::kInt,
+                {layers, static_cast<int64_t>(slots_of.size()) / layers});
     const MoverOptions options{.records = address(records),
                                .table = address(table),
                                .slots = narrowed(records.size(0)),
@@ -190,6 +216,10 @@ class PyMover {
     follow(mover_.get());
   }
   ~PyMover() {
+    if (process_.forked()) {
+      static_cast<void>(mover_.release());
+      return;
+    }
     py::gil_scoped_release released;
     follow(nullptr);
     mover_.reset();
@@ -239,6 +269,7 @@ class PyMover {
     following_->mover = mover;
   }
 
+  OwnerProcess process_;
   std::shared_ptr<Following> following_;
   at::Tensor records_, table_;  // kept for as long as copies go there
   std::unique_ptr<Mover> mover_;

@@ -16,7 +16,8 @@ namespace torch_mesh {
 namespace {
 
 // The extension is compiled with -fopenmp and so shares torch's OpenMP runtime: asking for as many
-// threads as torch uses reuses its team, and no second pool competes for the cores.
+// threads as torch uses reuses its team, and no second pool competes for the cores. A host node
+// runs on a thread of a GPU's driver and gets a team of its own, while torch's waits for the GPU.
 void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void* context) {
   const int team = static_cast<int>(std::min<int64_t>(threads, count));
   if (team <= 1 || omp_in_parallel()) {

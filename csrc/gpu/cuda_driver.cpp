@@ -20,7 +20,9 @@ constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;  // with the default stream, which torch computes on
 constexpr unsigned kHostAllocPortable = 1;
-constexpr int kLeastVersion = 11000;  // whose host functions can be captured into a graph
+constexpr unsigned kDisableTiming = 2;
+constexpr int kThreadLocal = 1;       // what other threads capture forbids this one nothing
+constexpr int kLeastVersion = 11000;  // which releases a primary context as done here
 
 using Handle = void*;
 
@@ -41,6 +43,7 @@ using Handle = void*;
   X(stream_wait_event, "cuStreamWaitEvent", (Handle, Handle, unsigned))                 \
   X(stream_synchronize, "cuStreamSynchronize", (Handle))                                \
   X(stream_is_capturing, "cuStreamIsCapturing", (Handle, int*))                         \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int*))                 \
   X(event_create, "cuEventCreate", (Handle*, unsigned))                                 \
   X(event_destroy, "cuEventDestroy_v2", (Handle))                                       \
   X(event_record, "cuEventRecord", (Handle, Handle))                                    \
@@ -123,9 +126,9 @@ class CudaDriver final : public Driver {
     call("cuStreamCreate", table_.stream_create, &stream.handle, kStreamNonBlocking);
     return stream;
   }
-  Event create_event() override {
+  Event create_event(bool timed) override {
     Event event;
-    call("cuEventCreate", table_.event_create, &event.handle, 0U);
+    call("cuEventCreate", table_.event_create, &event.handle, timed ? 0U : kDisableTiming);
     return event;
   }
   void destroy(Stream stream) noexcept override { quietly(table_.stream_destroy, stream.handle); }
@@ -186,8 +189,10 @@ class CudaDriver final : public Driver {
    public:
     explicit Current(const CudaDriver& driver) : table_(driver.table_) {
       check(table_, table_.context_push(driver.context_), "cuCtxPushCurrent");
+      table_.exchange_capture_mode(&mode_);
     }
     ~Current() {
+      table_.exchange_capture_mode(&mode_);
       Handle popped;
       table_.context_pop(&popped);
     }
@@ -196,6 +201,7 @@ class CudaDriver final : public Driver {
 
    private:
     const CudaTable& table_;
+    int mode_ = kThreadLocal;
   };
 
   template <typename... Parameters, typename... Arguments>
@@ -206,10 +212,11 @@ class CudaDriver final : public Driver {
   // In destructors: where the context is gone, so is what belonged to it.
   template <typename Argument>
   void quietly(int (*function)(Argument), Argument argument) noexcept {
-    if (table_.context_push(context_) != kSuccess) return;
-    function(argument);
-    Handle popped;
-    table_.context_pop(&popped);
+    try {
+      const Current current(*this);
+      function(argument);
+    } catch (const Error&) {
+    }
   }
 
   CudaTable table_;

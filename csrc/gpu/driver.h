@@ -8,6 +8,8 @@
 #include <optional>
 #include <string>
 
+#include "base/runtime.h"
+
 namespace torch_mesh {
 
 using DeviceAddress = uint64_t;
@@ -21,8 +23,9 @@ struct Event {
   void* handle = nullptr;
 };
 
-// One device. Every call is safe from any thread, and whatever device that thread uses otherwise.
-// What can fail throws Error(kDevice), which names the call and gives the driver's words.
+// One device. Every call is safe from any thread, whatever device that thread uses otherwise and
+// whatever other threads capture. What can fail throws Error(kDevice), which names the call and
+// gives the driver's words.
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -30,7 +33,8 @@ class Driver {
   virtual std::string description() const = 0;
 
   virtual Stream create_stream() = 0;
-  virtual Event create_event() = 0;
+  // `timed`: seconds_between() may ask for it.
+  virtual Event create_event(bool timed) = 0;
   virtual void destroy(Stream stream) noexcept = 0;
   virtual void destroy(Event event) noexcept = 0;
 
@@ -61,8 +65,15 @@ class Driver {
 // CUDA's driver, loaded when it is asked for. Throws Error(kDevice) where there is none, where it
 // is too old, and for a device that does not exist. `library`: another file, for tests.
 std::shared_ptr<Driver> open_cuda_driver(int32_t device, const char* library = nullptr);
-// "CUDA driver 12.8", or why there is none. Starts nothing on any device.
+// "CUDA driver 12.8", or why there is none. Initialises the driver, after which no child of this
+// process can use CUDA; touches no device.
 std::string describe_cuda_driver(const char* library = nullptr);
+
+// Polls until `event` is done, without the driver's locks, which a host node may be behind. Looks
+// for Ctrl-C meanwhile: Error(kInterrupted) says what `what` was waited for.
+void wait_for(Driver& driver, Event event, const Runtime& runtime, const char* what);
+// All that `stream` has been given. A device that is lost has nothing under way.
+void drain(Driver& driver, Stream stream) noexcept;
 
 // Those that are given back when they go.
 class OwnedStream {
@@ -80,7 +91,8 @@ class OwnedStream {
 
 class OwnedEvent {
  public:
-  explicit OwnedEvent(Driver& driver) : driver_(driver), event_(driver.create_event()) {}
+  explicit OwnedEvent(Driver& driver, bool timed = false)
+      : driver_(driver), event_(driver.create_event(timed)) {}
   ~OwnedEvent() { driver_.destroy(event_); }
   OwnedEvent(const OwnedEvent&) = delete;
   OwnedEvent& operator=(const OwnedEvent&) = delete;

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "engine/grouping.h"
+#include "gpu/live_engine.h"
 
 namespace torch_mesh {
 namespace {
@@ -18,8 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPoll = std::chrono::microseconds(50);
-constexpr auto kLook = std::chrono::milliseconds(50);  // for Ctrl-C and a device that is lost
-constexpr auto kLastWait = std::chrono::seconds(5);    // for nodes that a lost device never runs
+constexpr auto kLook = std::chrono::milliseconds(100);  // for Ctrl-C and a device that is lost
+constexpr auto kLastWait = std::chrono::seconds(5);     // for nodes that a lost device never runs
 constexpr int64_t kAlignment = 64;
 
 constexpr int64_t padded(int64_t bytes) {
@@ -29,24 +30,15 @@ constexpr int64_t padded(int64_t bytes) {
 }  // namespace
 
 // What host nodes know. It outlives the share where a captured graph names its nodes: one that is
-// launched too late finds the engine closed, and not freed memory.
+// launched too late computes while the engine lives, and finds it closed afterwards.
 struct HostShare::Core {
   std::shared_ptr<Driver> driver;
   std::weak_ptr<Engine> engine;
-  UsedExperts used;
-
   std::mutex mutex;
+  UsedExperts used;
   std::exception_ptr failure;
   HostShareStats stats;
 
-  std::shared_ptr<Engine> live_engine() const {
-    auto live = engine.lock();
-    if (live == nullptr) {
-      throw Error(ErrorKind::kClosed,
-                  "the pool is closed: the model was unpatched or deleted; patch it again");
-    }
-    return live;
-  }
   void run(Call& call) noexcept;
   bool compute(const Call& call);
   void check() {
@@ -87,8 +79,8 @@ struct HostShare::Call {
   explicit Call(std::shared_ptr<Core> core)
       : core(std::move(core)),
         ready(*this->core->driver),
-        done(*this->core->driver),
-        arrived(*this->core->driver) {}
+        done(*this->core->driver, /*timed=*/true),
+        arrived(*this->core->driver, /*timed=*/true) {}
 
   const std::shared_ptr<Core> core;
   DeviceCall call{};
@@ -142,13 +134,16 @@ void HostShare::Core::run(Call& call) noexcept {
 
 // Whether there was anything to compute.
 bool HostShare::Core::compute(const Call& call) {
-  const auto live = live_engine();
+  const auto live = live_engine(engine);
   const DeviceCall& device = call.call;
   Block& block = *call.block;
   const int64_t pairs = int64_t{device.tokens} * device.top_k;
   const int32_t experts = live->pool().experts();
   check_expert_ids(block.ids(), device.tokens, device.top_k, experts, device.sentinels);
-  if (used) used(device.layer, {block.ids(), static_cast<size_t>(pairs)}, device.top_k);
+  {
+    const std::lock_guard lock(mutex);
+    if (used) used(device.layer, {block.ids(), static_cast<size_t>(pairs)}, device.top_k);
+  }
 
   bool any = false;
   for (int64_t i = 0; i < pairs; ++i) {
@@ -172,8 +167,13 @@ bool HostShare::Core::compute(const Call& call) {
   return true;
 }
 
-HostShare::HostShare(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine, UsedExperts used)
-    : driver_(std::move(driver)), core_(std::make_shared<Core>()), side_(*driver_) {
+HostShare::HostShare(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine, UsedExperts used,
+                     int64_t block_bytes)
+    : driver_(std::move(driver)),
+      core_(std::make_shared<Core>()),
+      block_bytes_(block_bytes),
+      side_(*driver_),
+      captured_side_(*driver_) {
   core_->driver = driver_;
   core_->engine = std::move(engine);
   core_->used = std::move(used);
@@ -181,7 +181,7 @@ HostShare::HostShare(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engin
 }
 
 HostShare::~HostShare() {
-  drain();
+  drain(*driver_, side_);
   const auto deadline = Clock::now() + kLastWait;
   const auto any_busy = [this] {
     return std::ranges::any_of(calls_, [](const auto& call) { return call->busy.load(); });
@@ -191,26 +191,48 @@ HostShare::~HostShare() {
     for (auto& call : calls_) static_cast<void>(call.release());
     static_cast<void>(block_.release());
   }
-  // Never destroyed: who captured a graph may launch it at any time.
-  static auto* in_graphs = new std::vector<std::shared_ptr<Captured>>;
+  retire();
+  const std::lock_guard lock(core_->mutex);
+  core_->used = nullptr;
+}
+
+// Never destroyed: who captured a graph may launch it at any time.
+void HostShare::retire() {
+  static auto* in_graphs = new std::vector<std::unique_ptr<Captured>>;
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   for (auto& captured : captured_) {
     if (captured->used) in_graphs->push_back(std::move(captured));
   }
+  captured_.clear();
 }
 
 HostShare::Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
   core_->check();
-  const auto engine = core_->live_engine();
+  const auto engine = live_engine(core_->engine);
   const std::lock_guard lock(submitting_);
   const bool capturing = driver_->capturing(stream);
-  const Ticket ticket = free_ticket(call, *engine, capturing);
-  Call& free = called(ticket);
-  free.call = call;
-  free.hidden = engine->layout().hidden;
-  free.timed = false;
-  enqueue(free, *engine, stream);
+  const int32_t hidden = engine->layout().hidden;
+  const int64_t token_bytes = hidden * (sizeof(float) + scalar_bytes(call.x_type)) +
+                              call.top_k * (sizeof(int64_t) + sizeof(float));
+  const auto most =
+      static_cast<int32_t>(std::clamp<int64_t>(block_bytes_ / token_bytes, 1, INT32_MAX));
+  Ticket ticket = 0;
+  for (int32_t begin = 0; begin < call.tokens; begin += most) {
+    DeviceCall part = call;
+    part.tokens = capturing ? call.tokens : std::min(most, call.tokens - begin);
+    part.x += int64_t{begin} * hidden * scalar_bytes(call.x_type);
+    part.ids += int64_t{begin} * call.top_k * sizeof(int64_t);
+    part.weights += int64_t{begin} * call.top_k * sizeof(float);
+    part.out += int64_t{begin} * hidden * sizeof(float);
+    ticket = free_ticket(part, *engine, capturing);
+    Call& next = called(ticket);
+    next.call = part;
+    next.hidden = hidden;
+    next.timed = false;
+    enqueue(next, *engine, stream, capturing ? captured_side_ : side_);
+    if (capturing) break;
+  }
   return ticket;
 }
 
@@ -224,22 +246,23 @@ void HostShare::join(Ticket ticket, Stream stream) {
     driver_->wait(stream, call.done);
     call.timed = timed;
   } catch (...) {
-    drain();  // nobody may write to the output once the caller has given it up
+    drain(*driver_, side_);  // nobody may write to the output once the caller has given it up
     throw;
   }
 }
 
 void HostShare::set_capture_sizes(std::span<const int32_t> tokens, int32_t top_k) {
-  const auto engine = core_->live_engine();
-  std::vector<std::shared_ptr<Captured>> captured;
+  const auto engine = live_engine(core_->engine);
+  std::vector<std::unique_ptr<Captured>> captured;
   for (const int32_t size : tokens) {
     if (size < 1) {
       throw Error(ErrorKind::kInvalid,
                   "a capture size is " + std::to_string(size) + " tokens; allowed: 1 or more");
     }
-    captured.push_back(std::make_shared<Captured>(core_, *engine, size, top_k));
+    captured.push_back(std::make_unique<Captured>(core_, *engine, size, top_k));
   }
   const std::lock_guard lock(submitting_);
+  retire();
   captured_ = std::move(captured);
 }
 
@@ -259,8 +282,11 @@ void HostShare::check() { core_->check(); }
 
 HostShareStats HostShare::stats() {
   const std::lock_guard submitting(submitting_);
-  const std::lock_guard lock(core_->mutex);
-  HostShareStats stats = core_->stats;
+  HostShareStats stats;
+  {  // a node that waits for this must not wait for the driver
+    const std::lock_guard lock(core_->mutex);
+    stats = core_->stats;
+  }
   for (const auto& call : calls_) {
     if (!call->timed) continue;
     if (const auto waited = driver_->seconds_between(call->arrived, call->done)) {
@@ -294,8 +320,17 @@ HostShare::Ticket HostShare::free_ticket(const DeviceCall& call, Engine& engine,
     for (size_t i = 0; i < captured_.size(); ++i) {
       Captured& captured = *captured_[i];
       if (captured.block.tokens != call.tokens || captured.block.top_k < call.top_k) continue;
+      Call& layer = *captured.calls[call.layer];
+      if (layer.block != nullptr &&
+          (layer.call.top_k != call.top_k || layer.call.x_type != call.x_type ||
+           layer.call.sentinels != call.sentinels)) {
+        throw Error(ErrorKind::kInvalid,
+                    "a call of " + std::to_string(call.tokens) +
+                        " tokens was captured before with another dtype or number of experts a "
+                        "token; set the capture sizes again before");
+      }
       captured.used = true;
-      captured.calls[call.layer]->block = &captured.block;
+      layer.block = &captured.block;
       return kInFlight + static_cast<Ticket>(i * captured.calls.size()) + call.layer;
     }
     throw Error(ErrorKind::kInvalid,
@@ -309,6 +344,7 @@ HostShare::Ticket HostShare::free_ticket(const DeviceCall& call, Engine& engine,
   wait_until_idle(next, engine);
   if (block_ == nullptr || block_->tokens < call.tokens || block_->top_k < call.top_k) {
     driver_->synchronize(side_);  // copies from and to the smaller one
+    // Of a prompt's parts the first is the longest, so that this does not happen within it.
     const int32_t tokens = std::max(call.tokens, block_ ? block_->tokens : 0);
     const int32_t top_k = std::max(call.top_k, block_ ? block_->top_k : 0);
     block_.reset();  // first: there may not be room for both
@@ -332,7 +368,7 @@ void HostShare::wait_until_idle(const Call& call, Engine& engine) {
   }
 }
 
-void HostShare::enqueue(Call& call, Engine& engine, Stream stream) {
+void HostShare::enqueue(Call& call, Engine& engine, Stream stream, Stream side) {
   const DeviceCall& device = call.call;
   const Block& block = *call.block;
   const int64_t pairs = int64_t{device.tokens} * device.top_k;
@@ -346,15 +382,15 @@ void HostShare::enqueue(Call& call, Engine& engine, Stream stream) {
   call.bytes_up = out_bytes;
   try {
     driver_->record(call.ready, stream);
-    driver_->wait(side_, call.ready);
-    driver_->copy_down(block.x(), device.x, x_bytes, side_);
-    driver_->copy_down(block.ids(), device.ids, ids_bytes, side_);
-    driver_->copy_down(block.weights(), device.weights, weights_bytes, side_);
-    driver_->copy_down(block.table(), device.table, table_bytes, side_);
+    driver_->wait(side, call.ready);
+    driver_->copy_down(block.x(), device.x, x_bytes, side);
+    driver_->copy_down(block.ids(), device.ids, ids_bytes, side);
+    driver_->copy_down(block.weights(), device.weights, weights_bytes, side);
+    driver_->copy_down(block.table(), device.table, table_bytes, side);
     call.busy = true;
     try {
       driver_->launch_host(
-          side_,
+          side,
           [](void* argument) {
             auto& call = *static_cast<Call*>(argument);
             call.core->run(call);
@@ -364,18 +400,12 @@ void HostShare::enqueue(Call& call, Engine& engine, Stream stream) {
       call.busy = false;
       throw;
     }
-    driver_->copy_up(device.out, block.out(), out_bytes, side_);
-    driver_->record(call.done, side_);
+    driver_->copy_up(device.out, block.out(), out_bytes, side);
+    driver_->record(call.done, side);
   } catch (...) {
-    drain();  // nobody may read or write the caller's tensors once it has given them up
+    drain(*driver_,
+          side);  // nobody may read or write the caller's tensors once it has given them up
     throw;
-  }
-}
-
-void HostShare::drain() noexcept {
-  try {
-    driver_->synchronize(side_);
-  } catch (const Error&) {  // the device is lost, and with it all that was under way
   }
 }
 

@@ -20,7 +20,8 @@
 
 namespace torch_mesh {
 
-// One forward as it lies on the device, without gaps between rows.
+// One forward as it lies on the device, without gaps between rows. All of it has to stay there
+// until the call is joined.
 struct DeviceCall {
   int32_t layer;
   int32_t tokens, top_k;
@@ -29,7 +30,7 @@ struct DeviceCall {
   DeviceAddress ids;      // int64 [tokens][top_k]
   DeviceAddress weights;  // fp32 [tokens][top_k]
   DeviceAddress table;    // int32 [experts]: the expert's slot on the device, or -1
-  DeviceAddress out;      // fp32 [tokens][hidden], which no one else may write before join()
+  DeviceAddress out;      // fp32 [tokens][hidden]
   bool sentinels;         // as in ExpertsCall
 };
 
@@ -45,14 +46,15 @@ struct HostShareStats {
   int64_t waited_calls = 0;
 };
 
-// Told of every id that a host node sees, in the order of the stream.
+// Told of every id that a host node sees, one node at a time.
 using UsedExperts = std::function<void(int32_t layer, std::span<const int64_t> ids, int32_t top_k)>;
 
 class HostShare {
  public:
-  // `engine`: of the pool that holds the layer's other experts. A call after its end fails.
+  // `engine`: of the pool that holds the layer's other experts; a call after its end fails. A
+  // prompt that needs more than `block_bytes` of pinned memory comes in parts.
   HostShare(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
-            UsedExperts used = nullptr);
+            UsedExperts used = nullptr, int64_t block_bytes = int64_t{64} << 20);
   // Waits for what is under way. Pinned memory that a captured graph may still name stays.
   ~HostShare();
   HostShare(const HostShare&) = delete;
@@ -69,8 +71,9 @@ class HostShare {
   // What `stream` is given from now on comes after the sum.
   void join(Ticket ticket, Stream stream);
 
-  // Buffers for captured calls of so many tokens each, top_k experts a token. In place of those
-  // that were set before: graphs that were captured with those must not be launched any more.
+  // Buffers for captured calls of so many tokens each, top_k experts a token, in place of those
+  // that were set before. Graphs of one size share theirs, and so must be launched in one stream;
+  // those that were captured with earlier ones keep them.
   void set_capture_sizes(std::span<const int32_t> tokens, int32_t top_k);
   std::vector<int32_t> capture_sizes();
 
@@ -93,18 +96,20 @@ class HostShare {
   Ticket free_ticket(const DeviceCall& call, Engine& engine, bool capturing);
   Call& called(Ticket ticket);
   void wait_until_idle(const Call& call, Engine& engine);
-  void enqueue(Call& call, Engine& engine, Stream stream);
-  void drain() noexcept;
+  void enqueue(Call& call, Engine& engine, Stream stream, Stream side);
+  void retire();
 
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<Core> core_;  // what host nodes know
+  const int64_t block_bytes_;
   OwnedStream side_;
+  OwnedStream captured_side_;  // a stream belongs to a capture until that ends
 
   std::mutex submitting_;         // a call's operations stand together in the side stream
   std::unique_ptr<Block> block_;  // of all calls that are not captured: they follow each other
   std::vector<std::unique_ptr<Call>> calls_;
   Ticket next_ = 0;
-  std::vector<std::shared_ptr<Captured>> captured_;
+  std::vector<std::unique_ptr<Captured>> captured_;
 };
 
 }  // namespace torch_mesh

@@ -2,23 +2,44 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "gpu/live_engine.h"
 
 namespace torch_mesh {
 namespace {
 
-constexpr auto kPoll = std::chrono::microseconds(50);
-
 [[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
 
-std::shared_ptr<Engine> live(const std::weak_ptr<Engine>& engine) {
-  auto it = engine.lock();
-  if (it == nullptr)
-    throw Error(ErrorKind::kClosed, "the pool is closed: the model was unpatched or deleted");
-  return it;
+const MoverOptions& checked(const MoverOptions& options, Engine& engine) {
+  const Pool& pool = engine.pool();
+  const auto experts = static_cast<size_t>(pool.experts());
+  if (options.slots_of.size() != options.moving.size() * experts ||
+      options.moving.size() > static_cast<size_t>(pool.layers())) {
+    invalid("slots_of has " + std::to_string(options.slots_of.size()) + " entries and moving " +
+            std::to_string(options.moving.size()) + "; the pool has " +
+            std::to_string(pool.layers()) + " layers of " + std::to_string(experts));
+  }
+  std::vector<bool> taken(std::max(options.slots, 0), false);
+  for (const int32_t slot : options.slots_of) {
+    if (slot < 0) continue;
+    if (slot >= options.slots || taken[slot]) {
+      invalid("slot " + std::to_string(slot) + " is taken twice or not there");
+    }
+    taken[slot] = true;
+  }
+  const auto spare = std::ranges::count(taken, false);
+  if (options.batch < 1 || options.patience < 1 || spare < options.batch ||
+      options.slots == options.batch) {
+    invalid("a batch of " + std::to_string(options.batch) +
+            " experts needs as many spare slots and more than those in all; there are " +
+            std::to_string(spare) + " spare ones of " + std::to_string(options.slots) +
+            ". Patience is " + std::to_string(options.patience) + "; allowed: 1 or more");
+  }
+  return options;
 }
 
 }  // namespace
@@ -27,9 +48,9 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
              const MoverOptions& options)
     : driver_(std::move(driver)),
       engine_(std::move(engine)),
-      options_(options),
-      experts_(live(engine_)->pool().experts()),
-      record_bytes_(live(engine_)->layout().bytes),
+      options_(checked(options, *live_engine(engine_))),
+      experts_(live_engine(engine_)->pool().experts()),
+      record_bytes_(live_engine(engine_)->layout().bytes),
       copy_(*driver_),
       copied_(*driver_),
       switched_(*driver_),
@@ -37,32 +58,26 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
       staging_(*driver_, options.batch * record_bytes_),
       table_(*driver_, static_cast<int64_t>(options.slots_of.size() * sizeof(int32_t))),
       wanted_since_(options.slots_of.size(), -1),
+      capacity_(options.slots - options.batch),
       forwards_(options.moving.size(), 0),
+      seen_(static_cast<size_t>(experts_), false),
       slots_of_(options.slots_of) {
   std::vector<bool> taken(options.slots, false);
-  int32_t fixed = 0;
-  for (size_t id = 0; id < slots_of_.size(); ++id) {
-    const int32_t slot = slots_of_[id];
-    if (slot < 0) continue;
-    if (slot >= options.slots || taken[slot])
-      invalid("slot " + std::to_string(slot) + " is taken twice or not there");
-    taken[slot] = true;
-    if (!options.moving[id / experts_]) ++fixed;
+  const auto every = static_cast<ExpertId>(slots_of_.size());
+  for (ExpertId id = 0; id < every; ++id) {
+    if (slots_of_[id] < 0) continue;
+    taken[slots_of_[id]] = true;
+    if (!options.moving[id / experts_]) --capacity_;
   }
   for (int32_t slot = options.slots; slot-- > 0;) {
     if (!taken[slot]) spare_.push_back(slot);
   }
-  if (options.batch < 1 || static_cast<int32_t>(spare_.size()) < options.batch) {
-    invalid("a batch of " + std::to_string(options.batch) +
-            " experts needs as many spare slots; there are " + std::to_string(spare_.size()));
-  }
+  capacity_ = std::max(capacity_, 1);
   wanted_ = make_policy(options.policy, {.layers = static_cast<int32_t>(options.moving.size()),
                                          .experts = experts_,
-                                         .slots = options.slots - fixed - options.batch});
-  for (ExpertId id = 0; id < static_cast<ExpertId>(slots_of_.size()); ++id) {
-    if (slots_of_[id] < 0 || !options.moving[id / experts_]) continue;
-    wanted_->admit(id);
-    wanted_since_[id] = 0;
+                                         .slots = capacity_});
+  for (ExpertId id = 0; id < every && wanted_count_ < capacity_; ++id) {
+    if (slots_of_[id] >= 0 && options.moving[id / experts_]) want(id);
   }
   worker_ = std::thread([this] { work(); });
 }
@@ -74,46 +89,60 @@ Mover::~Mover() {
   }
   changed_.notify_all();
   worker_.join();
-  drain();  // staging goes
-}
-
-void Mover::drain() noexcept {
-  try {
-    driver_->synchronize(copy_);
+  drain(*driver_, copy_);  // staging goes
+  try {                    // and so does the table's
+    while (!driver_->done(switched_)) std::this_thread::yield();
   } catch (const Error&) {  // the device is lost
   }
 }
 
-void Mover::used(int32_t layer, std::span<const int64_t> ids) {
+void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
   if (!options_.moving[layer]) return;
   const std::lock_guard lock(wanted_mutex_);
   distinct_.clear();
+  seen_.assign(seen_.size(), false);
   for (const int64_t id : ids) {
-    if (id < experts_ && std::ranges::find(distinct_, id) == distinct_.end()) {
-      distinct_.push_back(static_cast<int32_t>(id));
-    }
+    if (id >= experts_ || seen_[id]) continue;
+    seen_[id] = true;
+    distinct_.push_back(static_cast<int32_t>(id));
   }
   ++forwards_[layer];
+  if (phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill) {
+    // A prompt uses nearly all of them: it teaches the policy, and wants none more than the others.
+    wanted_->tick_prompt(layer, distinct_, ids, top_k);
+    return;
+  }
   wanted_->tick(layer, distinct_);
   for (const int32_t expert : distinct_) want(layer * experts_ + expert);
 }
 
-// wanted_mutex_ is held.
+// wanted_mutex_ is held, or nobody else knows of this yet.
 void Mover::want(ExpertId id) {
   if (wanted_->resident(id)) {
     wanted_->touch(id);
     return;
   }
-  const ExpertId victim = wanted_->victim();
-  if (victim == kNoExpert) return;
-  wanted_->remove(victim);
-  wanted_since_[victim] = -1;
+  if (wanted_count_ == capacity_) {
+    const ExpertId victim = wanted_->victim();
+    if (victim == kNoExpert) return;
+    forget(victim);
+  }
   wanted_->admit(id);
   wanted_since_[id] = forwards_[id / experts_];
+  ++wanted_count_;
+}
+
+// wanted_mutex_ is held.
+void Mover::forget(ExpertId id) {
+  if (!wanted_->resident(id)) return;
+  wanted_->remove(id);
+  wanted_since_[id] = -1;
+  --wanted_count_;
 }
 
 int32_t Mover::step(Stream compute) {
-  const std::lock_guard lock(mutex_);
+  const std::unique_lock lock(mutex_, std::try_to_lock);  // move() holds it while it reads
+  if (!lock.owns_lock() || driver_->capturing(compute)) return 0;
   switch (state_) {
     case State::kIdle:
       choose();
@@ -130,30 +159,38 @@ int32_t Mover::step(Stream compute) {
   return 0;
 }
 
-// The batch that is to come, if any expert has been wanted for long enough. mutex_ is held.
+// The batch that is to come, if any expert has been wanted for long enough: the longest first, or
+// layers whose experts change often would keep the others out. mutex_ is held.
 void Mover::choose() {
   const std::lock_guard lock(wanted_mutex_);
   up_.clear(), down_.clear(), into_.clear();
-  const auto most = std::min<int64_t>(options_.batch, static_cast<int64_t>(spare_.size()));
   const auto every = static_cast<ExpertId>(slots_of_.size());
-  for (ExpertId id = 0; id < every && static_cast<int64_t>(up_.size()) < most; ++id) {
-    const int64_t since = wanted_since_[id];
-    const bool there = slots_of_[id] >= 0;
-    if (!there && since >= 0 && forwards_[id / experts_] - since >= options_.patience) {
+  const auto wanted_for = [&](ExpertId id) { return forwards_[id / experts_] - wanted_since_[id]; };
+  for (ExpertId id = 0; id < every; ++id) {
+    if (slots_of_[id] < 0 && wanted_->resident(id) && wanted_for(id) >= options_.patience) {
       up_.push_back(id);
     }
   }
-  if (up_.empty() && most == options_.batch) return;
-  // As many go as keeps a batch of slots spare.
-  int32_t going = options_.batch - static_cast<int32_t>(spare_.size() - up_.size());
+  const size_t most = std::min(spare_.size(), static_cast<size_t>(options_.batch));
+  if (up_.empty() && most == static_cast<size_t>(options_.batch)) return;
+  std::ranges::stable_sort(up_, std::greater(), wanted_for);
+  if (up_.size() > most) up_.resize(most);
+  int64_t going = to_go();
   for (ExpertId id = 0; id < every && going > 0; ++id) {
     if (slots_of_[id] < 0 || !options_.moving[id / experts_] || wanted_->resident(id)) continue;
     down_.push_back(id);
     --going;
   }
+  if (up_.empty() && down_.empty()) return;
   for (size_t i = 0; i < up_.size(); ++i) into_.push_back(spare_[spare_.size() - 1 - i]);
   state_ = State::kFetching;
   changed_.notify_all();
+}
+
+// As many leave with up_ as keeps a batch of slots spare.
+int64_t Mover::to_go() const {
+  return std::max<int64_t>(
+      0, options_.batch + static_cast<int64_t>(up_.size()) - static_cast<int64_t>(spare_.size()));
 }
 
 void Mover::work() {
@@ -163,36 +200,38 @@ void Mover::work() {
     if (ending_) return;
     lock.unlock();
     std::exception_ptr failure;
-    try {
-      fetch();
-    } catch (...) {
-      failure = std::current_exception();
-    }
+    const size_t fetched = fetch(failure);
     lock.lock();
-    if (failure != nullptr) {
+    if (failure != nullptr) {  // what came before it is there
       ++stats_.failed;
       stats_.last_failure = failure;
-      // Not again at once: it has to be wanted for as long once more.
       const std::lock_guard wanted(wanted_mutex_);
-      for (const ExpertId id : up_) {
-        if (wanted_since_[id] >= 0) wanted_since_[id] = forwards_[id / experts_];
-      }
+      if (fetched < up_.size()) forget(up_[fetched]);  // it has to be wanted anew
+      up_.resize(fetched), into_.resize(fetched);
+      down_.resize(std::min(down_.size(), static_cast<size_t>(to_go())));
     }
-    state_ = failure == nullptr ? State::kFetched : State::kIdle;
+    state_ = up_.empty() && down_.empty() ? State::kIdle : State::kFetched;
     changed_.notify_all();
   }
 }
 
-// up_ into staging. Without mutex_: nobody else touches either while records are fetched.
-void Mover::fetch() {
-  const auto engine = live(engine_);
-  for (size_t i = 0; i < up_.size(); ++i) {
-    const int32_t expert = up_[i] % experts_;
-    std::byte* to = staging_.data() + static_cast<int64_t>(i) * record_bytes_;
-    engine->visit(up_[i] / experts_, {&expert, 1}, [&](int32_t, const std::byte* record) {
-      std::memcpy(to, record, record_bytes_);
-    });
+// up_ into staging, as far as it can be read. Without mutex_: nobody else touches either while
+// records are fetched.
+size_t Mover::fetch(std::exception_ptr& failure) {
+  size_t fetched = 0;
+  try {
+    const auto engine = live_engine(engine_);
+    for (; fetched < up_.size(); ++fetched) {
+      const int32_t expert = up_[fetched] % experts_;
+      std::byte* to = staging_.data() + static_cast<int64_t>(fetched) * record_bytes_;
+      engine->visit(up_[fetched] / experts_, {&expert, 1}, [&](int32_t, const std::byte* record) {
+        std::memcpy(to, record, record_bytes_);
+      });
+    }
+  } catch (...) {
+    failure = std::current_exception();
   }
+  return fetched;
 }
 
 // mutex_ is held, and the slots that are written to are nobody's.
@@ -208,7 +247,7 @@ void Mover::send(Stream compute) {
     }
     driver_->record(copied_, copy_);
   } catch (...) {
-    drain();  // staging is free for the next batch
+    drain(*driver_, copy_);  // staging is free for the next batch
     throw;
   }
   state_ = State::kCopying;
@@ -232,7 +271,12 @@ int32_t Mover::enter(Stream compute) {
   stats_.moved_up += entered;
   stats_.bytes_up += entered * record_bytes_;
   ++stats_.batches;
-  driver_->record(switched_, compute);
+  try {
+    driver_->record(switched_, compute);
+  } catch (...) {
+    drain(*driver_, compute);  // nobody would know when the table may be written again
+    throw;
+  }
   const auto engine = engine_.lock();
   if (engine != nullptr && engine->pool().reader() != nullptr) {  // none is kept twice
     for (const ExpertId id : up_) {
@@ -245,6 +289,15 @@ int32_t Mover::enter(Stream compute) {
 
 void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
   std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return state_ != State::kFetching; });
+  state_ =
+      State::kIdle;  // a batch that was on its way is given up: it would find other slots taken
+  const auto engine = live_engine(engine_);
+  const auto wait = [&](Event event) {
+    wait_for(*driver_, event, engine->runtime(), "experts on their way to the device");
+  };
+  wait(copied_);
+
   const auto every = static_cast<ExpertId>(slots_of_.size());
   std::vector<bool> named(slots_of_.size(), false);
   const auto check = [&](ExpertId id, bool there) {
@@ -259,55 +312,40 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
   };
   for (const ExpertId id : up) check(id, false);
   for (const ExpertId id : down) check(id, true);
-  // A batch that was on its way would find other slots taken.
-  changed_.wait(lock, [this] { return state_ != State::kFetching; });
-  state_ = State::kIdle;
-  wait_for(copied_);
-  const int64_t room = static_cast<int64_t>(spare_.size() + down.size());
-  if (static_cast<int64_t>(up.size()) > room) {
+  const size_t room = spare_.size() + down.size();
+  if (up.size() > room) {
     invalid(std::to_string(up.size()) + " experts are to move to the device, which has room for " +
             std::to_string(room) + ": name more that leave it");
   }
-  // First those that go, so that their slots are free; then the others, a batch at a time. Between
-  // the two, both are computed by the host.
-  const auto enter_batch = [&](std::span<const ExpertId> coming, std::span<const ExpertId> going) {
-    up_.assign(coming.begin(), coming.end());
-    down_.assign(going.begin(), going.end());
-    into_.clear();
-    for (size_t i = 0; i < up_.size(); ++i) into_.push_back(spare_[spare_.size() - 1 - i]);
-    fetch();
-    send(compute);
-    wait_for(copied_);
-    wait_for(switched_);
-    enter(compute);
-  };
-  try {
-    size_t begin = 0;
-    size_t gone = 0;
-    while (begin < up.size() || gone < down.size()) {
-      const size_t coming =
-          std::min({up.size() - begin, spare_.size(), static_cast<size_t>(options_.batch)});
-      const size_t going = down.size() - gone;
-      enter_batch(up.subspan(begin, coming), down.subspan(gone, going));
-      begin += coming;
-      gone += going;
-    }
-  } catch (...) {
-    state_ = State::kIdle;
-    throw;
-  }
-  const std::lock_guard wanted(wanted_mutex_);
-  for (const ExpertId id : up) want(id);
-}
 
-// For what a host node must not be kept from: whoever waits holds mutex_, and no node takes that.
-void Mover::wait_for(Event event) const {
-  while (!driver_->done(event)) {
-    std::this_thread::sleep_for(kPoll);
-    const auto interrupted = live(engine_)->runtime().interrupted;
-    if (interrupted != nullptr && interrupted()) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while experts move to the device");
+  // All that go make room in the first batch; the others come a batch at a time.
+  std::span<const ExpertId> going = down;
+  size_t begin = 0;
+  while (begin < up.size() || !going.empty()) {
+    const size_t coming =
+        std::min({up.size() - begin, spare_.size(), static_cast<size_t>(options_.batch)});
+    const std::span<const ExpertId> batch = up.subspan(begin, coming);
+    up_.assign(batch.begin(), batch.end());
+    down_.assign(going.begin(), going.end());
+    into_.assign(spare_.rbegin(), spare_.rbegin() + static_cast<int64_t>(coming));
+    std::exception_ptr failure;
+    fetch(failure);
+    if (failure != nullptr) std::rethrow_exception(failure);
+    try {
+      send(compute);
+      wait(copied_);
+      wait(switched_);
+      enter(compute);
+    } catch (...) {
+      state_ = State::kIdle;
+      throw;
     }
+    // Or the next step would undo it.
+    const std::lock_guard wanted(wanted_mutex_);
+    for (const ExpertId id : down_) forget(id);
+    for (const ExpertId id : up_) want(id);
+    begin += coming;
+    going = {};
   }
 }
 

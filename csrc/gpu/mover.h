@@ -8,7 +8,6 @@
 // it; and the slots that it gave up are the next batch's.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -53,11 +52,12 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
-  // A forward of a layer used these. From any thread, a host node's among them.
-  void used(int32_t layer, std::span<const int64_t> ids);
+  // A forward of a layer used these, top_k each token. From any thread, a host node's among them.
+  void used(int32_t layer, std::span<const int64_t> ids, int32_t top_k);
 
-  // Between two steps of `compute`: enters what has arrived, or sends for the next batch. Never
-  // waits. Returns how many experts were entered.
+  // Between two steps of `compute`, the only stream whose kernels read the slots: enters what has
+  // arrived, or sends for the next batch. Never waits, and does nothing in a capture. Returns how
+  // many experts were entered.
   int32_t step(Stream compute);
 
   // Now, and waited for: `up` go to the device and `down` leave it. Error(kInvalid) for experts
@@ -72,13 +72,13 @@ class Mover {
   enum class State : uint8_t { kIdle, kFetching, kFetched, kCopying };
 
   void want(ExpertId id);
+  void forget(ExpertId id);
   void choose();
+  int64_t to_go() const;
   void work();
-  void fetch();
+  size_t fetch(std::exception_ptr& failure);
   void send(Stream compute);
   int32_t enter(Stream compute);
-  void wait_for(Event event) const;
-  void drain() noexcept;
 
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;
@@ -95,8 +95,11 @@ class Mover {
   mutable std::mutex wanted_mutex_;
   std::unique_ptr<Policy> wanted_;
   std::vector<int64_t> wanted_since_;  // by its layer's forwards; -1: is not
-  std::vector<int64_t> forwards_;      // of each layer
+  int32_t capacity_;                   // of what is wanted
+  int32_t wanted_count_ = 0;
+  std::vector<int64_t> forwards_;  // of each layer
   std::vector<int32_t> distinct_;
+  std::vector<bool> seen_;  // of a layer's experts, by one forward
 
   // What is there. Taken before wanted_mutex_.
   mutable std::mutex mutex_;

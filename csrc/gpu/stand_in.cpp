@@ -22,9 +22,17 @@ namespace torch_mesh {
 using Clock = std::chrono::steady_clock;
 using Operation = std::function<void()>;
 
+// What each stream was given, in its order. Of events only the edges are left: a record has a
+// number that later waits name.
 class StandIn::Graph {
  public:
-  std::vector<Operation> operations;  // in the order in which they were captured
+  struct Node {
+    Operation operation;  // or none:
+    int32_t records = -1;
+    int32_t waits = -1;
+  };
+  std::map<void*, std::vector<Node>> streams;
+  int32_t records = 0;
 };
 
 namespace {
@@ -43,6 +51,7 @@ struct EventState {
   int64_t completed = 0;  // the latest record that its stream has come to
   Clock::time_point at;
   std::optional<Progress> captured;  // set while its last record is part of a capture
+  int32_t captured_record = -1;      // of the graph
 };
 
 // One stream: a thread and what it still has to do.
@@ -119,7 +128,7 @@ class StandInDevice final : public StandIn {
     workers_[stream.handle] = std::move(worker);
     return stream;
   }
-  Event create_event() override {
+  Event create_event(bool) override {
     const std::lock_guard lock(mutex_);
     count_call("create_event", /*in_capture=*/false);
     auto state = std::make_shared<EventState>();
@@ -146,6 +155,8 @@ class StandInDevice final : public StandIn {
     const std::lock_guard state_lock(state->mutex);
     if (captured(stream)) {
       state->captured = progress_[stream.handle];
+      state->captured_record = capture_->records++;
+      capture_->streams[stream.handle].push_back({.records = state->captured_record});
       return;
     }
     state->captured.reset();
@@ -167,6 +178,7 @@ class StandInDevice final : public StandIn {
         int64_t& own = progress_[stream.handle][other];
         own = std::max(own, reached);
       }
+      capture_->streams[stream.handle].push_back({.waits = state->captured_record});
       return;
     }
     if (captured(stream)) fail("a stream that is captured waits for work that is not");
@@ -220,12 +232,16 @@ class StandInDevice final : public StandIn {
     pinned_.insert(memory);
     return memory;
   }
-  // As on a device, after all that is under way.
   void free_pinned(void* memory) noexcept override {
     std::vector<std::shared_ptr<Worker>> workers;
     {
       const std::lock_guard lock(mutex_);
       if (pinned_.erase(memory) == 0) return;
+      if (options_.failing_call < 0) {
+        ::operator delete(memory);
+        return;
+      }
+      // Where a device fails whoever frees could not wait; here its streams go on all the same.
       workers = destroyed_;
       for (const auto& [handle, worker] : workers_) workers.push_back(worker);
     }
@@ -243,6 +259,7 @@ class StandInDevice final : public StandIn {
     const std::lock_guard lock(mutex_);
     if (capture_) fail("a capture is under way");
     capture_ = std::make_shared<Graph>();
+    capturing_thread_ = std::this_thread::get_id();
     progress_[stream.handle] = {{stream.handle, 0}};
   }
   std::shared_ptr<const Graph> end_capture(Stream stream) override {
@@ -264,9 +281,7 @@ class StandInDevice final : public StandIn {
     return graph;
   }
   void launch(std::shared_ptr<const Graph> graph, Stream stream) override {
-    give(stream, "launch", [graph] {
-      for (const Operation& operation : graph->operations) operation();
-    });
+    give(stream, "launch", [this, graph] { replay(*graph); });
   }
 
   int64_t calls() const override {
@@ -279,6 +294,31 @@ class StandInDevice final : public StandIn {
   }
 
  private:
+  // Streams of a graph run beside each other too, but for its edges.
+  void replay(const Graph& graph) const {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<bool> recorded(static_cast<size_t>(graph.records), false);
+    std::vector<std::unique_ptr<Worker>> workers;
+    for (const auto& [stream, nodes] : graph.streams) {
+      workers.push_back(
+          std::make_unique<Worker>(options_.seed + workers.size(), options_.most_delay_us));
+      for (const Graph::Node& node : nodes) {
+        workers.back()->give([&] {
+          if (node.operation) return node.operation();
+          std::unique_lock lock(mutex);
+          if (node.records >= 0) {
+            recorded[node.records] = true;
+            changed.notify_all();
+          } else {
+            changed.wait(lock, [&] { return recorded[node.waits]; });
+          }
+        });
+      }
+    }
+    workers.clear();  // each ends when its work does
+  }
+
   std::shared_ptr<Worker> new_worker() {
     return std::make_shared<Worker>(options_.seed + ++workers_made_, options_.most_delay_us);
   }
@@ -292,13 +332,15 @@ class StandInDevice final : public StandIn {
     if (failing >= 0 && turn >= failing && turn < failing + options_.failures) {
       fail(std::string(name) + " failed as it was told to");
     }
-    if (capture_ != nullptr && !in_capture) fail(std::string(name) + " during a capture");
+    if (capture_ != nullptr && capturing_thread_ == std::this_thread::get_id() && !in_capture) {
+      fail(std::string(name) + " during a capture");
+    }
   }
   void give(Stream stream, const char* name, Operation operation) {
     const std::lock_guard lock(mutex_);
     count_call(name, /*in_capture=*/true);
     if (captured(stream)) {
-      capture_->operations.push_back(std::move(operation));
+      capture_->streams[stream.handle].push_back({.operation = std::move(operation)});
       ++progress_[stream.handle][stream.handle];
       return;
     }
@@ -322,6 +364,7 @@ class StandInDevice final : public StandIn {
   std::map<void*, std::shared_ptr<EventState>> events_;
   std::set<void*> pinned_;
   std::shared_ptr<Graph> capture_;
+  std::thread::id capturing_thread_;
   std::map<void*, Progress> progress_;  // of the streams that are captured
   // What they were given still runs, as on a device.
   std::vector<std::shared_ptr<Worker>> destroyed_;

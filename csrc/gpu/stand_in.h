@@ -22,7 +22,8 @@ struct StandInOptions {
 class StandIn : public Driver {
  public:
   // What a stream was given while it was captured. As on a device, work of other streams belongs to
-  // it that waits for captured work, and has to be waited for before the capture ends.
+  // it that waits for captured work, and has to be waited for before the capture ends; and the
+  // thread that captures may neither wait nor allocate.
   class Graph;
 
   virtual void begin_capture(Stream stream) = 0;

@@ -25,37 +25,45 @@ class Uplift {
   Uplift& operator=(const Uplift&) = delete;
 
   int32_t batch() const { return batch_; }
-
-  // Reads up to batch() experts of a layer, cold ones from disk, and sends each up as it arrives.
-  // What `compute` is given from here to the next call finds the i-th in place i of the buffer that
-  // is returned. Waits for the disk, and for copies of two calls ago. One prompt at a time: hold a
-  // Turn.
-  int32_t bring(int32_t layer, std::span<const int32_t> experts, Stream compute);
-
-  // A prompt's use of the buffers, from its first bring() until `compute` has been given its last
-  // product.
-  class Turn {
-   public:
-    explicit Turn(Uplift& uplift) : lock_(uplift.turn_) {}
-
-   private:
-    std::unique_lock<std::mutex> lock_;
-  };
-
   int64_t bytes_up() const { return bytes_up_.load(std::memory_order_relaxed); }
 
+  // A prompt's use of the buffers, one prompt at a time: ends when `compute` has been given its
+  // last product.
+  class Turn {
+   public:
+    Turn(Uplift& uplift, Stream compute);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    // Reads up to batch() experts of a layer, cold ones from disk, and sends each up as it arrives.
+    // What `compute` is given from here to the next call finds the i-th in place i of the buffer
+    // whose number is returned. Waits for the disk, and for copies of two calls ago.
+    int32_t bring(int32_t layer, std::span<const int32_t> experts);
+
+   private:
+    Uplift& uplift_;
+    Stream compute_;
+    std::unique_lock<std::mutex> lock_;
+    int32_t last_ = -1;  // the buffer that `compute` reads
+  };
+
  private:
-  void wait_for(Event event, const Engine& engine) const;
+  // Device memory for a batch of records, and what it waits for.
+  struct Side {
+    Side(Driver& driver, DeviceAddress records) : records(records), copied(driver), used(driver) {}
+    DeviceAddress records;
+    OwnedEvent copied;  // the last record, out of staging
+    OwnedEvent used;    // by products
+  };
 
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;
-  std::array<DeviceAddress, 2> buffers_;
   int32_t batch_;
   int64_t record_bytes_;
   OwnedStream copy_;
-  std::array<std::unique_ptr<OwnedEvent>, 2> copied_;  // of each buffer, its last record
-  OwnedEvent used_;                                    // by products
-  PinnedMemory staging_;                               // as both buffers
+  std::array<Side, 2> sides_;
+  PinnedMemory staging_;  // as both buffers
 
   std::mutex turn_;
   int32_t next_ = 0;

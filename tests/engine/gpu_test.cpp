@@ -199,6 +199,43 @@ TEST_F(HostShareTest, ALongerPromptGetsLargerBuffersWhileOthersAreUnderWay) {
   for (size_t i = 0; i < wanted.size(); ++i) EXPECT_EQ(batches[i]->result, wanted[i]);
 }
 
+TEST_F(HostShareTest, APromptThatIsLongerThanTheBuffersComesInParts) {
+  const auto device = make_stand_in({.seed = seed()});
+  HostShare share(device, engine, nullptr, /*block_bytes=*/20'000);
+  const Batch batch = batch_of(70, random());  // of 804 bytes each
+  DeviceBatch prompt(batch);
+  prompt.x = prompt.source_x, prompt.ids = prompt.source_ids,
+  prompt.weights = prompt.source_weights;
+  share.join(share.submit(prompt.call(1), {}), {});
+  device->synchronize({});
+  EXPECT_EQ(share.stats().calls, 3);
+  EXPECT_EQ(prompt.out, batch.run(*engine, 1));
+}
+
+TEST_F(HostShareTest, AGraphKeepsItsBuffersWhenOthersAreSet) {
+  const auto device = make_stand_in();
+  HostShare share(device, engine);
+  share.set_capture_sizes(std::array{1}, kTopK);
+  const Batch batch = batch_of(1, random());
+  DeviceBatch on_device(batch);
+  device->begin_capture({});
+  share.join(share.submit(on_device.call(0), {}), {});
+  const auto graph = device->end_capture({});
+  share.set_capture_sizes({}, kTopK);
+  on_device.fill(*device, {});
+  device->launch(graph, {});
+  device->synchronize({});
+  EXPECT_EQ(on_device.out, batch.run(*engine, 0));
+
+  share.set_capture_sizes(std::array{1}, kTopK);
+  device->begin_capture({});
+  share.join(share.submit(on_device.call(0), {}), {});
+  DeviceCall other = on_device.call(0);
+  other.sentinels = true;
+  EXPECT_EQ(error_of([&] { share.submit(other, {}); }).kind(), ErrorKind::kInvalid);
+  device->end_capture({});
+}
+
 TEST_F(HostShareTest, WhatIsAllOnTheDeviceIsCountedAndReadsNothing) {
   const std::shared_ptr<Engine> cold = model.open({.slots = 5});
   const auto device = make_stand_in();
@@ -471,7 +508,7 @@ TEST_F(MoverTest, HotExpertsComeUpAndNoForwardSeesHalfOfAMove) {
   // A text that uses experts 3 to 8 of layer 1 alone.
   for (int32_t step = 0; step < 200; ++step) {
     const int64_t ids[] = {3 + step % 3, 6 + step % 3, kExperts};
-    on.mover->used(1, ids);
+    on.mover->used(1, ids, 1);
     on.mover->step(*on.compute);
     on.look();
     ASSERT_FALSE(HasFailure()) << "step " << step;
@@ -488,11 +525,81 @@ TEST_F(MoverTest, HotExpertsComeUpAndNoForwardSeesHalfOfAMove) {
   EXPECT_EQ(stats.failed, 0);
 }
 
+TEST_F(MoverTest, SlotsThatBeginEmptyFill) {
+  MovingDevice on(model, engine, {}, /*patience=*/2);
+  const std::vector<ExpertId> all{0, 1, 2, 3, 4, 5};
+  on.mover->move({}, all, *on.compute);
+  on.look();
+  EXPECT_EQ(on.there(), 0);
+  for (int32_t step = 0; step < 200 && on.there() < 3; ++step) {
+    const int64_t ids[] = {7, 8, 9};
+    on.mover->used(1, ids, 3);
+    on.mover->step(*on.compute);
+    on.look();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  for (const int32_t expert : {7, 8, 9}) EXPECT_GE(on.seen_table[kExperts + expert], 0);
+}
+
+TEST_F(MoverTest, WhatItWasToldToMoveStays) {
+  MovingDevice on(model, engine, {}, /*patience=*/2);
+  for (int32_t step = 0; step < 20; ++step) {  // all that is there is in use
+    const int64_t ids[] = {0, 1, 2, 3, 4, 5};
+    on.mover->used(0, ids, 6);
+  }
+  const std::vector<ExpertId> up{20}, down{0};
+  on.mover->move(up, down, *on.compute);
+  for (int32_t step = 0; step < 50; ++step) {
+    EXPECT_EQ(on.mover->step(*on.compute), 0);
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  on.look();
+  EXPECT_GE(on.seen_table[20], 0);
+  EXPECT_EQ(on.seen_table[0], -1);
+}
+
+TEST_F(MoverTest, APromptMovesNothing) {
+  MovingDevice on(model, engine, {}, /*patience=*/1);
+  std::vector<int64_t> ids;
+  for (int32_t token = 0; token < 100; ++token) ids.push_back(token % kExperts);
+  for (int32_t prompt = 0; prompt < 20; ++prompt) {
+    on.mover->used(1, ids, 1);
+    EXPECT_EQ(on.mover->step(*on.compute), 0);
+  }
+  EXPECT_EQ(on.mover->stats().batches, 0);
+}
+
+TEST_F(MoverTest, RefusesASizeThatCannotBe) {
+  const auto device = make_stand_in();
+  std::vector<std::byte> records(1 << 20);
+  std::vector<int32_t> table(kLayers * kExperts, -1);
+  MoverOptions options{.records = address(records.data()),
+                       .table = address(table.data()),
+                       .slots = 4,
+                       .slots_of = table,
+                       .moving = {true, true},
+                       .batch = 2};
+  const auto refusal = [&](const MoverOptions& wrong) {
+    const Error error = error_of([&] { Mover(device, engine, wrong); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+    return std::string(error.what());
+  };
+  MoverOptions wrong = options;
+  wrong.batch = 0;
+  EXPECT_NE(refusal(wrong).find("a batch of 0"), std::string::npos);
+  wrong.batch = 5;
+  EXPECT_NE(refusal(wrong).find("there are 4 spare ones of 4"), std::string::npos);
+  wrong = options, wrong.slots_of.pop_back();
+  EXPECT_NE(refusal(wrong).find("slots_of has 23 entries"), std::string::npos);
+  wrong = options, wrong.slots_of[3] = 4;
+  EXPECT_NE(refusal(wrong).find("slot 4"), std::string::npos);
+}
+
 TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {
   MovingDevice on(model, engine, {}, /*patience=*/50);
   for (int32_t step = 0; step < 300; ++step) {
     const int64_t ids[] = {step % kExperts, (step + 5) % kExperts};
-    on.mover->used(0, ids);
+    on.mover->used(0, ids, 1);
     EXPECT_EQ(on.mover->step(*on.compute), 0);
   }
   EXPECT_EQ(on.mover->stats().batches, 0);
@@ -538,7 +645,7 @@ TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
   MovingDevice on(model, broken);
   for (int32_t step = 0; step < 40; ++step) {
     const int64_t ids[] = {3 + step % 3};
-    on.mover->used(1, ids);
+    on.mover->used(1, ids, 1);
     on.mover->step(*on.compute);
     on.look();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -556,9 +663,10 @@ TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
 // that of the table that its forward saw.
 TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
   MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
-  HostShare share(on.device, engine, [&](int32_t layer, std::span<const int64_t> ids, int32_t) {
-    on.mover->used(layer, ids);
-  });
+  HostShare share(on.device, engine,
+                  [&](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
+                    on.mover->used(layer, ids, top_k);
+                  });
   int32_t moved = 0;
   for (int32_t step = 0; step < 120; ++step) {
     const Batch batch = batch_of(1, random());
@@ -630,24 +738,27 @@ TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
   };
   std::vector<std::unique_ptr<Seen>> all;
   const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
-  const OwnedStream compute(*device);
+  const OwnedStream one(*device), another(*device);
   Uplift uplift(device, cold, {address(buffers[0].data()), address(buffers[1].data())}, kTogether);
-  const Uplift::Turn turn(uplift);
-  for (int32_t call = 0; call < 30; ++call) {
-    auto seen = std::make_unique<Seen>();
-    seen->layer = call % kLayers;
-    seen->records.resize(kTogether * bytes);
-    std::vector<int32_t> order(kExperts);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    seen->experts.assign(order.begin(), order.begin() + 1 + random() % kTogether);
-    const int32_t buffer = uplift.bring(seen->layer, seen->experts, compute);
-    EXPECT_EQ(buffer, call % 2);
-    copy(*device, seen->records.data(), buffers[buffer].data(), seen->experts.size() * bytes,
-         compute);
-    all.push_back(std::move(seen));
+  for (int32_t prompt = 0; prompt < 10; ++prompt) {
+    const Stream compute = prompt % 2 == 0 ? one : another;
+    Uplift::Turn turn(uplift, compute);
+    for (int32_t call = 0; call < 1 + prompt % 4; ++call) {
+      auto seen = std::make_unique<Seen>();
+      seen->layer = call % kLayers;
+      seen->records.resize(kTogether * bytes);
+      std::vector<int32_t> order(kExperts);
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin(), order.end(), random);
+      seen->experts.assign(order.begin(), order.begin() + 1 + random() % kTogether);
+      const int32_t buffer = turn.bring(seen->layer, seen->experts);
+      copy(*device, seen->records.data(), buffers[buffer].data(), seen->experts.size() * bytes,
+           compute);
+      all.push_back(std::move(seen));
+    }
   }
-  device->synchronize(compute);
+  device->synchronize(one);
+  device->synchronize(another);
   int64_t brought = 0;
   for (const auto& seen : all) {
     for (size_t i = 0; i < seen->experts.size(); ++i, ++brought) {
@@ -668,10 +779,13 @@ TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {
   const int64_t bytes = model.record(0, 0).size();
   std::vector<std::byte> buffer(2 * bytes);
   const auto device = make_stand_in();
-  Uplift uplift(device, broken, {address(buffer.data()), address(buffer.data() + bytes)}, 1);
-  EXPECT_EQ(error_of([&] { uplift.bring(0, std::array{1, 2}, {}); }).kind(), ErrorKind::kInvalid);
-  EXPECT_EQ(error_of([&] { uplift.bring(0, {}, {}); }).kind(), ErrorKind::kInvalid);
-  EXPECT_EQ(error_of([&] { uplift.bring(0, std::array{1}, {}); }).kind(), ErrorKind::kRead);
+  const std::array<DeviceAddress, 2> halves{address(buffer.data()), address(buffer.data() + bytes)};
+  EXPECT_EQ(error_of([&] { Uplift(device, broken, halves, 0); }).kind(), ErrorKind::kInvalid);
+  Uplift uplift(device, broken, halves, 1);
+  Uplift::Turn turn(uplift, {});
+  EXPECT_EQ(error_of([&] { turn.bring(0, std::array{1, 2}); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { turn.bring(0, {}); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { turn.bring(0, std::array{1}); }).kind(), ErrorKind::kRead);
   EXPECT_EQ(broken->pool().pinned(), 0);
 }
 
