@@ -1,4 +1,4 @@
-"""``experts``, ``experts_backward`` and ``experts_deferred``: fake kernels. The gradient is in csrc/bindings/autograd.cpp."""
+"""``experts``, ``experts_backward``, ``experts_deferred`` and ``experts_fallback``: fake kernels. The gradient is in csrc/bindings/autograd.cpp."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def _(
     handle: Tensor,
     deferred: int,
     last_layer: bool,
+    sentinels: bool = False,
+    next_router: Tensor | None = None,
+    next_handle: Tensor | None = None,
+    next_top_k: int = 0,
+) -> Tensor:
+    check_shapes(x, topk_ids, topk_weights)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("torch_mesh::experts_fallback")
+def _(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    handle: Tensor,
+    fallback: Tensor,
     sentinels: bool = False,
     next_router: Tensor | None = None,
     next_handle: Tensor | None = None,

@@ -1,4 +1,4 @@
-// experts, experts_backward and experts_deferred.
+// experts, experts_backward, experts_deferred and experts_fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <span>
@@ -48,35 +49,41 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
                     weights.scalar_type(), "; allowed: a floating dtype");
 }
 
-void prefetch(void* lookahead) { static_cast<const Lookahead*>(lookahead)->prefetch(); }
-
 // What makes a call more than the experts of its layer for x.
 struct Extras {
-  Lookahead* lookahead = nullptr;
+  // As in ExpertsCall. Empty: never.
+  std::function<void()> reads_queued = {};
   std::span<const int32_t> deferred = {};
+  bool stood_in = false;
   bool late = false;
+  std::optional<at::ScalarType> out = {};  // none: that of x
 };
 
+void call_reads_queued(void* extras) { static_cast<const Extras*>(extras)->reads_queued(); }
+
 at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at::Tensor& topk_ids,
-                       const at::Tensor& topk_weights, bool sentinels, const Extras& extras) {
+                       const at::Tensor& topk_weights, bool sentinels, Extras extras) {
   check_experts_inputs(x, topk_ids, topk_weights, handle.engine());
-  at::Tensor out = at::detail::empty_cpu(x.sizes(), x.options());
+  at::Tensor out =
+      at::detail::empty_cpu(x.sizes(), x.options().dtype(extras.out.value_or(x.scalar_type())));
   if (topk_ids.numel() == 0) return out.zero_();
   const at::Tensor rows = with_contiguous_rows(x);
   const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
   const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
-  handle.engine().experts(ExpertsCall{.layer = handle.layer,
-                                      .tokens = static_cast<int32_t>(x.size(0)),
-                                      .top_k = static_cast<int32_t>(ids.size(1)),
-                                      .x = const_rows(rows, "x"),
-                                      .ids = ids.const_data_ptr<int64_t>(),
-                                      .weights = weights.const_data_ptr<float>(),
-                                      .sentinels = sentinels,
-                                      .out = mutable_rows(out, "x"),
-                                      .deferred = extras.deferred,
-                                      .late = extras.late,
-                                      .reads_queued = extras.lookahead ? prefetch : nullptr,
-                                      .context = extras.lookahead});
+  handle.engine().experts(
+      ExpertsCall{.layer = handle.layer,
+                  .tokens = static_cast<int32_t>(x.size(0)),
+                  .top_k = static_cast<int32_t>(ids.size(1)),
+                  .x = const_rows(rows, "x"),
+                  .ids = ids.const_data_ptr<int64_t>(),
+                  .weights = weights.const_data_ptr<float>(),
+                  .sentinels = sentinels,
+                  .out = mutable_rows(out, "x"),
+                  .deferred = extras.deferred,
+                  .stood_in = extras.stood_in,
+                  .late = extras.late,
+                  .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
+                  .context = &extras});
   return out;
 }
 
@@ -89,12 +96,18 @@ std::optional<Lookahead> lookahead_for(const at::Tensor& x, const OptionalTensor
   return lookahead;
 }
 
+// For Extras; `lookahead` outlives them.
+std::function<void()> prefetch_of(const std::optional<Lookahead>& lookahead) {
+  if (!lookahead) return {};
+  return [&lookahead] { lookahead->prefetch(); };
+}
+
 at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                    const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
                    const OptionalTensor& next_handle, int64_t next_top_k) {
-  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
   return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels,
-                     {.lookahead = lookahead ? &*lookahead : nullptr});
+                     {.reads_queued = prefetch_of(lookahead)});
 }
 
 // -- backward -------------------------------------------------------------------------------------
@@ -286,10 +299,10 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   const bool defers = deferred > 0 && !last_layer && phase_of(x.size(0)) == Phase::kDecode;
   const Split split = defers ? split_cold(layer, ids, weights, deferred)
                              : Split{.now = ids, .later = {}, .deferred = {}};
-  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
   at::Tensor out =
       run_experts(layer, x, split.now, weights, /*sentinels=*/true,
-                  {.lookahead = lookahead ? &*lookahead : nullptr, .deferred = split.deferred});
+                  {.reads_queued = prefetch_of(lookahead), .deferred = split.deferred});
   if (carried && follows(*carried, handle, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
                          /*sentinels=*/true, {.late = true}));
@@ -300,6 +313,88 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   return out;
 }
 
+// -- stand-ins ------------------------------------------------------------------------------------
+
+// Choices [tokens][k] of this pool and of that of the stand-ins; the sentinel `experts` stands
+// where the other has a choice.
+struct StandIns {
+  at::Tensor exact, low;
+  std::vector<int32_t> experts;  // the distinct ones of `low`
+  std::vector<int32_t> doubles;  // those of `exact` that are READY in both pools
+};
+
+// What is not READY goes to `low`, but for what is being read here and lacking there.
+StandIns split_by_pool(const LayerHandle& layer, const LayerHandle& low, const at::Tensor& ids) {
+  const std::vector<SlotState> here = states_of(layer), there = states_of(low);
+  const auto experts = static_cast<int64_t>(here.size());
+  StandIns split{ids.clone(), at::full_like(ids, experts), {}, {}};
+  int64_t* exact = split.exact.mutable_data_ptr<int64_t>();
+  int64_t* stand_in = split.low.mutable_data_ptr<int64_t>();
+  std::vector<bool> seen(here.size());
+  for (int64_t at = 0; at < ids.numel(); ++at) {
+    const int64_t id = exact[at];
+    if (id >= experts) continue;
+    const bool first = !seen[id];
+    seen[id] = true;
+    if (here[id] == SlotState::kReady) {
+      if (first && there[id] == SlotState::kReady)
+        split.doubles.push_back(static_cast<int32_t>(id));
+    } else if (here[id] == SlotState::kEmpty || there[id] != SlotState::kEmpty) {
+      std::swap(exact[at], stand_in[at]);
+      if (first) split.experts.push_back(static_cast<int32_t>(id));
+    }
+  }
+  return split;
+}
+
+void check_fallback(const LayerHandle& layer, const LayerHandle& low) {
+  const RecordLayout &layout = layer.engine().layout(), &low_layout = low.engine().layout();
+  const int32_t experts = layer.engine().pool().experts(),
+                low_experts = low.engine().pool().experts();
+  TORCH_CHECK_VALUE(low.layer == layer.layer && low_experts == experts &&
+                        low_layout.hidden == layout.hidden && low.live != layer.live,
+                    "fallback must be layer ", layer.layer, " of ", experts,
+                    " experts of hidden size ", layout.hidden, " in another pool; got layer ",
+                    low.layer, " of ", low_experts, " experts of hidden size ", low_layout.hidden);
+}
+
+at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
+                            const at::Tensor& topk_weights, at::Tensor& handle,
+                            const at::Tensor& fallback, bool sentinels,
+                            const OptionalTensor& next_router, const OptionalTensor& next_handle,
+                            int64_t next_top_k) {
+  const LayerHandle layer = resolve(handle), low = resolve(fallback);
+  check_fallback(layer, low);
+  check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
+  TORCH_CHECK(!at::GradMode::is_enabled() || !(x.requires_grad() || topk_weights.requires_grad()),
+              "experts_fallback has no gradient; call experts, or experts_fallback under no_grad");
+  const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
+  const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
+  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
+                   static_cast<int32_t>(ids.size(1)), layer.engine().pool().experts(), sentinels);
+  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  if (lookahead) lookahead->read_stand_ins(low);
+  StandIns split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
+  if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);
+  // Neither pool keeps what the other has: together they hold the more experts.
+  if (!split.doubles.empty()) low.engine().pool().evict(low.layer, split.doubles);
+  const auto compute_exact = [&](std::optional<at::ScalarType> out) {
+    return run_experts(layer, x, split.exact, weights, /*sentinels=*/true,
+                       {.reads_queued = prefetch_of(lookahead),
+                        .deferred = split.experts,
+                        .stood_in = true,
+                        .out = out});
+  };
+  if (split.experts.empty()) return compute_exact({});
+  // What is resident is computed while the stand-ins that are not are being read.
+  at::Tensor exact;
+  at::Tensor out =
+      run_experts(low, x, split.low, weights, /*sentinels=*/true,
+                  {.reads_queued = [&] { exact = compute_exact(at::kFloat); }, .out = at::kFloat});
+  if (!exact.defined()) exact = compute_exact(at::kFloat);
+  return out.add_(exact).to(x.scalar_type());
+}
+
 }  // namespace
 }  // namespace torch_mesh
 
@@ -307,4 +402,5 @@ TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("experts", torch_mesh::experts);
   m.impl("experts_backward", torch_mesh::experts_backward);
   m.impl("experts_deferred", torch_mesh::experts_deferred);
+  m.impl("experts_fallback", torch_mesh::experts_fallback);
 }

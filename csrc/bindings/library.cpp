@@ -39,6 +39,16 @@ TORCH_LIBRARY(torch_mesh, m) {
       "int deferred, bool last_layer, bool sentinels=False, Tensor? next_router=None, Tensor? "
       "next_handle=None, int next_top_k=0) -> Tensor",
       unsafe);
+  // Lossy. As `experts`, but in a decode step choices whose experts are not
+  // resident are computed from the records that the pool of `fallback`, the same layer in a format
+  // of fewer bits, has or reads for them. The own pool learns of their use, and reads what deserves
+  // a slot before the next. So does `fallback` what the next layer's router ranks first, where that
+  // layer's own pool does not have it.
+  m.def(
+      "experts_fallback(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) handle, "
+      "Tensor fallback, bool sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, "
+      "int next_top_k=0) -> Tensor",
+      unsafe);
   // Lossy. scores [T, experts] that a router selects by and its choice topk_ids [T, k] among them
   // -> int64 [T, k]. In a decode step a resident expert takes the place of a cold one whose score
   // is higher by less than `bias` times the spread of the token's scores. The `kept` choices of

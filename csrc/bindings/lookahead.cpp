@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "bindings/tensors.h"
 
@@ -45,7 +46,14 @@ void Lookahead::prefetch() const {
   const at::Tensor scores = at::mm(x_.to(router_weight_.scalar_type()), router_weight_.t());
   // By rank: the likeliest first, whatever row it is of.
   const at::Tensor ranked = std::get<1>(at::topk(scores, top_k_)).t();
-  pool.expect(next_.layer, distinct_ids(ranked, pool.experts()), Phase::kDecode);
+  std::vector<int32_t> likely = distinct_ids(ranked, pool.experts());
+  if (fallback_) {
+    const std::vector<SlotState> states = states_of(next_);
+    std::erase_if(likely, [&](int32_t expert) { return states[expert] != SlotState::kEmpty; });
+    fallback_->engine().pool().expect(next_.layer, likely, Phase::kDecode);
+  } else {
+    pool.expect(next_.layer, likely, Phase::kDecode);
+  }
 }
 
 }  // namespace torch_mesh

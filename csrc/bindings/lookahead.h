@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "bindings/registry.h"
 
@@ -16,6 +17,9 @@ class Lookahead {
   Lookahead(const at::Tensor& x, const at::Tensor& router_weight, const at::Tensor& handle,
             int64_t top_k);
 
+  // What the next layer's pool lacks is read into the pool of `fallback` instead.
+  void read_stand_ins(const LayerHandle& fallback) { fallback_ = {fallback.live, next_.layer}; }
+
   // Queues reads of the `top_k` experts that the router ranks first for each token.
   void prefetch() const;
 
@@ -23,6 +27,7 @@ class Lookahead {
   at::Tensor x_;
   at::Tensor router_weight_;
   LayerHandle next_;
+  std::optional<LayerHandle> fallback_;
   int64_t top_k_;
 };
 

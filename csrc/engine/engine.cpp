@@ -106,6 +106,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     forward.top_k = call.top_k;
   }
   forward.late = call.late;
+  forward.stood_in = call.stood_in;
   forward.deferred = static_cast<int32_t>(call.deferred.size());
   grouping.experts.insert(grouping.experts.end(), call.deferred.begin(), call.deferred.end());
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);

@@ -46,7 +46,8 @@ struct ExpertsCall {
   MutableRows out;       // [tokens][hidden]
   // Experts that are not among `ids`: a late call comes for them. Distinct, of a decode step.
   std::span<const int32_t> deferred = {};
-  bool late = false;  // for what an earlier call deferred
+  bool stood_in = false;  // another engine computes those, and no late call comes
+  bool late = false;      // for what an earlier call deferred
   // Called when all of the call's own reads are queued and before it computes: the time for reads
   // that nobody waits for yet. Not called where reads still wait for slots. nullptr: never.
   void (*reads_queued)(void* context) = nullptr;

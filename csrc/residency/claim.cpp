@@ -275,7 +275,8 @@ void Claim::begin(std::span<const int32_t> experts) {
   impl.reserve_for(*this, false);
   // They are pinned if they are this claim's, else of a forward broken off.
   if (!part_.late || waiting_ == 0) impl.forget_awaited(layer_);
-  if (part_.deferred > 0) impl.defer(*this, experts.last(part_.deferred));
+  const auto left_out = experts.last(part_.deferred);
+  part_.stood_in ? impl.stand_in(*this, left_out) : impl.defer(*this, left_out);
   impl.read_next_layer(*this);
 }
 

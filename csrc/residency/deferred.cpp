@@ -1,6 +1,8 @@
 // Experts that a forward uses one layer later. Their reads are queued behind its own; nothing waits
 // for them until the late claim comes, so they are not pinned: a forward that waits for slots holds
 // no pin. They are given up last instead, since to a policy what has just run is least wanted.
+//
+// Or experts that another pool has computed in another format: nothing comes for them.
 #include <utility>
 #include <vector>
 
@@ -27,6 +29,23 @@ void Pool::Impl::defer(const Claim& claim, std::span<const int32_t> indices) {
     } else if (placed) {
       const int32_t slot = reserve(id, claim.part_.phase);
       if (slot >= 0) start_load(slot, Urgency::kDemand, claim.part_.phase);
+    }
+  }
+}
+
+// The policy has learned of their use, and says which of them to read before the next one.
+void Pool::Impl::stand_in(const Claim& claim, std::span<const int32_t> indices) {
+  if (claim.waiting_ > 0 || first_ticket != nullptr) return;
+  for (int32_t index : indices) {
+    if (prefetching >= slots.unkept() / 2) return;
+    const ExpertId id = id_of(claim.layer_, index);
+    if (slots.find(id) >= 0) continue;
+    if (!slots.has_empty()) {
+      const ExpertId victim = choose_victim();
+      if (victim == kNoExpert || !slots.policy().prefers(id, victim)) continue;
+    }
+    if (const int32_t slot = reserve(id, claim.part_.phase); slot >= 0) {
+      start_load(slot, Urgency::kPrefetch, claim.part_.phase);
     }
   }
 }

@@ -29,6 +29,13 @@ class Policy {
   // The unpinned resident expert to give up, or kNoExpert. Does not remove it.
   virtual ExpertId victim() = 0;
 
+  // Whether `id`, which is not resident and need not be, is worth a read into the slot of `victim`.
+  // Most policies give a slot to whatever is used.
+  virtual bool prefers(ExpertId id, ExpertId victim) const {
+    static_cast<void>(id), static_cast<void>(victim);
+    return true;
+  }
+
   // What earlier runs used, before anything else is told. Most policies have no use for it.
   virtual void start_from(const ModelUse& use) { static_cast<void>(use); }
   // The layer's next forward is the first of a new sequence: forgets what is true of one text, not

@@ -173,6 +173,9 @@ struct ForwardPart {
   // The last so many of the claim's experts are not handed out: the forward comes for them with a
   // late claim, one layer later. See deferred.cpp.
   int32_t deferred = 0;
+  // What would be deferred is computed from another pool instead: this one learns of it, and reads
+  // what is worth a slot ahead of its next use. Neither an access nor waited for.
+  bool stood_in = false;
   // For what an earlier claim deferred and counted; this one is no forward and no access.
   bool late = false;
 };

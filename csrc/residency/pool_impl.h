@@ -129,6 +129,7 @@ struct Pool::Impl {
 
   // deferred.cpp, with the lock:
   void defer(const Claim& claim, std::span<const int32_t> indices);
+  void stand_in(const Claim& claim, std::span<const int32_t> indices);
   void forget_awaited(int32_t layer);
   ExpertId choose_victim();
 

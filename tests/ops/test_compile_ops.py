@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_pools import OpenPool, Spec, TinyPool, ops, routing
+from tiny_pools import OpenPool, Spec, TinyPool, ops, routing, spec_with
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -176,6 +176,26 @@ def test_deferred_experts_survive_compilation(open_pool: OpenPool) -> None:
     for value, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(value, expected)
     assert not torch.equal(results[1][0], ops.experts(x, ids, weights, open_pool(SPEC).handle(0)))
+
+
+def test_stand_ins_survive_compilation(open_pool: OpenPool) -> None:
+    """The second call finds what was promoted after the first: both stay, and in their order."""
+    low = open_pool(spec_with(SPEC, weights="int4"))
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, handle: Tensor, promoted: Tensor) -> tuple[Tensor, Tensor]:
+        first = ops.experts_fallback(x, ids, weights, handle, low.handle())
+        ops.promote(handle, promoted)
+        return first, ops.experts_fallback(x, ids, weights, handle, low.handle())
+
+    x = torch.randn(4, SPEC.hidden)
+    ids, weights = routing(SPEC, 4, 2)
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        pool = open_pool(SPEC)
+        results.append(function(x, ids, weights, pool.handle(), torch.arange(SPEC.experts)))
+    for first, second in results:
+        assert torch.equal(first, ops.experts(x, ids, weights, low.handle()))  # nothing was resident
+        assert torch.equal(second, ops.experts(x, ids, weights, open_pool(SPEC).handle()))
 
 
 def test_errors_come_out_of_compiled_code(open_pool: OpenPool) -> None:

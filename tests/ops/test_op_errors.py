@@ -109,6 +109,7 @@ def test_every_op_refuses_a_closed_pool(open_pool: OpenPool) -> None:
         lambda: ops.experts(x.requires_grad_(), ids, weights, handle),
         lambda: ops.experts_backward(x, x, ids, weights, handle),
         lambda: ops.experts_deferred(x.detach(), ids, weights, handle, 1, False),
+        lambda: ops.experts_fallback(x.detach(), ids, weights, handle, handle),
         lambda: ops.grouped_linear(x, offsets, handle, 0, 80),
         lambda: ops.grouped_linear_backward(torch.randn(2, 80), offsets, handle, 0, 72),
         lambda: ops.promote(handle, ids),

@@ -11,8 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 37
-MUTATING = {"experts_deferred", "promote", "prefetch", "lookahead", "evict", "observe", "residency", "route"}
+SAMPLES = 39
+MUTATING = {
+    "experts_deferred",
+    "experts_fallback",
+    "promote",
+    "prefetch",
+    "lookahead",
+    "evict",
+    "observe",
+    "residency",
+    "route",
+}
 FUNCTIONAL = {
     "experts",
     "experts_backward",
@@ -26,7 +36,7 @@ ON_A_DEVICE = {"experts_split"}  # functional too; tests/gpu has its samples
 WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
 
 
-def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
+def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
     handle = pool.handle()
     x = torch.randn(TOKENS, SPEC.hidden)
     ids, weights = routing(SPEC, TOKENS, TOP_K)
@@ -50,6 +60,8 @@ def _samples(pool: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
         ("experts_deferred", (x, ids, weights, handle, 0, False)),
         ("experts_deferred", (x, ids, weights, handle, 2, True)),
         ("experts_deferred", (x[:2], ids[:2], weights[:2], handle, 2, False, True, router, pool.handle(1), TOP_K)),
+        ("experts_fallback", (x, ids, weights, handle, low.handle())),
+        ("experts_fallback", (x[:2], ids[:2], weights[:2], handle, low.handle(), True, router, pool.handle(1), TOP_K)),
         ("grouped_linear", (x, offsets, handle, 0, SPEC.gate_up_features)),
         ("grouped_linear", (hidden.requires_grad_(), offsets, handle, 1, SPEC.hidden)),
         ("grouped_linear", (x[:0], torch.zeros(9, dtype=torch.long), handle, 0, SPEC.gate_up_features)),
@@ -100,7 +112,7 @@ def _ops() -> set[str]:
 
 def test_samples_cover_every_op(open_pool: OpenPool) -> None:
     assert _ops() == MUTATING | FUNCTIONAL | ON_A_DEVICE | WITHOUT_POOL
-    assert {name for name, _ in _samples(open_pool(SPEC))} == _ops() - ON_A_DEVICE
+    assert {name for name, _ in _samples(open_pool(SPEC), open_pool(SPEC))} == _ops() - ON_A_DEVICE
 
 
 @pytest.mark.parametrize("index", range(SAMPLES))
@@ -109,7 +121,7 @@ def test_opcheck(open_pool: OpenPool, index: int) -> None:
     pool = open_pool(SPEC)
     for layer in range(SPEC.layers):
         ops.promote(pool.handle(layer), torch.arange(SPEC.experts))
-    samples = _samples(pool)
+    samples = _samples(pool, open_pool(SPEC))
     assert len(samples) == SAMPLES
     name, arguments = samples[index]
     torch.library.opcheck(getattr(ops, name).default, arguments)
@@ -142,13 +154,14 @@ def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) 
             ops.experts_split(x, ids, weights, handle),
             *ops.experts_backward(x, x, ids, weights, handle),
             ops.experts_deferred(x, ids, weights, handle, 1, False),
+            ops.experts_fallback(x, ids, weights, handle, pool.handle()),
             ops.grouped_linear(x, offsets, handle, 0, SPEC.gate_up_features),
             ops.grouped_linear_backward(x, offsets, handle, 1, SPEC.intermediate),
         ]
         ops.prefetch(handle, ids)
         ops.observe(handle, torch.empty(TOKENS, SPEC.experts, device="cuda"))
         ops.lookahead(x, torch.empty(SPEC.experts, SPEC.hidden, device="cuda"), handle, TOP_K)
-    assert [output.device.type for output in outputs] == ["cuda"] * 7
+    assert [output.device.type for output in outputs] == ["cuda"] * 8
     assert pool.count("accesses") == pool.count("prefetches") == 0
 
 
