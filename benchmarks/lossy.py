@@ -1,5 +1,6 @@
 """Claim: with a quarter of examples/mesh-tiny's experts resident, deferred_experts=1 costs at most 1 % of perplexity and halves what
-decode steps wait for; routing_bias=0.1 costs at most 1 %, halves it too, and reads a fifth less.
+decode steps wait for; routing_bias=0.1 costs at most 1 %, halves it too, and reads a fifth less; fallback="int4" costs at most 1 %,
+halves it too, and reads half.
 
 Each lossy mode's cost stands beside its gain: perplexity and what decode steps wait for and read, over those of the exact model in
 the same run. Held-out prose and code, each document's tokens but the first 16 fed one at a time, as decoding would.
@@ -8,6 +9,7 @@ the same run. Held-out prose and code, each document's tokens but the first 16 f
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tempfile
 import time
@@ -32,9 +34,16 @@ MODES: dict[str, dict[str, Any]] = {
     **{f"deferred_experts={count}": {"deferred_experts": count} for count in (1, 2, 3)},
     **{f"routing_bias={bias}": {"routing_bias": bias} for bias in BIASES},
     "deferred_experts=1, routing_bias=0.1": {"deferred_experts": 1, "routing_bias": 0.1},
+    "fallback=int4": {"fallback": "int4"},
 }
+# The peer of fallback: every expert in its format, in as much memory.
+ALL_INT4 = "all in int4"
 # What is claimed of a mode: the most of the exact perplexity, waits and bytes.
-CLAIMS = {"deferred_experts=1": (1.01, 0.5, None), "routing_bias=0.1": (1.01, 0.5, 0.8)}
+CLAIMS = {
+    "deferred_experts=1": (1.01, 0.5, None),
+    "routing_bias=0.1": (1.01, 0.5, 0.8),
+    "fallback=int4": (1.01, 0.5, 0.5),
+}
 
 
 @dataclass
@@ -88,14 +97,22 @@ def measure(options: Any) -> Report:
         f"prefetch={options.prefetch!r}, one token at a time"
     )
     with tempfile.TemporaryDirectory() as folder:
-        store = convert(options.model, Path(folder) / "store", "int8").store.folder
+        os.environ["XDG_CACHE_HOME"] = folder  # of the stand-ins
+        stores = {name: convert(options.model, Path(folder) / name, name).store for name in ("int8", "int4")}
         outcomes = {}
+
+        def add(name: str, weights: str, **fields: Any) -> None:
+            config = torch_mesh.MeshConfig(prefetch=options.prefetch, **{"resident": options.resident} | fields)
+            model = AutoModelForCausalLM.from_pretrained(stores[weights].folder, quantization_config=config)
+            outcomes[name] = Outcome(model)
+
         for name, fields in MODES.items():
-            config = torch_mesh.MeshConfig(resident=options.resident, prefetch=options.prefetch, **fields)
-            outcomes[name] = Outcome(AutoModelForCausalLM.from_pretrained(store, quantization_config=config))
-        turns = {name: iter(texts) for name in MODES}
+            add(name, "int8", **fields)
+        memory = torch_mesh.stats(outcomes["exact"].model).slots * stores["int8"].manifest.record_bytes
+        add(ALL_INT4, "int4", resident=memory)
+        turns = {name: iter(texts) for name in outcomes}
         harness.interleave(
-            {name: lambda name=name: decode(outcomes[name], next(turns[name])) for name in MODES}, len(texts)
+            {name: lambda name=name: decode(outcomes[name], next(turns[name])) for name in outcomes}, len(texts)
         )
         for name, outcome in outcomes.items():
             add_rows(report, name, outcome, outcomes["exact"])
@@ -122,12 +139,13 @@ def markdown(outcomes: dict[str, Outcome]) -> str:
     exact = outcomes["exact"]
     lines = [
         "",
-        "| | perplexity | hits | cold | in flight | deferred | rerouted | read per token | waiting | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | perplexity | hits | cold | in flight | deferred | rerouted | stand-ins | read per token | waiting | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcome in outcomes.items():
         counts, tokens = outcome.decode, outcome.tokens
-        shares = (counts.hits, counts.cold_misses, counts.inflight_misses, counts.deferred, counts.rerouted)
+        missed = (counts.cold_misses, counts.inflight_misses, counts.deferred)
+        shares = (counts.hits, *missed, counts.rerouted, counts.stand_ins)
         cells = (
             f"× {outcome.perplexity / exact.perplexity:.4f}",
             *(f"{count / tokens:.2f}" for count in shares),

@@ -18,6 +18,7 @@ _ENVIRONMENT_PREFIX = "TORCH_MESH_"
 WEIGHTS = ("auto", "bf16", "int8", "int4", "lut4")
 DENSE = ("none", "bf16", "int8", "int4", "lut4")
 ATTENTION = ("auto", "model", "mesh")
+FALLBACK = ("none", "int8", "int4", "lut4")
 GROUP_SIZES = (32, 64, 128)
 IO = ("auto", "uring", "threads", "mmap")
 POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat")
@@ -207,6 +208,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "prefill": _one_of(PREFILL),
     "deferred_experts": _check_deferred_experts,
     "routing_bias": _check_routing_bias,
+    "fallback": _one_of(FALLBACK),
     "verify": _one_of(VERIFY),
     "threads": _check_threads,
     "workspace": _check_workspace,
@@ -230,6 +232,7 @@ _LOCAL = (
     "stats_every",
     "deferred_experts",
     "routing_bias",
+    "fallback",
 )
 
 _DEFAULTS: dict[str, Any] = {
@@ -251,6 +254,7 @@ _DEFAULTS: dict[str, Any] = {
     "prefill": "auto",
     "deferred_experts": 0,
     "routing_bias": 0.0,
+    "fallback": "none",
     "verify": "first",
     "threads": "auto",
     "workspace": "256MiB",
@@ -308,6 +312,9 @@ class MeshConfig(QuantizationConfigMixin):
         routing_bias: lossy. In decode steps a resident expert takes the place of a cold one whose score is higher by less than
             this share of the spread of the token's scores; the first of its choices stay. 0: never, exact; 1: wherever there is one.
             For the model types that ``torch_mesh.lossy.ROUTING_BIAS_FAMILIES`` lists.
+        fallback: lossy. In decode steps a cold expert is computed from a record of fewer bits, ``"int8"``, ``"int4"`` or ``"lut4"``,
+            three quarters of ``resident`` being a pool of those. ``"none"``: exact. Not for models whose experts run by projection, nor with
+            ``deferred_experts``, ``gpu_experts`` or ``io="mmap"``.
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
@@ -342,6 +349,7 @@ class MeshConfig(QuantizationConfigMixin):
     prefill: str
     deferred_experts: int
     routing_bias: float
+    fallback: str
     verify: str
     threads: str | int
     workspace: str | int
@@ -372,6 +380,7 @@ class MeshConfig(QuantizationConfigMixin):
         prefill: str = _NOT_GIVEN,
         deferred_experts: int = _NOT_GIVEN,
         routing_bias: float = _NOT_GIVEN,
+        fallback: str = _NOT_GIVEN,
         verify: str = _NOT_GIVEN,
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
@@ -399,8 +408,8 @@ class MeshConfig(QuantizationConfigMixin):
     @property
     def lossy(self) -> str:
         """The modes that trade exactness for fewer waits, as one shows them; empty: exact."""
-        modes = {"deferred_experts": self.deferred_experts, "routing_bias": self.routing_bias}
-        return ", ".join(f"{name}={value}" for name, value in modes.items() if value)
+        names = ("deferred_experts", "routing_bias", "fallback")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != _DEFAULTS[name])
 
     def replace(self, **fields: Any) -> MeshConfig:
         """A copy in which ``fields`` are given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from . import _C
 
-PHASES = ("prefill", "decode")
+PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 # A forward of a layer with more rows than this is prefill, any other decode.
 MOST_DECODE_ROWS = _C.MOST_DECODE_ROWS
 
@@ -38,6 +39,7 @@ class Counters:
     kept_hits: int = 0
     deferred: int = 0  # was not resident, and was used one MoE layer later
     rerouted: int = 0  # choices of tokens that went to a resident expert instead; no accesses
+    stand_ins: int = 0  # of the accesses: to records of ``fallback``'s format, resident or not
     prefetches: int = 0  # reads queued before any forward asked
     prefetches_used: int = 0  # of those: a forward came for the expert
     prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
@@ -168,17 +170,40 @@ class Stats(PhaseCounters):
             lines.append(f"{self.kept} experts are kept, {rates}")
         if self.lossy:
             lines.append(f"lossy: {self.lossy}")
+        if self.stand_ins:
+            lines.append(f"{self.stand_ins} of {self.accesses} accesses were to stand-ins")
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)
 
 
-def engine_stats(engines: Iterable[_C.Engine], experts: bool = True, lossy: str = "") -> Stats:
+def engine_stats(
+    engines: Iterable[_C.Engine],
+    experts: bool = True,
+    lossy: str = "",
+    stand_ins: Iterable[_C.Engine | None] = (),
+) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
-    ``lossy`` names the modes of their model that are.
+    ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``fallback`` beside them, None where an engine
+    has none: what they did is added to its counters, but for the numbers of slots, which are its own.
     """
-    return _combined([engine.detailed_stats() for engine in engines], experts, lossy)
+    snapshots = [
+        engine.detailed_stats() if low is None else _added(engine.detailed_stats(), low.detailed_stats())
+        for engine, low in itertools.zip_longest(engines, stand_ins)
+    ]
+    return _combined(snapshots, experts, lossy)
+
+
+def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
+    added = exact.copy()
+    phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
+    for phase in phases:
+        counts = {name: exact[phase][name] + low[phase][name] for name in exact[phase]}
+        added[phase] = counts | {"forwards": exact[phase]["forwards"], "stand_ins": low[phase]["accesses"]}
+    added["experts"] = {name: exact["experts"][name] + low["experts"][name] for name in exact["experts"]}
+    added["prefetch_error"] = exact["prefetch_error"] or low["prefetch_error"]
+    return added
 
 
 def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool, lossy: str) -> Stats:

@@ -166,6 +166,7 @@ def _check_single_layer(config: MeshConfig) -> None:
         "gpu_experts": config.gpu_experts not in (0, "auto"),
         "predictor": config.predictor is not None,
         "dense": config.dense != "none",
+        "fallback": config.fallback != "none",
     }
     if refused := [name for name, given in of_models.items() if given]:
         raise ValueError(f"{', '.join(refused)}: of a model, not of one layer of a store; leave it out.")

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
+from .fallback import check_fallback, fallback_config, open_fallback, split_pool
 from .families import ExpertsLayer, common_geometry, find_experts
 from .gpu import Placement, choose_experts, move_experts
 from .lookahead import check_predictor, connect
@@ -32,7 +33,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
-from .store.convert import convert
+from .store.convert import convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 
@@ -47,6 +48,7 @@ class _Records:
     places: list[int]  # the source's layer, for each layer of the model
     source_arguments: dict[str, Any]
     source_is_bf16: bool
+    stand_ins: Callable[[], Store]  # makes, or finds, the records of ``fallback``
 
 
 @auto.register_quantizer("mesh")
@@ -115,14 +117,21 @@ def _find_records(
         )
     folder = Path(checkpoint_files[0]).parent
     if converted or is_store(folder):
-        return _converted_records(_local_store(model, folder), layers, config)
+        store = _local_store(model, folder)
+        check_fallback(model, layers, config, store.manifest.weights)
+        return _converted_records(store, layers, config, lambda: _convert_again(store, config))
+    check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
     experts = find_checkpoint_experts(folder, model)
+
+    def stand_ins() -> Store:
+        return _convert(model, experts, fallback_config(config))
+
     if config.weights in ("auto", "bf16") and config.store is None:
-        return _raw_records(experts, layers)
-    return _converted_records(_convert(model, experts, config), layers, config)
+        return _raw_records(experts, layers, stand_ins)
+    return _converted_records(_convert(model, experts, config), layers, config, stand_ins)
 
 
-def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> _Records:
+def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer], stand_ins: Callable[[], Store]) -> _Records:
     if experts.dtype != "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts of {experts.folder} are {experts.dtype} and are rounded to bf16.", stacklevel=2)
     return _Records(
@@ -132,10 +141,13 @@ def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> _Rec
         places=list(range(len(layers))),
         source_arguments=experts.source_arguments(),
         source_is_bf16=experts.dtype == "bf16",
+        stand_ins=stand_ins,
     )
 
 
-def _converted_records(store: Store, layers: list[ExpertsLayer], config: MeshConfig) -> _Records:
+def _converted_records(
+    store: Store, layers: list[ExpertsLayer], config: MeshConfig, stand_ins: Callable[[], Store]
+) -> _Records:
     manifest = store.manifest
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
@@ -154,6 +166,7 @@ def _converted_records(store: Store, layers: list[ExpertsLayer], config: MeshCon
         places=[_place(layer, manifest.modules, store.folder) for layer in layers],
         source_arguments=store.source_arguments(),
         source_is_bf16=False,  # what the source had before conversion is not recorded
+        stand_ins=stand_ins,
     )
 
 
@@ -168,13 +181,24 @@ def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
 def _convert(model: PreTrainedModel, experts: CheckpointExperts, config: MeshConfig) -> Store:
     weights = "bf16" if config.weights == "auto" else config.weights
     name = os.path.basename(os.path.normpath(model.config._name_or_path))
-    destination = Path(config.store) if config.store else _cached_store(experts, name, weights, config.group_size)
+    cached = _cached_store(experts.fingerprint, name, weights, config.group_size)
+    destination = Path(config.store) if config.store else cached
     with progress_bar(f"Converting {name} to {weights}") as progress:
         return convert(experts.folder, destination, weights, config.group_size, name=name, progress=progress).store
 
 
-def _cached_store(experts: CheckpointExperts, name: str, weights: str, group_size: int) -> Path:
-    text = f"{FORMAT_VERSIONS[weights]} {experts.fingerprint} {weights} {group_size}"
+def _convert_again(store: Store, config: MeshConfig) -> Store:
+    """The stand-ins of a converted checkpoint, whose originals are not at hand: from its own records."""
+    manifest = store.manifest
+    name = store.folder.resolve().name
+    source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
+    destination = _cached_store(source, name, config.fallback, config.group_size)
+    with progress_bar(f"Converting {name} to {config.fallback}") as progress:
+        return convert_store(store, destination, config.fallback, config.group_size, progress=progress).store
+
+
+def _cached_store(fingerprint: str, name: str, weights: str, group_size: int) -> Path:
+    text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {group_size}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return cache_folder() / "stores" / f"{name}-{weights}-{digest}"
 
@@ -201,10 +225,16 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         staging=source.staging_bytes,
     )
     every = records.layers * layers[0].num_experts
+    slots = placement.cpu_slots(slots, every, least_slots(layers))
+    where: Any = {"stored_layers": records.layers, "weights": records.weights, "group_size": records.group_size}
+    slots, stand_ins = split_pool(layers, config, slots, **where)
+    fallback = None
+    if stand_ins > 0:
+        fallback = open_fallback(layers, config, records.stand_ins(), stand_ins, records.places)
     return ExpertPool(
         common_geometry(layers),
         records.layers,
-        placement.cpu_slots(slots, every, least_slots(layers)),
+        slots,
         config,
         weights=records.weights,
         group_size=records.group_size,
@@ -212,6 +242,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         source=source,
         places=records.places,
         least_slots=least_slots(layers),
+        fallback=fallback,
     )
 
 

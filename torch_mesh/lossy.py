@@ -6,6 +6,7 @@ more than ``MOST_DECODE_ROWS`` rows.
 - ``deferred_experts``: the products of a token's cold experts of least weight are added one MoE layer later. After KTransformers'
   expert deferral (SOSP 2025), which defers by rank alone.
 - ``routing_bias``: among a token's experts resident ones are preferred, after the cache prior of arXiv 2412.00099.
+- ``fallback``: cold experts are computed from records of fewer bits; see fallback.py.
 """
 
 from __future__ import annotations

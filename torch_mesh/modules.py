@@ -59,6 +59,7 @@ class MeshExperts(PackedModule):
     _mesh_next: NextLayer | None  # whose experts to prefetch
     _mesh_deferred: int  # of each token's experts, at most; 0: exact
     _mesh_defers: bool  # not the last layer, whose experts have no later one
+    _mesh_fallback: torch.Tensor | None  # the handle of the layer's stand-ins
     _mesh_device: torch.device | None  # that some of the experts lie on
 
     def forward(
@@ -80,6 +81,10 @@ class MeshExperts(PackedModule):
                 deferred = min(self._mesh_deferred, top_k_index.size(-1))
                 return torch.ops.torch_mesh.experts_deferred(
                     *inputs, deferred, not self._mesh_defers, self._is_expert_parallel, *hint
+                )
+            if self._mesh_fallback is not None and not torch.is_grad_enabled():
+                return torch.ops.torch_mesh.experts_fallback(
+                    *inputs, self._mesh_fallback, self._is_expert_parallel, *hint
                 )
             return torch.ops.torch_mesh.experts(*inputs, self._is_expert_parallel, *hint)
         output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
@@ -177,6 +182,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_next = None
     module._mesh_deferred = 0
     module._mesh_defers = False
+    module._mesh_fallback = None if pool.fallback is None else pool.fallback.handle(index)
     module._mesh_device = None
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))

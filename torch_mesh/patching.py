@@ -18,6 +18,7 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
+from .fallback import check_fallback, fallback_config, open_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .gpu import choose_experts, move_experts
 from .lookahead import check_predictor, connect
@@ -51,6 +52,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check_profile(config, layers)
     check_lossy(model, layers, config)
     weights = "bf16" if config.weights == "auto" else config.weights
+    check_fallback(model, layers, config, weights)
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
     group_size = checked_group_size(weights, config.group_size)
@@ -147,9 +149,16 @@ def _patch_on_disk(
     model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, slots: int
 ) -> ExpertPool:
     with _store_folder(config) as folder, progress_bar(f"Packing experts to {weights}") as progress:
+        where: Any = {"stored_layers": len(layers), "weights": weights, "group_size": group_size}
+        slots, stand_ins = split_pool(layers, config, slots, **where)
+        fallback = None
+        if stand_ins > 0:
+            low = fallback_config(config.replace(store=folder))
+            low_store = convert_model(model, str(low.store), low.weights, low.group_size, progress=progress).store
+            fallback = open_fallback(layers, config, low_store, stand_ins, range(len(layers)))
         store = convert_model(model, folder, weights, config.group_size, progress=progress).store
         # The reader keeps the files open, so that an unnamed store's can lose their names now: no crash leaves them behind.
-        pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()))
+        pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()), fallback)
     for index, layer in enumerate(layers):
         install(layer, pool, index)
     connect(model, layers, config)
@@ -163,6 +172,7 @@ def _open_pool(
     group_size: int,
     slots: int,
     source: _C.Source | None,
+    fallback: ExpertPool | None = None,
 ) -> ExpertPool:
     return ExpertPool(
         common_geometry(layers),
@@ -174,6 +184,7 @@ def _open_pool(
         exact=weights == "bf16" and layers[0].dtype == torch.bfloat16,
         source=source,
         least_slots=least_slots(layers),
+        fallback=fallback,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .dense import dense_saving
+from .fallback import check_bits, split_slots, stand_in_group_size
 from .families import ExpertsLayer, find_experts
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
@@ -94,8 +95,9 @@ class Plan:
     memory_bytes: int  # what the process can have in all
     process_bytes: int  # of those: the interpreter with torch and transformers
     slots: int | None
-    pool_bytes: int | None  # with io="mmap" of the page cache, and not in the peak
-    resident_share: float | None  # of all experts
+    fallback_slots: int  # stand-ins besides
+    pool_bytes: int | None  # of both; with io="mmap" of the page cache, and not in the peak
+    resident_share: float | None  # of all experts, as they are
     recommended_slots: int  # twice the experts that a token takes in each layer (arXiv 2505.16056)
     recommended_bytes: int
     workspace_bytes: int
@@ -130,6 +132,8 @@ def plan(
     one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
     share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
+    With ``fallback`` it says what takes memory, but nothing of hits and time.
+
     Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has.
     """
     sizes = find_sizes(folder, config)
@@ -137,18 +141,20 @@ def plan(
     process = _process_bytes()
     whole = memory if memory is not None else process + available_bytes()
     available = None if sizes.dense_bytes is None else whole - process - sizes.dense_bytes
-    slots, problem = _slots(sizes, config, available)
+    check_bits(config, sizes.weights)
+    slots, fallback_slots, problem = _slots(sizes, config, available)
+    fallback_bytes = fallback_slots * _stand_in_bytes(sizes, config)
     every = shape.layers * shape.experts
     recommended = shape.layers * min(shape.experts, 2 * shape.top_k)
     share = None if slots is None else slots / every
-    rate = None if share is None else _hit_rate(shape, share, hit_rate, overlap)
+    rate = None if share is None or fallback_slots else _hit_rate(shape, share, hit_rate, overlap)
     chunk = _tokens_per_chunk(sizes, config)
     chunk_bytes = None if slots is None else (every if slots < every else 0) * sizes.expert_bytes
     seconds = None
     if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
         prefetch = config.prefetch != "off"
         seconds = [token_seconds(sizes, speeds, hits, prefetch) for hits in (rate.expected, rate.low, rate.high)]
-    status, advice = _verdict(sizes, slots, recommended, problem)
+    status, advice = _verdict(sizes, slots, fallback_slots, recommended, problem)
     return Plan(
         folder=str(folder),
         status=status,
@@ -157,14 +163,15 @@ def plan(
         memory_bytes=whole,
         process_bytes=process,
         slots=slots,
-        pool_bytes=None if slots is None else slots * sizes.expert_bytes,
+        fallback_slots=fallback_slots,
+        pool_bytes=None if slots is None else slots * sizes.expert_bytes + fallback_bytes,
         resident_share=share,
         recommended_slots=recommended,
         recommended_bytes=recommended * sizes.expert_bytes,
         workspace_bytes=config.workspace_bytes,
         tokens_per_chunk=chunk,
         chunk_bytes=chunk_bytes,
-        peak_bytes=_peak(sizes, config, process, slots),
+        peak_bytes=_peak(sizes, config, process, slots, fallback_bytes),
         hit_rate=rate,
         speeds=speeds,
         tokens_per_second=None if seconds is None else 1 / seconds[0],
@@ -325,18 +332,24 @@ def _dense_bytes(
     return packed, loading, packed - (0 if tied else embedding.nbytes)
 
 
-def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int | None, str]:
-    """How many experts will be resident, or None and why that cannot be."""
+def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    if config.fallback == "none":
+        return 0
+    return sizes.shape.record_bytes(config.fallback, stand_in_group_size(config))
+
+
+def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int | None, int, str]:
+    """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
     shape = sizes.shape
     least = shape.top_k * sizes.expert_bytes
     if config.resident == "auto":
         if available is None:
-            return None, ""
+            return None, 0, ""
         if (budget := auto_budget(available, config.workspace_bytes + sizes.staging_bytes)) < least:
             left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
-            return None, f"{left}: give more memory{_smaller(sizes)}."
+            return None, 0, f"{left}: give more memory{_smaller(sizes)}."
     try:
-        return resident_slots(
+        slots = resident_slots(
             config.resident,
             layers=shape.layers,
             experts=shape.experts,
@@ -346,9 +359,12 @@ def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
             mapped=config.io == "mmap",
-        ), ""
+        )
+        experts = {"experts": shape.layers * shape.experts, "top_k": shape.top_k}
+        record_bytes = {"record_bytes": sizes.expert_bytes, "stand_in_bytes": _stand_in_bytes(sizes, config)}
+        return *split_slots(config, slots, **experts, **record_bytes), ""
     except (ValueError, MemoryError) as error:
-        return None, str(error)
+        return None, 0, str(error)
 
 
 def _tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
@@ -359,15 +375,17 @@ def _tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
     return _C.tokens_per_chunk(*layout, shape.top_k, config.workspace_bytes)
 
 
-def _peak(sizes: Sizes, config: MeshConfig, process: int, slots: int | None) -> int | None:
+def _peak(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fallback_bytes: int) -> int | None:
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
-    pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes
+    pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes + fallback_bytes
     running = sizes.dense_bytes + pool + sizes.staging_bytes + config.workspace_bytes
     return process + max(running, sizes.dense_bytes_loading)
 
 
-def _verdict(sizes: Sizes, slots: int | None, recommended: int, problem: str) -> tuple[Status, str]:
+def _verdict(
+    sizes: Sizes, slots: int | None, fallback_slots: int, recommended: int, problem: str
+) -> tuple[Status, str]:
     every = sizes.shape.layers * sizes.shape.experts
     if slots is None and not problem:
         return "unknown", (
@@ -378,10 +396,10 @@ def _verdict(sizes: Sizes, slots: int | None, recommended: int, problem: str) ->
         return "too small", problem
     if slots == every:
         return "nothing to do", "All experts fit into memory: nothing will be read after the first forwards."
-    if slots >= recommended:
+    if slots + fallback_slots >= recommended:
         return "ok", "Enough experts are resident: more memory makes it faster, and nothing needs to change."
     return "below recommended", (
-        f"{slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
+        f"{slots + fallback_slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
         f"experts{_smaller(sizes)}. It works, and waits for the disk more often."
     )
 

@@ -36,18 +36,21 @@ def pool_slots(
 
     ``freed``: bytes that are taken now and will be given back. ``staging``: bytes of the buffers that raw records are read into.
     """
-    shape = common_geometry(layers)
     return resident_slots(
         config.resident,
         layers=stored_layers,
-        experts=shape.num_experts,
+        experts=layers[0].num_experts,
         top_k=least_slots(layers),
-        record_bytes=_C.record_bytes(
-            weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias
-        ),
+        record_bytes=record_bytes(layers, weights, group_size),
         reserved=config.workspace_bytes + staging - freed,
         mapped=config.io == "mmap",
     )
+
+
+def record_bytes(layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> int:
+    """Of one packed expert, padding included."""
+    shape = common_geometry(layers)
+    return _C.record_bytes(weights, group_size, shape.hidden, shape.intermediate, shape.has_gate, shape.has_bias)
 
 
 class ExpertPool:
@@ -59,6 +62,7 @@ class ExpertPool:
     ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
     ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
+    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones.
     """
 
     def __init__(
@@ -74,7 +78,10 @@ class ExpertPool:
         source: _C.Source | None = None,
         places: Sequence[int] | None = None,
         least_slots: int = 1,
+        fallback: ExpertPool | None = None,
     ) -> None:
+        if fallback is None:
+            config = config.replace(fallback="none")  # every expert has a slot
         self.geometry = geometry
         self.layers = layers
         self.slots = slots
@@ -83,6 +90,7 @@ class ExpertPool:
         self.exact = exact
         self.top_k = least_slots
         self.lossy = config.lossy
+        self.fallback = fallback
         self.in_memory = source is None
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # whose experts lie on GPUs
@@ -115,7 +123,8 @@ class ExpertPool:
         log = None
         if config.stats_file is not None:
             last = layers - 1 if places is None else places[-1]
-            log = StatsLog(self.engine, last, config.stats_every, config.stats_file, config.lossy)
+            stand_ins = None if fallback is None else fallback.engine
+            log = StatsLog(self.engine, stand_ins, last, config.stats_every, config.stats_file, config.lossy)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         if guard is not None:
             guard.add(self.engine)
@@ -157,7 +166,8 @@ class ExpertPool:
         mapped = ", io=mmap" if about["io"] == "mmap" else ""
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}"
-        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}"
+        stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
+        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

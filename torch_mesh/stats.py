@@ -20,13 +20,14 @@ def stats(model: nn.Module) -> Stats:
 
     Raises MeshError for a model that is not patched.
     """
-    return engine_stats(engines_of(model), lossy=lossy_of(model))
+    return engine_stats(engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model))
 
 
 def reset_stats(model: nn.Module) -> None:
     """Sets the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
-    for engine in engines_of(model):
-        engine.reset_stats()
+    for engine in (*engines_of(model), *stand_ins_of(model)):
+        if engine is not None:
+            engine.reset_stats()
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -53,6 +54,11 @@ def lossy_of(model: nn.Module) -> str:
 def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
     """The engine of each pool of a patched model, once. Raises MeshError for a model that is not patched."""
     return (pool.engine for pool in _pools(model))
+
+
+def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
+    """For each of them, that of its stand-ins; None where ``fallback`` is off."""
+    return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
 
 def _pools(model: nn.Module) -> list[ExpertPool]:

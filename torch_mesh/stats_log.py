@@ -24,8 +24,11 @@ class StatsLog:
     are left out; a write that fails is warned of once, and later ones are tried in silence. Ends with the engine.
     """
 
-    def __init__(self, engine: _C.Engine, layer: int, every: int, path: str, lossy: str) -> None:
+    def __init__(
+        self, engine: _C.Engine, stand_ins: _C.Engine | None, layer: int, every: int, path: str, lossy: str
+    ) -> None:
         self._engine = engine
+        self._stand_ins = stand_ins
         self._layer = layer
         self._every = every
         self._path = path
@@ -42,10 +45,8 @@ class StatsLog:
                 reached = self._engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
                 ended = self._engine.forwards(self._layer)
                 if reached:
-                    self._write(
-                        {"time": time.time(), "forward": ended}
-                        | engine_stats([self._engine], experts=False, lossy=self._lossy).to_dict(experts=False)
-                    )
+                    stats = engine_stats([self._engine], experts=False, lossy=self._lossy, stand_ins=[self._stand_ins])
+                    self._write({"time": time.time(), "forward": ended} | stats.to_dict(experts=False))
         except PoolClosedError:
             pass
 

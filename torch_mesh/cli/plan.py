@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_mesh.cli.options import size
-from torch_mesh.config import DENSE, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
+from torch_mesh.config import DENSE, FALLBACK, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
 from torch_mesh.store.hub import outline_folder
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--resident", help="as MeshConfig has it: 'auto', a size, or a fraction of all experts")
     parser.add_argument("--weights", choices=WEIGHTS, help="format of the experts' weights")
+    parser.add_argument("--fallback", choices=FALLBACK, help="format of stand-ins for cold experts (lossy)")
     parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
     parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share one scale")
     parser.add_argument("--workspace", help="memory for products and activations, as a size")
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.plan import find_sizes, plan
     from torch_mesh.speed import measure_speeds
 
-    names = ("resident", "weights", "dense", "group_size", "workspace", "prefetch")
+    names = ("resident", "weights", "fallback", "dense", "group_size", "workspace", "prefetch")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     config = MeshConfig(**given)
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
@@ -96,7 +97,8 @@ def _print_table(planned: Plan) -> None:
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",
     )
     if planned.slots is not None and planned.pool_bytes is not None:
-        share = f"{planned.slots} experts, {planned.slots / every:.1%}, {format_bytes(planned.pool_bytes)}"
+        stand_ins = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
+        share = f"{planned.slots} experts, {planned.slots / every:.1%}{stand_ins}, {format_bytes(planned.pool_bytes)}"
         table.add_row("resident", share)
     share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
     table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")

@@ -21,7 +21,8 @@ from torch_mesh.store.checkpoint import (
     shape_of,
 )
 from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store
+from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
 _COPY_BYTES = 8 << 20
@@ -121,6 +122,35 @@ def convert_model(
     return write_store(destination, plan, records, force=force, progress=progress)
 
 
+def convert_store(
+    store: Store,
+    destination: str | os.PathLike[str],
+    weights: str,
+    group_size: int = 64,
+    *,
+    progress: Progress | None = None,
+) -> Written:
+    """Writes the experts of a store, rounded once more, to a store of records alone.
+
+    Raises ``StoreError`` for a damaged record, and as ``convert`` does.
+    """
+    manifest = store.manifest
+    group_size = checked_group_size(weights, group_size)
+    plan = StorePlan(
+        shape=manifest.shape,
+        modules=manifest.modules,
+        weights=weights,
+        group_size=group_size,
+        source_name=manifest.source_name,
+        source_fingerprint=f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}",
+    )
+    records = (
+        (layer, expert, functools.partial(_pack_from_store, store, layer, expert, weights, group_size))
+        for layer, expert in store.records()
+    )
+    return write_store(destination, plan, records, progress=progress)
+
+
 def checked_group_size(weights: str, group_size: int) -> int:
     """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones."""
     if weights not in WEIGHTS:
@@ -152,6 +182,18 @@ def _pack_from_checkpoint(
 
 def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size: int) -> torch.Tensor:
     return pack_expert(layer.expert(expert).on_cpu(), weights, group_size)
+
+
+def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_size: int) -> torch.Tensor:
+    manifest, shape = store.manifest, store.manifest.shape
+    record = torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
+    gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
+        record, manifest.weights, manifest.group_size, shape.hidden, shape.intermediate, shape.gated, shape.bias
+    )
+    gate, gate_bias = (rows[: shape.intermediate] if shape.gated else None for rows in (gate_up, gate_up_bias))
+    up, up_bias = (rows[-shape.intermediate :] for rows in (gate_up, gate_up_bias))
+    biases = (gate_bias, up_bias, down_bias) if shape.bias else (None, None, None)
+    return torch.ops.torch_mesh.pack(gate, up, down, *biases, weights, group_size)
 
 
 def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import Manifest, Store
 from torch_mesh.store.writer import Progress, file_digest
 
@@ -40,6 +41,18 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
             yield damage
 
 
+def read_record(store: Store, layer: int, expert: int) -> bytes:
+    """One record, checked. Raises ``StoreError`` for a damaged one."""
+    manifest = store.manifest
+    number, offset = manifest.place(layer, expert)
+    path = store.folder / manifest.record_files[number].name
+    with path.open("rb", buffering=0) as stream:
+        record, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
+    if problem is not None:
+        raise store_error(path, f"layer {layer}, expert {expert}: {problem}", offset)
+    return record
+
+
 def _checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
     """Per record and file: what is wrong with it, and its bytes."""
     for other in store.manifest.other_files:
@@ -63,19 +76,20 @@ def _record_checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
             for number in range(file.records):
                 layer, expert = next(places)
                 offset = file.data_start + number * manifest.record_bytes
-                problem = _record_problem(manifest, stream.fileno(), layer, expert, offset)
+                _, problem = _read_record(manifest, stream.fileno(), layer, expert, offset)
                 damage = None if problem is None else Damage(str(path), problem, layer, expert, offset)
                 yield damage, manifest.record_bytes
 
 
-def _record_problem(manifest: Manifest, descriptor: int, layer: int, expert: int, offset: int) -> str | None:
+def _read_record(manifest: Manifest, descriptor: int, layer: int, expert: int, offset: int) -> tuple[bytes, str | None]:
+    """The bytes, and what is wrong with them."""
     from torch_mesh import _C
 
     try:
         record = os.pread(descriptor, manifest.record_bytes, offset)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return b"", f"cannot be read: {error.strerror}"
     if len(record) < manifest.record_bytes:
-        return f"ends after {len(record)} of {manifest.record_bytes} bytes"
+        return record, f"ends after {len(record)} of {manifest.record_bytes} bytes"
     checksum = _C.record_checksum(manifest.store_id, layer, expert, record)
-    return None if checksum == int(manifest.checksums[layer, expert]) else "its checksum is another"
+    return record, None if checksum == int(manifest.checksums[layer, expert]) else "its checksum is another"

@@ -1,0 +1,344 @@
+"""fallback= in models: cold experts of decode steps are computed from fewer bits, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import _C, MeshConfig
+from torch_mesh.fallback import split_slots
+from torch_mesh.modules import patched_modules
+from torch_mesh.plan import plan
+from torch_mesh.pool import ExpertPool
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import open_store
+
+ops = torch.ops.torch_mesh
+EVERY = torch.arange(32)  # of a layer of mesh-tiny
+OpenModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch_mesh"
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(mesh_tiny, tmp_path_factory.mktemp("fallback") / "int8", "int8").store.folder
+
+
+@pytest.fixture
+def open_model(store: Path) -> OpenModel:
+    def open_it(**fields: Any) -> PreTrainedModel:
+        config = MeshConfig(**{"resident": 0.25, "io": "threads", "fallback": "int4"} | fields)
+        return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
+
+    return open_it
+
+
+def _pool(model: nn.Module) -> ExpertPool:
+    return next(patched_modules(model))._mesh_pool
+
+
+def _engines(model: nn.Module) -> tuple[_C.Engine, _C.Engine]:
+    pool = _pool(model)
+    assert pool.fallback is not None
+    return pool.engine, pool.fallback.engine
+
+
+def _settle(model: nn.Module) -> None:
+    for engine in _engines(model):
+        engine.drain()
+        engine.validate()
+        assert engine.pinned() == 0
+
+
+def _generate(model: PreTrainedModel, tokens: int = 24) -> Tensor:
+    prompt = torch.randint(0, 4000, (2, 24))
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def test_generation_is_counted_and_shown(open_model: OpenModel) -> None:
+    model = open_model()
+    assert _generate(model).shape == (2, 48)
+    stats = torch_mesh.stats(model)
+    assert stats.stand_ins == stats.decode.stand_ins > 0
+    for counters in (stats, stats.prefill, stats.decode, *stats.per_layer):
+        assert counters.hits + counters.cold_misses + counters.inflight_misses == counters.accesses
+        assert counters.stand_ins <= counters.accesses
+        assert counters.forwards in (0, 1, 23, 24)
+    assert sum(layer.stand_ins for layer in stats.per_layer) == stats.stand_ins
+    for layer in stats.per_layer:
+        assert sum(layer.experts.accesses) == layer.accesses
+    assert (
+        stats.lossy == "fallback=int4"
+        and f"{stats.stand_ins} of {stats.accesses} accesses were to stand-ins" in str(stats)
+    )
+    table = json.loads(json.dumps(stats.to_dict()))
+    assert (table["lossy"], table["decode"]["stand_ins"]) == ("fallback=int4", stats.stand_ins)
+    shown = str(model)
+    assert "lossy: fallback=int4, stand-ins: weights=int4 (group 64), resident=" in shown
+    _settle(model)
+    torch_mesh.reset_stats(model)
+    assert torch_mesh.stats(model).stand_ins == torch_mesh.stats(model).bytes_read == 0
+
+
+def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, store: Path) -> None:
+    model = open_model()
+    exact, low = (engine.describe() for engine in _engines(model))
+    taken = [about["slots"] * about["record_bytes"] for about in (exact, low)]
+    budget = 48 * exact["record_bytes"]
+    assert budget - exact["record_bytes"] < sum(taken) <= budget
+    assert 0 <= budget * 3 // 4 - taken[1] < low["record_bytes"]
+    planned = plan(store, MeshConfig(resident=0.25, fallback="int4"))
+    assert (planned.slots, planned.fallback_slots, planned.pool_bytes) == (exact["slots"], low["slots"], sum(taken))
+    assert planned.to_dict()["fallback_slots"] == low["slots"]
+
+
+def test_everything_resident_needs_no_stand_ins(open_model: OpenModel, cache: Path) -> None:
+    model, plain = open_model(resident=1.0), open_model(resident=1.0, fallback="none")
+    assert _pool(model).fallback is None and "lossy" not in str(model)
+    assert not cache.exists()
+    ids = torch.randint(0, 4000, (2, 4))
+    assert torch.equal(_logits(model, ids), _logits(plain, ids))
+    assert torch_mesh.stats(model).lossy == "" and torch_mesh.stats(model).stand_ins == 0
+
+
+def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> None:
+    model, plain = (open_model(fallback=name, resident=0.8, prefetch="off") for name in ("int4", "none"))
+    ids = torch.randint(0, 4000, (1, 1))
+    expected = _logits(plain, ids)
+    for _ in range(7):  # what a step used of stand-ins is read in full; a later layer's choice may change with it
+        _logits(model, ids)
+        _settle(model)
+    torch_mesh.reset_stats(model)
+    assert torch.equal(_logits(model, ids), expected) and torch_mesh.stats(model).stand_ins == 0
+
+
+def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
+    exact, lossy = open_model(fallback="none"), open_model()
+    prompt = torch.randint(0, 4000, (1, 40))
+    assert torch.equal(_logits(exact, prompt), _logits(lossy, prompt))
+    embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    grads = []
+    for model in (exact, lossy):
+        loss = model(inputs_embeds=embeddings).logits.float().logsumexp(-1).sum()
+        grads.append(torch.autograd.grad(loss, embeddings)[0])
+    assert torch.equal(*grads)
+    assert torch_mesh.stats(lossy).stand_ins == 0
+
+
+def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
+    """A document of prose, a token at a time. Over many, all in int4 costs 1 % at most; one may be less lucky."""
+    [text] = (Path(__file__).parents[1] / "data" / "text" / "prose.jsonl").read_text("utf-8").splitlines()[:1]
+    ids = AutoTokenizer.from_pretrained(mesh_tiny)(json.loads(text)["text"], return_tensors="pt").input_ids[:, :160]
+    losses = []
+    for model in (open_model(fallback="none"), open_model()):
+        past, logits = None, []
+        with torch.no_grad():
+            for token in ids[0, :-1]:
+                step = model(input_ids=token.view(1, 1), past_key_values=past, use_cache=True)
+                past = step.past_key_values
+                logits.append(step.logits[0, -1].float())
+        losses.append(torch.nn.functional.cross_entropy(torch.stack(logits), ids[0, 1:]).item())
+    assert losses[1] != losses[0] and abs(losses[1] - losses[0]) < 0.03
+
+
+def test_a_compiled_decode_step_gives_the_same(open_model: OpenModel) -> None:
+    """Each step starts with the same residents: those of even numbers, and no stand-ins."""
+    model = open_model(resident=0.8, prefetch="off")
+    steps = [torch.randint(0, 4000, (2, 1)) for _ in range(3)]
+
+    def run(forward: Callable[..., Any]) -> list[Tensor]:
+        logits = []
+        for step in steps:
+            for module in patched_modules(model):
+                assert module._mesh_fallback is not None
+                ops.evict(module._mesh_handle, EVERY)
+                ops.evict(module._mesh_fallback, EVERY)
+            for module in patched_modules(model):
+                ops.promote(module._mesh_handle, EVERY[::4])
+            with torch.no_grad():
+                logits.append(forward(input_ids=step, use_cache=False).logits)
+            _settle(model)
+        return logits
+
+    eager = run(model)
+    before = torch_mesh.stats(model).stand_ins
+    torch._dynamo.reset()
+    compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True))
+    for value, expected in zip(compiled, eager, strict=True):
+        assert torch.equal(value, expected)
+    assert torch_mesh.stats(model).stand_ins == 2 * before > 0
+
+
+def test_a_damaged_stand_in_is_an_error_that_says_where_and_passes(open_model: OpenModel, cache: Path) -> None:
+    _generate(open_model(), 2)  # writes the store
+    [stand_ins] = [open_store(folder) for folder in (cache / "stores").iterdir()]
+    file = stand_ins.folder / stand_ins.manifest.record_files[0].name
+    whole = file.read_bytes()
+    start = stand_ins.manifest.record_files[0].data_start
+    file.write_bytes(whole[:start] + bytes(len(whole) - start))
+    model = open_model(verify="always", prefetch="off")
+    step = torch.randint(0, 4000, (1, 1))
+    with pytest.raises(torch_mesh.ChecksumError) as caught:
+        _logits(model, step)
+    assert caught.value.layer == 0 and str(file) in str(caught.value)
+    _settle(model)
+    with file.open("r+b") as stream:
+        stream.write(whole)
+    assert _logits(model, step).isfinite().all()
+    _settle(model)
+
+
+def test_both_pools_are_closed_with_the_last_model(open_model: OpenModel) -> None:
+    model = open_model()
+    engines = _engines(model)
+    clone = copy.deepcopy(model)
+    del model
+    gc.collect()
+    _generate(clone, 4)  # of the pools that the two shared
+    assert torch_mesh.stats(clone).accesses > 0
+    del clone
+    gc.collect()
+    for engine in engines:
+        with pytest.raises(torch_mesh.PoolClosedError):
+            engine.describe()
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "int8 from a checkpoint", "store"])
+def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path, cache: Path) -> None:
+    folder = store if source == "store" else mesh_tiny
+    weights = {"checkpoint": "bf16", "store": "auto"}.get(source, "int8")
+
+    def open_it() -> PreTrainedModel:
+        config = MeshConfig(resident=0.25, fallback="lut4", weights=weights)
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+    def stamps() -> dict[str, int]:
+        return {str(file): file.stat().st_mtime_ns for file in cache.rglob("*") if file.is_file()}
+
+    _generate(open_it(), 4)
+    first = stamps()
+    formats = sorted(open_store(folder).manifest.weights for folder in (cache / "stores").iterdir())
+    assert formats == (["int8", "lut4"] if source.startswith("int8") else ["lut4"])
+    model = open_it()
+    assert stamps() == first
+    assert _pool(model).fallback.weights == "lut4"
+
+
+def test_stand_ins_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
+    config = MeshConfig(resident=0.25, fallback="int4", weights="int8", store=tmp_path / "experts")
+    AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    assert [open_store(tmp_path / name).manifest.weights for name in ("experts", "experts-int4")] == ["int8", "int4"]
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts"])
+def test_patch_and_unpatch(family: str, cache: Path) -> None:
+    model = TINY_MODELS[family].build()
+    prompt = torch.randint(3, 100, (1, 3))
+    expected = _logits(model, prompt)
+    torch_mesh.patch(model, weights="bf16", fallback="int8", resident=0.9, io="threads")
+    model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    stats = torch_mesh.stats(model)
+    assert stats.stand_ins > 0 and stats.lossy == "fallback=int8"
+    assert [entry for entry in os.listdir(cache) if "unnamed" in entry] == []
+    torch_mesh.unpatch(model)
+    assert not any(name.startswith("_mesh") for module in model.modules() for name in vars(module))
+    assert torch.equal(_logits(model, prompt), expected)
+
+
+def test_save_pretrained_writes_the_original(tmp_path: Path) -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    torch_mesh.patch(model, fallback="int4", resident=0.9).save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in weights.items())
+
+
+def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: Path) -> None:
+    model = open_model(stats_file=tmp_path / "stats.jsonl", stats_every=4)
+    _generate(model, 12)
+    whole = torch_mesh.stats(model)
+    del model
+    gc.collect()
+    lines = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
+    assert 0 < lines[-1]["decode"]["stand_ins"] <= whole.stand_ins and lines[-1]["lossy"] == "fallback=int4"
+
+
+def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
+    model = open_model(routing_bias=0.1)
+    _generate(model)
+    stats = torch_mesh.stats(model)
+    assert stats.stand_ins > 0 and stats.rerouted > 0
+    assert stats.lossy == "routing_bias=0.1, fallback=int4"
+    _settle(model)
+
+
+def test_wrong_values(open_model: OpenModel, store: Path) -> None:
+    with pytest.raises(ValueError, match="fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4'"):
+        MeshConfig(fallback="int2")
+    with pytest.raises(
+        ValueError, match="fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4'"
+    ):
+        open_model(fallback="int8")
+    build = TINY_MODELS["Qwen3MoeExperts"].build
+    with pytest.raises(
+        ValueError, match="fallback='lut4' has no fewer bits than the experts' int4: leave fallback at 'none'"
+    ):
+        torch_mesh.patch(build(), weights="int4", fallback="lut4")
+    with pytest.raises(ValueError, match="does not go with deferred_experts=1"):
+        open_model(deferred_experts=1)
+    with pytest.raises(ValueError, match="use io='auto'"):
+        open_model(io="mmap")
+    with pytest.raises(ValueError, match=r"resident=0.02 is that of 4 experts: give at least that of 8"):
+        open_model(resident=0.02)
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
+        torch_mesh.patch(TINY_MODELS["GptOssExperts"].build(), fallback="int4")
+    with pytest.raises(ValueError, match="fallback: of a model, not of one layer of a store"):
+        torch_mesh.Experts.from_store(store, fallback="int4")
+
+
+def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MeshConfig.from_dict({"quant_method": "mesh", "fallback": "int4"}).lossy == ""
+    assert "fallback" not in MeshConfig(fallback="int4").to_dict()
+    monkeypatch.setenv("TORCH_MESH_FALLBACK", "lut4")
+    assert MeshConfig().lossy == "fallback=lut4"
+
+
+def test_how_memory_is_split() -> None:
+    def split(slots: int) -> tuple[int, int]:
+        sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "stand_in_bytes": 20480}
+        return split_slots(MeshConfig(fallback="int4"), slots, **sizes)
+
+    assert split(40) == (10, 60)
+    assert split(41) == (10, 61)
+    assert split(80) == (30, 100)  # all of them
+    assert split(99) == (49, 100) and split(100) == (100, 0)
+    assert split(8) == (4, 8)  # as many as a token takes, first of all
+    assert split(6) == (4, 4)
+    with pytest.raises(
+        ValueError, match="the 4 experts that a token takes.* is that of 5 experts: give at least that of 8"
+    ):
+        split(5)
+    assert split_slots(MeshConfig(), 40, experts=100, top_k=4, record_bytes=4096, stand_in_bytes=0) == (40, 0)

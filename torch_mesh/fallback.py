@@ -1,0 +1,116 @@
+"""Stand-ins for cold experts: the same experts in a format of fewer bits, in a pool of their own. docs/lossy.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from . import _C
+from .config import MeshConfig
+from .errors import UnsupportedModelError
+from .families import ExpertsLayer, common_geometry
+from .pool import ExpertPool, least_slots, record_bytes
+from .store.convert import checked_group_size
+from .store.manifest import Store
+
+_BITS = {"bf16": 16, "int8": 8, "int4": 4, "lut4": 4}
+
+
+def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str) -> None:
+    """Raises ValueError or UnsupportedModelError if experts in ``weights`` cannot have the stand-ins of ``config``."""
+    check_bits(config, weights)
+    if config.fallback == "none":
+        return
+    given = f"fallback={config.fallback!r}"
+    if config.deferred_experts:
+        raise ValueError(
+            f"{given} does not go with deferred_experts={config.deferred_experts}: a cold expert is either computed from fewer bits or "
+            "later. Leave out one of the two."
+        )
+    if config.io == "mmap":
+        raise ValueError(
+            f"{given} keeps records of two formats in memory of its own, and with io='mmap' the page cache decides what it keeps: "
+            "use io='auto'."
+        )
+    if layers[0].fused_activation is None:
+        raise UnsupportedModelError(
+            f"{given} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
+            "their activation. Leave fallback at 'none'."
+        )
+
+
+def check_bits(config: MeshConfig, weights: str) -> None:
+    """Raises ValueError for stand-ins that are no smaller than experts in ``weights``."""
+    if config.fallback != "none" and _BITS[config.fallback] >= _BITS[weights]:
+        fewer = [name for name, bits in _BITS.items() if bits < _BITS[weights]]
+        advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave fallback at 'none'"
+        raise ValueError(f"fallback={config.fallback!r} has no fewer bits than the experts' {weights}: {advice}.")
+
+
+def stand_in_group_size(config: MeshConfig) -> int:
+    """As records of the stand-ins have it."""
+    return checked_group_size(config.fallback, config.group_size)
+
+
+def split_slots(
+    config: MeshConfig, slots: int, *, experts: int, top_k: int, record_bytes: int, stand_in_bytes: int
+) -> tuple[int, int]:
+    """How many of ``experts`` are resident as they are, and how many as stand-ins, in the memory of ``slots`` records of ``record_bytes``.
+
+    Stand-ins get three quarters of it, or what all of them need; the ``top_k`` experts that a token needs have their slots first. Without
+    ``fallback``, or where every expert has a slot, there are none. Raises ValueError where there is no room for ``top_k`` of either.
+    """
+    if config.fallback == "none" or slots == experts:
+        return slots, 0
+    memory = slots * record_bytes
+    room = min(memory * 3 // 4, memory - top_k * record_bytes)
+    stand_ins = min(experts, room // stand_in_bytes)
+    if stand_ins < top_k:
+        raise ValueError(
+            f"fallback={config.fallback!r} needs memory for the {top_k} experts that a token takes and for as many stand-ins, but "
+            f"resident={config.resident!r} is that of {slots} experts: give at least that of {2 * top_k}."
+        )
+    return (memory - stand_ins * stand_in_bytes) // record_bytes, stand_ins
+
+
+def split_pool(
+    layers: Sequence[ExpertsLayer], config: MeshConfig, slots: int, *, stored_layers: int, weights: str, group_size: int
+) -> tuple[int, int]:
+    """``split_slots`` for the experts of ``layers``, of which a store has ``stored_layers``."""
+    if config.fallback == "none":  # records of which have no size
+        return slots, 0
+    return split_slots(
+        config,
+        slots,
+        experts=stored_layers * layers[0].num_experts,
+        top_k=least_slots(layers),
+        record_bytes=record_bytes(layers, weights, group_size),
+        stand_in_bytes=record_bytes(layers, config.fallback, stand_in_group_size(config)),
+    )
+
+
+def fallback_config(config: MeshConfig) -> MeshConfig:
+    """How the store of the stand-ins is made: beside the main one where that is named."""
+    store = None if config.store is None else f"{config.store}-{config.fallback}"
+    return config.replace(weights=config.fallback, store=store)
+
+
+def open_fallback(
+    layers: Sequence[ExpertsLayer], config: MeshConfig, store: Store, slots: int, places: Sequence[int]
+) -> ExpertPool:
+    """The pool of the stand-ins. What a profile, pins and favoured layers keep is in the main one."""
+    manifest = store.manifest
+    own = config.replace(profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off")
+    return ExpertPool(
+        common_geometry(layers),
+        manifest.shape.layers,
+        slots,
+        own,
+        weights=manifest.weights,
+        group_size=manifest.group_size,
+        exact=False,
+        source=_C.Source(**store.source_arguments()),
+        places=places,
+        least_slots=least_slots(layers),
+    )
