@@ -4,6 +4,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+from typing_extensions import Self
 
 torch_version: str  # of the torch this extension was built against
 
@@ -82,6 +84,69 @@ def product_seconds(
 
     Raises ValueError for an instruction set or a way that this machine has not.
     """
+
+def cuda_driver() -> str:
+    """'CUDA driver 12.8', or why there is none that will do. Starts nothing on any device."""
+
+class HostShare:
+    """What of the layers that lie partly on a device the host computes, see csrc/gpu/host_share.h.
+
+    ``handle`` is of any layer of the pool; ``device`` None means the stand-in, which is in process: its tensors are the CPU's, ``seed`` and
+    ``most_delay_us`` are of the delays between its streams, and ``join`` waits. Streams are torch.cuda.Stream.cuda_stream, 0 the default one.
+    Raises DeviceError where there is no driver or it refuses a call, ForkedProcessError in a child of the process that made it.
+    """
+
+    def __init__(self, handle: Tensor, device: int | None, *, seed: int = 0, most_delay_us: int = 0) -> None: ...
+    def submit(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        table: Tensor,
+        out: Tensor,
+        layer: int,
+        sentinels: bool,
+        stream: int,
+    ) -> int:
+        """Begins behind what ``stream`` was given; returns a ticket to join by.
+
+        Contiguous tensors, the caller's to keep until joined: x [tokens, hidden] bf16, fp16 or fp32, topk_ids int64 and topk_weights fp32
+        [tokens, k], table int32 [experts] (>= 0: the device's own), out fp32 [tokens, hidden]. Raises what an earlier host node failed with.
+        """
+
+    def join(self, ticket: int, stream: int) -> None:
+        """What ``stream`` is given from here on finds the host's sum in ``out``."""
+
+    def synchronize(self) -> None:
+        """Waits for the host nodes of calls that were not captured, then as ``check``."""
+
+    def check(self) -> None:
+        """Raises what a host node failed with, once."""
+
+    def set_capture_sizes(self, tokens: list[int], top_k: int) -> None: ...
+    def capture_sizes(self) -> list[int]: ...
+    def stats(self) -> dict[str, Any]:
+        """'calls', 'all_on_device', 'failed', 'bytes_down', 'bytes_up', 'node_seconds', 'waited_seconds', 'waited_calls'."""
+
+    def reset_stats(self) -> None: ...
+    def driver(self) -> str: ...
+
+class Turn:
+    """A context manager: a prompt's use of an Uplift's buffers. Entering waits for the prompt before."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+    def bring(self, layer: int, experts: list[int]) -> int:
+        """Sends up to ``batch`` distinct experts up; returns the buffer, 0 or 1, that ``stream`` finds them in, in their order."""
+
+class Uplift:
+    """The way up for experts without a slot on the device, see csrc/gpu/uplift.h. The buffers are uint8 [records, record bytes]."""
+
+    def __init__(self, share: HostShare, first: Tensor, second: Tensor) -> None: ...
+    @property
+    def batch(self) -> int: ...
+    def bytes_up(self) -> int: ...
+    def turn(self, stream: int) -> Turn: ...
 
 def direct_io_alignment(path: str) -> int:
     """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""

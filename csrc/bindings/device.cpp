@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/owner_process.h"
@@ -20,6 +21,7 @@
 #include "gpu/live_engine.h"
 #include "gpu/mover.h"
 #include "gpu/stand_in.h"
+#include "gpu/uplift.h"
 
 namespace torch_mesh {
 namespace {
@@ -275,6 +277,80 @@ class PyMover {
   std::unique_ptr<Mover> mover_;
 };
 
+class PyUplift {
+ public:
+  PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second)
+      : in_process_(!share.device()), driver_(share.device_driver()), buffers_{first, second} {
+    std::shared_ptr<Engine> live = live_engine(share.engine());
+    const int64_t record_bytes = live->layout().bytes;
+    TORCH_CHECK_VALUE(first.dim() == 2 && first.size(0) > 0,
+                      "a buffer must be [records, record bytes]; got ", first.sizes());
+    check_dense(first, "the first buffer", share.device(), at::kByte,
+                {first.size(0), record_bytes});
+    check_dense(second, "the second buffer", share.device(), at::kByte, first.sizes());
+    const int32_t batch = narrowed(first.size(0));
+    py::gil_scoped_release released;
+    const auto mine = std::move(live);
+    uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
+                                       std::array{address(first), address(second)}, batch);
+  }
+  ~PyUplift() {
+    if (process_.forked()) {
+      static_cast<void>(uplift_.release());
+      static_cast<void>(new std::shared_ptr<Driver>(std::move(driver_)));
+      return;
+    }
+    py::gil_scoped_release released;
+    uplift_.reset();
+    driver_.reset();
+  }
+  PyUplift(const PyUplift&) = delete;
+  PyUplift& operator=(const PyUplift&) = delete;
+
+  int32_t batch() const { return uplift_->batch(); }
+  int64_t bytes_up() const { return uplift_->bytes_up(); }
+  Uplift& uplift() { return *uplift_; }
+  // Where the host is the device, what torch computes next is in no stream.
+  void settle(Stream stream) const {
+    if (in_process_) driver_->synchronize(stream);
+  }
+
+ private:
+  OwnerProcess process_;
+  bool in_process_;
+  std::shared_ptr<Driver> driver_;
+  std::array<at::Tensor, 2> buffers_;  // kept for as long as copies go there
+  std::unique_ptr<Uplift> uplift_;
+};
+
+// Uplift::Turn as a context manager, on the thread that enters it.
+class PyTurn {
+ public:
+  PyTurn(PyUplift& uplift, uintptr_t stream) : uplift_(uplift), stream_(stream_from(stream)) {}
+
+  void enter() {
+    TORCH_CHECK_VALUE(!turn_, "this turn is taken already");
+    py::gil_scoped_release released;
+    turn_.emplace(uplift_.uplift(), stream_);
+  }
+  void exit() {
+    py::gil_scoped_release released;
+    turn_.reset();
+  }
+  int32_t bring(int32_t layer, const std::vector<int32_t>& experts) {
+    TORCH_CHECK_VALUE(turn_, "bring() belongs within `with uplift.turn(stream)`");
+    py::gil_scoped_release released;
+    const int32_t buffer = turn_->bring(layer, experts);
+    uplift_.settle(stream_);
+    return buffer;
+  }
+
+ private:
+  PyUplift& uplift_;
+  Stream stream_;
+  std::optional<Uplift::Turn> turn_;
+};
+
 }  // namespace
 
 void define_device(py::module_& module) {
@@ -297,6 +373,25 @@ void define_device(py::module_& module) {
       .def("stats", &PyHostShare::stats)
       .def("reset_stats", &PyHostShare::reset_stats)
       .def("driver", &PyHostShare::driver);
+  py::class_<PyUplift>(module, "Uplift")
+      .def(py::init<const PyHostShare&, const at::Tensor&, const at::Tensor&>(), py::arg("share"),
+           py::arg("first"), py::arg("second"))
+      .def_property_readonly("batch", &PyUplift::batch)
+      .def("bytes_up", &PyUplift::bytes_up)
+      .def(
+          "turn",
+          [](PyUplift& uplift, uintptr_t stream) {
+            return std::make_unique<PyTurn>(uplift, stream);
+          },
+          py::arg("stream"), py::keep_alive<0, 1>());
+  py::class_<PyTurn>(module, "Turn")
+      .def("__enter__",
+           [](py::object turn) {
+             turn.cast<PyTurn&>().enter();
+             return turn;
+           })
+      .def("__exit__", [](PyTurn& turn, const py::args&) { turn.exit(); })
+      .def("bring", &PyTurn::bring, py::arg("layer"), py::arg("experts"));
   py::class_<PyMover>(module, "Mover")
       .def(py::init<PyHostShare&, const at::Tensor&, const at::Tensor&, const std::vector<int32_t>&,
                     const std::vector<bool>&, int32_t, const std::string&, int32_t>(),

@@ -1,4 +1,5 @@
-// torch_mesh._C.HostShare: what of a device's layers the host computes.
+// torch_mesh._C.HostShare, what of a device's layers the host computes; Uplift, which brings a
+// prompt experts; Mover, which moves hot ones there.
 #pragma once
 
 #include <pybind11/pybind11.h>
