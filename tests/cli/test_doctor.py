@@ -33,7 +33,10 @@ FEATURES = {
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands for torch_mesh._C on a machine that has everything."""
     fake = SimpleNamespace(
-        torch_version="2.13.0", features=lambda: dict(FEATURES), direct_io_alignment=lambda path: 512
+        torch_version="2.13.0",
+        features=lambda: dict(FEATURES),
+        direct_io_alignment=lambda path: 512,
+        cuda_driver=lambda: "CUDA driver 12.8",
     )
     monkeypatch.setattr(torch_mesh, "_unusable", None)
     monkeypatch.setattr(torch_mesh, "_C", fake, raising=False)
@@ -234,6 +237,20 @@ def test_a_full_disk_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypat
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     found = finding(tmp_path, "disk space")
     assert found.status == "limited" and "1.0 GB" in found.found
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("CUDA driver 12.8", "ok"),
+        ("no CUDA driver: libcuda.so.1: cannot open shared object file", "missing"),
+        ("libcuda.so.1 has no cuLaunchHostFunc: a driver of CUDA 11 or later is needed", "missing"),
+    ],
+)
+def test_the_engines_driver_is_reported(tmp_path: Path, engine: SimpleNamespace, said: str, status: str) -> None:
+    engine.cuda_driver = lambda: said
+    found = finding(tmp_path, "CUDA driver")
+    assert found.status == status and said in found.found and not found.fatal
 
 
 def test_a_package_that_is_too_old_is_fatal(

@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -163,6 +164,7 @@ def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
         _brgemm("bf16", features["brgemm_bf16"]),
         _brgemm("int8", features["brgemm_int8"]),
         _numa(int(features["numa_nodes"]), int(features["numa_compute_nodes"])),
+        _driver_calls(engine.cuda_driver()),
     ]
 
 
@@ -238,6 +240,13 @@ def _numa(nodes: int, compute_nodes: int) -> Finding:
     if compute_nodes <= 1:
         return Finding("NUMA", "ok", f"{nodes} nodes, one with processors for this process; experts are interleaved")
     return Finding("NUMA", "ok", f"each resident expert lies on one of {compute_nodes} nodes and is computed there")
+
+
+def _driver_calls(found: str) -> Finding:
+    """What a layer that is partly on a GPU asks the driver for: streams, events, copies, host functions."""
+    if re.match(r"CUDA driver \d", found):
+        return Finding("CUDA driver", "ok", f"{found}, with all that layers need that a GPU and the CPU share")
+    return Finding("CUDA driver", "missing", f"{found}; no experts on a GPU")
 
 
 def _huge_pages() -> Finding:
