@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_mesh import _C
 
 from .launches import BLOCK_COLUMNS
+from .streaming import Costs
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,55 @@ class DeviceRecord:
         return 2 if self.gated else 1
 
 
+class SharedDevice:
+    """What all layers of a pool have in common that lie on one device: how the host computes its share, and a prompt's way up.
+
+    ``handle`` is of any layer of the pool. On the CPU, which stands for a card in tests, the driver is a stand-in;
+    ``most_delay_us`` and ``seed`` are of its delays.
+    """
+
+    def __init__(self, handle: Tensor, device: torch.device, *, seed: int = 0, most_delay_us: int = 0) -> None:
+        self.device = device
+        self.host = _C.HostShare(
+            handle, device.index if device.type == "cuda" else None, seed=seed, most_delay_us=most_delay_us
+        )
+        self.buffers: tuple[Tensor, Tensor] | None = None
+        self.costs: Costs | None = None
+        self.uplift: _C.Uplift | None = None
+        self._streamed_bytes = 0  # when statistics were reset
+        self._complete = 0
+        self._counting = threading.Lock()
+
+    def stream(self) -> int:
+        """torch's, as the driver knows it."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def lend(self, first: Tensor, second: Tensor) -> None:
+        """Two buffers, uint8 [records, record bytes] each, through which experts without a slot come up. ``costs`` says when they do."""
+        self.buffers, self.uplift = (first, second), _C.Uplift(self.host, first, second)
+
+    def count_complete(self) -> None:
+        """A forward of a layer that is here as a whole."""
+        with self._counting:
+            self._complete += 1
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of ``DeviceCounters``."""
+        counts: dict[str, Any] = {**self.host.stats(), "complete": self._complete, "streamed": 0, "bytes_streamed": 0}
+        if self.uplift is not None and self.buffers is not None:
+            counts["bytes_streamed"] = self.uplift.bytes_up() - self._streamed_bytes
+            counts["streamed"] = counts["bytes_streamed"] // self.buffers[0].size(1)
+        return counts
+
+    def reset_stats(self) -> None:
+        self.host.reset_stats()
+        self._complete = 0
+        self._streamed_bytes = 0 if self.uplift is None else self.uplift.bytes_up()
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceLayer:
     """The experts of one layer that lie on a device."""
@@ -66,6 +119,8 @@ class DeviceLayer:
     here: Tensor  # bool [experts] on the CPU: table >= 0
     complete: bool  # all of them
     workspace: int  # bytes that the products of one chunk of tokens may take
+    index: int = 0  # of the pool's layers
+    shared: SharedDevice | None = None  # none for kernels alone: experts_split needs it
 
 
 # By what a handle holds. Whoever made a layer owns it; a handle whose model is gone finds nothing.

@@ -1,55 +1,150 @@
 """``experts_split``: a layer whose experts lie partly on the device of the hidden states, partly in the pool.
 
-In Python, because what it launches is Triton. The output is the sum of two parts in fp32, rounded once: what the device makes,
-in the order of the choices, and what the CPU makes, likewise.
+In Python, because what it launches is Triton. The device's own experts are computed in torch's stream; the host's share comes
+down another stream to a host node, and its sum goes up again (csrc/gpu/host_share.h). Nobody waits but the device, for that sum.
+A prompt may have some of the host's experts brought up, batch by batch, and computed by the device too (ops/streaming.py).
+
+The output is the sum of these parts in fp32, rounded once: the device's own, each batch's in its order, the host's. Each part
+adds a token's choices in their order.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .device import DeviceLayer, find
+from . import launches
+from .device import DeviceLayer, SharedDevice, find
 from .experts import check_shapes
+from .streaming import choose_streamed
 
 _library = torch.library.Library("torch_mesh", "FRAGMENT")
-# x, topk_ids, topk_weights and the result as in `experts`, on the device that the layer's experts were placed on. An id outside
-# [0, experts) is an error where the CPU sees it; where a layer lies on the device as a whole, nobody waits for the device to
-# look, and the token becomes NaN.
+# x, topk_ids, topk_weights and the result as in `experts`, on the device that the layer's experts were placed on. What fails in
+# the host's share, an id outside [0, experts) or a read, makes the output NaN, of a long prompt a part of it, and is raised by
+# the next forward of a layer of the same pool, or by torch_mesh.synchronize(model). Where a layer lies on the device as a whole,
+# nobody looks at ids, and the token of a wrong one becomes NaN.
+#
+# Under torch.cuda.graph it is captured with the rest; torch.compile's own graphs are cut around it, since they would be captured
+# for sizes that nobody has set.
 _library.define(
     "experts_split(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool sentinels=False) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
+_HOST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @torch.library.impl(_library, "experts_split", "CompositeExplicitAutograd")
 def _(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, sentinels: bool = False) -> Tensor:
-    layer = find(handle)
-    _check_inputs(x, topk_ids, topk_weights, layer)
+    return SplitForward(x, topk_ids, topk_weights, find(handle), sentinels).finish()
+
+
+class SplitForward:
+    """One forward, begun in the current stream: its parts are under way. ``finish`` in the same stream.
+
+    Keeps the tensors that the device and the host read and write until they are joined, in stream order, which is when they may
+    be used again.
+    """
+
+    def __init__(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer, sentinels: bool = False
+    ) -> None:
+        _check_inputs(x, topk_ids, topk_weights, layer)
+        assert layer.shared is not None
+        self._layer, self._shared, self._like = layer, layer.shared, x
+        self._stream = self._shared.stream()
+        self._ticket: int | None = None
+        with torch.cuda.device_of(x):
+            if layer.complete or topk_ids.numel() == 0:
+                if layer.complete:
+                    self._shared.count_complete()
+                self._result = _on_device(x, topk_ids, topk_weights, layer, sentinels, x.dtype)
+            else:
+                self._begin(x, topk_ids, topk_weights, sentinels)
+
+    def _begin(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, sentinels: bool) -> None:
+        layer = self._layer
+        rows = (x if x.dtype in _HOST_DTYPES else x.float()).contiguous()
+        ids = topk_ids.to(torch.int64).contiguous()
+        weights = topk_weights.to(torch.float32).contiguous()
+        table, batches = _streamed(ids, layer, self._shared)
+        self._host = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        self._kept = rows, ids, weights, table
+        self._ticket = self._shared.host.submit(*self._kept, self._host, layer.index, sentinels, self._stream)
+        try:
+            inputs = rows, ids, weights
+            self._result = _on_device(*inputs, layer, sentinels, torch.float32)
+            if batches:
+                self._stream_up(batches, inputs, sentinels)
+        except BaseException:
+            self._join()
+            raise
+
+    def _stream_up(
+        self, batches: list[tuple[list[int], Tensor]], inputs: tuple[Tensor, Tensor, Tensor], sentinels: bool
+    ) -> None:
+        shared = self._shared
+        assert shared.uplift is not None and shared.buffers is not None
+        with shared.uplift.turn(self._stream) as turn:
+            for experts, table in batches:
+                buffer = shared.buffers[turn.bring(self._layer.index, experts)]
+                part = dataclasses.replace(self._layer, records=buffer, table=table)
+                self._result += _on_device(*inputs, part, sentinels, torch.float32)
+
+    def finish(self) -> Tensor:
+        """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's share, the caller does not."""
+        if self._ticket is not None:
+            with torch.cuda.device_of(self._like):
+                self._join()
+                out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+                self._result = torch.add(self._result, self._host, out=out)
+        return self._result
+
+    def _join(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._shared.host.join(ticket, self._stream)
+
+    def __del__(self) -> None:
+        if (
+            getattr(self, "_ticket", None) is not None
+        ):  # nobody asked for the result; its memory must not be used again too early
+            self._join()
+
+
+def _on_device(
+    x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, dtype: torch.dtype
+) -> Tensor:
     from . import experts_triton  # triton is there where experts could be placed
 
-    if layer.complete:
-        return experts_triton.experts(x, topk_ids, topk_weights, layer, sentinels, x.dtype)
-    # The copies wait for what made them; then the device has its share to do while the CPU does its own.
-    host_x, host_ids, host_weights = x.cpu().float(), topk_ids.cpu(), topk_weights.cpu()
-    here = experts_triton.experts(x, topk_ids, topk_weights, layer, sentinels, torch.float32)
-    cold = torch.ops.torch_mesh.experts(
-        host_x, _cold_ids(host_ids, layer, sentinels), host_weights, handle, sentinels=True
-    )
-    return (here + cold.to(x.device)).to(x.dtype)
+    return experts_triton.experts(x, ids, weights, layer, sentinels, dtype)
 
 
-def _cold_ids(ids: Tensor, layer: DeviceLayer, sentinels: bool) -> Tensor:
-    """The same ids, with the sentinel for each that the device computes. Raises ValueError for one that names no expert."""
-    experts = layer.here.numel()
-    known = (ids >= 0) & (ids < experts)
-    wrong = ids < 0 if sentinels else ~known
-    if wrong.any():
-        token, choice = wrong.nonzero()[0].tolist()
-        raise ValueError(f"expert id {ids[token, choice]} of token {token}, choice {choice} is outside [0, {experts})")
-    return torch.where(known & layer.here[ids.clamp(max=experts - 1)], experts, ids)
+def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
+    """The table for the host's share, and what comes up in its stead: batches of experts with the table that finds them.
+
+    Waits for the device once, in a prompt alone: only the host can choose.
+    """
+    experts, uplift, costs = layer.table.numel(), shared.uplift, shared.costs
+    if uplift is None or costs is None or not launches.takes_many(ids.numel(), experts) or shared.capturing():
+        return layer.table, []
+    seen = torch.cat((ids.view(-1), layer.table.to(torch.int64))).cpu()
+    routed, table = seen[:-experts], seen[-experts:]
+    rows = torch.bincount(routed[(routed >= 0) & (routed < experts)], minlength=experts)
+    chosen = choose_streamed(rows.masked_fill(table >= 0, 0).tolist(), *costs)
+    if not chosen:
+        return layer.table, []
+    batches = [chosen[first : first + uplift.batch] for first in range(0, len(chosen), uplift.batch)]
+    tables = torch.full((1 + len(batches), experts), -1, dtype=torch.int32)
+    tables[0] = table
+    tables[0, chosen] = 0  # the host asks whether an expert is on the device, not where
+    for place, batch in enumerate(batches, start=1):
+        tables[place, batch] = torch.arange(len(batch), dtype=torch.int32)
+    tables = tables.to(ids.device)
+    return tables[0], list(zip(batches, tables[1:], strict=True))
 
 
 def _check_inputs(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .errors import (
     ChecksumError,
+    DeviceError,
     ForkedProcessError,
     MeshError,
     PoolClosedError,
@@ -26,6 +27,7 @@ from .version import __version__
 
 __all__ = [
     "ChecksumError",
+    "DeviceError",
     "Experts",
     "ForkedProcessError",
     "MeshConfig",
@@ -36,12 +38,15 @@ __all__ = [
     "StoreError",
     "UnsupportedModelError",
     "__version__",
+    "capture_batch_sizes",
     "hottest_experts",
     "patch",
     "record_trace",
     "reset_stats",
     "save_profile",
+    "set_capture_batch_sizes",
     "stats",
+    "synchronize",
     "unpatch",
     "watch",
 ]
@@ -78,6 +83,7 @@ else:
     import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
     from .config import MeshConfig
+    from .device_work import capture_batch_sizes, set_capture_batch_sizes, synchronize
     from .experts import Experts
     from .gpu import hottest_experts
     from .patching import patch, unpatch

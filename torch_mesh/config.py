@@ -127,6 +127,19 @@ def _check_gpu_experts(field: str, value: Any) -> str | int | tuple[tuple[bool, 
     )
 
 
+def _check_gpu_streaming(field: str, value: Any) -> str | tuple[float, float, float]:
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
+    if isinstance(value, list | tuple) and len(value) == 3:
+        numbers = [float(entry) for entry in value if isinstance(entry, int | float) and not isinstance(entry, bool)]
+        if len(numbers) == 3 and all(0 <= number < float("inf") for number in numbers):
+            return (numbers[0], numbers[1], numbers[2])
+    raise ValueError(
+        f"{field}={value!r} is unknown: give 'auto', 'off', or three numbers of seconds: to copy an expert to the GPU, for the CPU "
+        "to compute a row of one, and for what an expert takes it beside its rows."
+    )
+
+
 def _check_stats_every(field: str, value: Any) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", str(value).strip()):
         raise ValueError(f"{field}={value!r} is not a number of forwards: give a positive number.")
@@ -213,6 +226,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threads": _check_threads,
     "workspace": _check_workspace,
     "gpu_experts": _check_gpu_experts,
+    "gpu_streaming": _check_gpu_streaming,
     "timeout": _check_timeout,
     "predictor": _check_file,
     "stats_file": _check_file,
@@ -225,6 +239,7 @@ FIELDS = tuple(_CHECKS)
 # open or change what a model computes unasked.
 _LOCAL = (
     "gpu_experts",
+    "gpu_streaming",
     "predictor",
     "profile",
     "pins",
@@ -259,6 +274,7 @@ _DEFAULTS: dict[str, Any] = {
     "threads": "auto",
     "workspace": "256MiB",
     "gpu_experts": 0,
+    "gpu_streaming": "auto",
     "timeout": 30.0,
     "predictor": None,
     "stats_file": None,
@@ -321,6 +337,9 @@ class MeshConfig(QuantizationConfigMixin):
         gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, the first so many of
             each layer; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
             the card holds beside a reserve. They are not kept in memory as well. See docs/gpu.md. Not kept in a checkpoint.
+        gpu_streaming: which of the experts that are not on the GPU a prompt brings up to be computed there, ``"auto"``: by what a copy and
+            the CPU took when experts were placed; three numbers of seconds in place of those: a copy of an expert, the CPU for a row
+            of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding. Not kept in a checkpoint.
         timeout: seconds that a read or a wait for a slot may take.
         predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
             router, the first layer's too. None: the routers do. Needs ``prefetch``; not kept in a checkpoint.
@@ -354,6 +373,7 @@ class MeshConfig(QuantizationConfigMixin):
     threads: str | int
     workspace: str | int
     gpu_experts: str | int | tuple[tuple[bool, ...], ...]
+    gpu_streaming: str | tuple[float, float, float]
     timeout: float
     predictor: str | None
     stats_file: str | None
@@ -385,6 +405,7 @@ class MeshConfig(QuantizationConfigMixin):
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
         gpu_experts: Any = _NOT_GIVEN,
+        gpu_streaming: Any = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,
         predictor: str | os.PathLike[str] | None = _NOT_GIVEN,
         stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,

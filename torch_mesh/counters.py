@@ -124,6 +124,40 @@ class LayerCounters(PhaseCounters):
 
 
 @dataclass(frozen=True)
+class DeviceCounters:
+    """Of layers with experts on GPUs. ``str()`` is a line.
+
+    What a captured graph does at a replay is counted where the host takes part; of its time the GPU's waiting is not known.
+    """
+
+    calls: int = 0  # of host nodes: forwards of layers that are there in part; a long prompt is several
+    all_on_device: int = 0  # of those: the host had nothing to compute
+    complete: int = (
+        0  # forwards of layers that are there as a whole, and never reach the host; not those of a graph's replay
+    )
+    failed: int = 0  # of the calls: the output was NaN, and the error is raised later
+    streamed: int = 0  # experts that came up for prompts
+    bytes_down: int = 0  # hidden states, ids and routing weights
+    bytes_up: int = 0  # sums
+    bytes_streamed: int = 0
+    node_seconds: float = 0.0  # in host nodes
+    waited_seconds: float = 0.0  # the GPU had done its own and waited, over the last ``waited_calls``
+    waited_calls: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        waited = f"waited {self.waited_seconds * 1e3:.1f} ms in the last {self.waited_calls}"
+        return (
+            f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing to do in "
+            f"{self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; {waited}; "
+            f"{self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; "
+            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB"
+        )
+
+
+@dataclass(frozen=True)
 class Stats(PhaseCounters):
     """Counters of a whole model. ``str()`` is a table, in which what was never asked shows ``-``."""
 
@@ -133,6 +167,7 @@ class Stats(PhaseCounters):
     most_slots: int = 0  # and at most
     shrinks: int = 0  # times that the pool was made smaller, because memory ran short
     grows: int = 0  # and larger again
+    device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
     lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
@@ -146,6 +181,7 @@ class Stats(PhaseCounters):
         return {
             **super().to_dict(),
             **{name: getattr(self, name) for name in SIZES},
+            "device": None if self.device is None else self.device.to_dict(),
             "lossy": self.lossy,
             "prefetch_error": _error_dict(self.prefetch_error),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
@@ -168,6 +204,8 @@ class Stats(PhaseCounters):
         if self.kept:
             rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
             lines.append(f"{self.kept} experts are kept, {rates}")
+        if self.device is not None:
+            lines.append(str(self.device))
         if self.lossy:
             lines.append(f"lossy: {self.lossy}")
         if self.stand_ins:
@@ -182,17 +220,19 @@ def engine_stats(
     experts: bool = True,
     lossy: str = "",
     stand_ins: Iterable[_C.Engine | None] = (),
+    device: DeviceCounters | None = None,
 ) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
     ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``fallback`` beside them, None where an engine
     has none: what they did is added to its counters, but for the numbers of slots, which are its own.
+    ``device``: what their GPUs counted.
     """
     snapshots = [
         engine.detailed_stats() if low is None else _added(engine.detailed_stats(), low.detailed_stats())
         for engine, low in itertools.zip_longest(engines, stand_ins)
     ]
-    return _combined(snapshots, experts, lossy)
+    return dataclasses.replace(_combined(snapshots, experts, lossy), device=device)
 
 
 def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
@@ -208,13 +248,14 @@ def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStat
 
 def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool, lossy: str) -> Stats:
     per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot, with_experts)]
+    sizes: dict[str, Any] = {name: sum(snapshot[name] for snapshot in snapshots) for name in SIZES}
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
         **_sum(per_layer),
         prefill=Counters(**_sum([layer.prefill for layer in per_layer])),
         decode=Counters(**_sum([layer.decode for layer in per_layer])),
         per_layer=per_layer,
-        **{name: sum(snapshot[name] for snapshot in snapshots) for name in SIZES},
+        **sizes,
         lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ from .config import LEAST_CAPABILITY, MeshConfig
 from .counters import Stats
 from .errors import MeshError, UnsupportedModelError
 from .families import ExpertsLayer, common_geometry
-from .ops.device import DeviceLayer, DeviceRecord, place
+from .ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
+from .ops.streaming import Costs
 from .pool import ExpertPool
 from .store.progress import progress_bar
 from .traces import Trace
@@ -27,6 +29,12 @@ _RESERVE_BYTES = 2 << 30
 _RESERVE_SHARE = 8  # one part of the card in so many
 # torch's allocator takes large blocks in whole pages of this size.
 _ALLOCATION = 2 << 20
+# Of each of the two buffers through which prompts bring experts up: enough records for copies to go on beside products. Both take
+# an eighth of the slots at most, from 16 slots on.
+_MOST_BATCH = 8
+_SLOTS_PER_BATCH = 16
+# Rows of an expert by which the CPU's time is measured, beside one.
+_MANY_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,8 @@ class GpuPlan:
     status: Literal["ok", "below recommended", "too small", "nothing to do"]
     advice: str
     counts: tuple[int, ...]
-    expert_bytes: int  # of all that are placed, as torch's allocator takes them
+    buffers: int  # records of both buffers through which prompts bring others up; 0 where all fit
+    expert_bytes: int  # of all that are placed and the buffers, as torch's allocator takes them
     reserve_bytes: int
 
 
@@ -46,10 +55,19 @@ class Placement:
 
     here: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
+    streaming: str | tuple[float, float, float] = "auto"  # MeshConfig.gpu_streaming
 
     @property
     def count(self) -> int:
         return sum(int(layer.sum()) for layer in self.here)
+
+    def count_on(self, device: torch.device) -> int:
+        return sum(int(here.sum()) for here, where in zip(self.here, self.devices, strict=True) if where == device)
+
+    def batch_on(self, device: torch.device) -> int:
+        """Records of each of the two buffers there; 0 without any."""
+        partly = any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
+        return _batch(self.count_on(device)) if partly and self.streaming != "off" else 0
 
     def adjusted(self, config: MeshConfig) -> MeshConfig:
         """``config`` for the pool that keeps the others. A window would read a layer as a whole, what is on a GPU included.
@@ -71,17 +89,29 @@ class Placement:
         return min(slots, max(least, every - self.count))
 
 
-def plan_gpu(free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int) -> GpuPlan:
+def plan_gpu(
+    free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, streaming: bool = True
+) -> GpuPlan:
     """What ``gpu_experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
 
     The same number in each layer, and one more in the first ones as far as that goes. Recommended are as many as a token uses.
+    ``streaming``: beside them lie two buffers for prompts, unless all experts fit.
     """
     reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
     budget = max(0, free - reserve) // _ALLOCATION * _ALLOCATION
-    slots = min(layers * experts, budget // record_bytes)
+    records = min(layers * experts, budget // record_bytes)
+    buffers = 2 * _batch(records) if streaming and 0 < records < layers * experts else 0
+    slots = max(0, records - buffers)
+    if slots == 0:
+        buffers = 0
     counts = tuple(slots // layers + (layer < slots % layers) for layer in range(layers))
-    taken = -(-slots * record_bytes // _ALLOCATION) * _ALLOCATION
-    return GpuPlan(*_verdict(slots, layers, experts, top_k, record_bytes), counts, taken, reserve)
+    taken = -(-(slots + buffers) * record_bytes // _ALLOCATION) * _ALLOCATION
+    return GpuPlan(*_verdict(slots, layers, experts, top_k, record_bytes), counts, buffers, taken, reserve)
+
+
+def _batch(slots: int) -> int:
+    """Records of one of a prompt's buffers beside so many slots."""
+    return min(_MOST_BATCH, max(1, slots // _SLOTS_PER_BATCH))
 
 
 def _verdict(slots: int, layers: int, experts: int, top_k: int, record_bytes: int) -> tuple[Any, str]:
@@ -132,12 +162,13 @@ def choose_experts(
     if isinstance(wanted, tuple):
         here = _from_mask(wanted, len(layers), experts)
     elif isinstance(wanted, str):
-        here = _from_counts(_automatic_counts(layers, devices, weights, group_size), experts)
+        counts = _automatic_counts(layers, devices, weights, group_size, config.gpu_streaming != "off")
+        here = _from_counts(counts, experts)
     elif wanted > experts:
         raise ValueError(f"gpu_experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
     else:
         here = _from_counts([int(wanted)] * len(layers), experts)
-    placement = Placement(here, devices)
+    placement = Placement(here, devices, config.gpu_streaming)
     if placement.count > 0:
         _check_possible(layers, placement, _record_bytes(layers, weights, group_size))
     return placement
@@ -161,28 +192,48 @@ def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Pl
         shape.has_bias,
         shape.activation,
     )
+    devices = [device for device in dict.fromkeys(placement.devices) if placement.count_on(device) > 0]
+    shared = {device: SharedDevice(pool.handle(0), device) for device in devices}
     records = {
-        device: torch.empty((_count_on(placement, device), record.words * 4), dtype=torch.uint8, device=device)
-        for device in dict.fromkeys(placement.devices)
+        device: torch.empty(
+            (placement.count_on(device) + 2 * placement.batch_on(device), record.words * 4),
+            dtype=torch.uint8,
+            device=device,
+        )
+        for device in devices
     }
-    taken = dict.fromkeys(records, 0)
-    placed = []
+    taken = dict.fromkeys(devices, 0)
+    placed: list[tuple[Any, DeviceLayer]] = []
     with progress_bar("Copying experts to the GPU") as progress:
         for layer, here, device in zip(layers, placement.here, placement.devices, strict=True):
-            if here.any():
-                module: Any = layer.module
-                placed.append((module, _copy_layer(module, pool, record, records[device], here, taken[device])))
+            if device in records:
+                place_of = record, records[device], taken[device]
+                placed.append((layer.module, _copy_layer(layer.module, pool, shared[device], here, *place_of)))
                 taken[device] += int(here.sum())
             progress(sum(taken.values()) * record.words * 4, placement.count * record.words * 4)
+    for device in devices:
+        if batch := placement.batch_on(device):
+            partial = next(layer for _, layer in placed if layer.shared is shared[device] and not layer.complete)
+            buffers = records[device][taken[device] :]
+            shared[device].lend(buffers[:batch], buffers[batch:])
+            shared[device].costs = _costs(pool, partial, shared[device], placement.streaming)
     for module, on_device in placed:
         pool.device_layers.append(on_device)
         place(module._mesh_handle, on_device)
         module._mesh_device = on_device.records.device
     pool.engine.reset_stats()
+    for of_device in shared.values():
+        of_device.reset_stats()
 
 
 def _copy_layer(
-    module: Any, pool: ExpertPool, record: DeviceRecord, records: torch.Tensor, here: torch.Tensor, first: int
+    module: Any,
+    pool: ExpertPool,
+    shared: SharedDevice,
+    here: torch.Tensor,
+    record: DeviceRecord,
+    records: torch.Tensor,
+    first: int,
 ) -> DeviceLayer:
     chosen = here.nonzero().flatten()
     torch.ops.torch_mesh.prefetch(module._mesh_handle, chosen)  # several reads at a time
@@ -192,14 +243,78 @@ def _copy_layer(
         torch.ops.torch_mesh.evict(module._mesh_handle, chosen)
     table = torch.full(here.shape, -1, dtype=torch.int32)
     table[chosen] = torch.arange(first, first + len(chosen), dtype=torch.int32)
-    return DeviceLayer(
-        record, records, table.to(records.device), here, complete=bool(here.all()), workspace=pool.workspace
+    complete = bool(here.all())
+    table = table.to(records.device)
+    return DeviceLayer(record, records, table, here, complete, pool.workspace, module._mesh_layer, shared)
+
+
+def _costs(
+    pool: ExpertPool, layer: DeviceLayer, shared: SharedDevice, streaming: str | tuple[float, float, float]
+) -> Costs:
+    """By which prompts choose what comes up: as given, or measured with ``layer``'s experts."""
+    if not isinstance(streaming, str):
+        return Costs(*streaming)
+    uplift = shared.uplift
+    assert uplift is not None
+    cold = (~layer.here).nonzero().flatten()[: min(uplift.batch, pool.slots)].tolist()
+
+    def bring() -> None:
+        with torch.cuda.device_of(layer.records), uplift.turn(shared.stream()) as turn:
+            turn.bring(layer.index, cold)
+        if shared.device.type == "cuda":
+            torch.cuda.synchronize(shared.device)
+
+    copy = _seconds(bring) / len(cold)
+    one, many = _expert_seconds(pool, layer.index, cold)
+    row = max(0.0, many - one) / (_MANY_ROWS - 1)
+    return Costs(copy, row, max(0.0, one - row))
+
+
+def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[float, float]:
+    """What the CPU takes for an expert of one row and of ``_MANY_ROWS``, in a pool apart: neither heat nor a profile shall know of it."""
+    shape, count = pool.geometry, len(experts)
+    engine = _C.Engine(
+        layers=1,
+        experts=count,
+        format=pool.weights,
+        group_size=pool.group_size,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        gated=shape.has_gate,
+        bias=shape.has_bias,
+        activation=shape.activation,
+        slots=count,
+        policy="lru",
+        verify="never",
+        io="threads",
+        threads=pool.threads,
+        workspace=pool.workspace,
+        timeout=pool.timeout,
+        source=None,
     )
+    try:
+        for place, expert in enumerate(experts):
+            engine.fill(0, place, pool.engine.read_record(layer, expert))
+        handle = torch.tensor([engine.id, 0, engine.generation])
+
+        def seconds(rows: int) -> float:
+            ids = torch.arange(count).repeat(rows).unsqueeze(1)
+            x, weights = torch.ones((len(ids), shape.hidden), dtype=torch.bfloat16), torch.ones(ids.shape)
+            return _seconds(lambda: torch.ops.torch_mesh.experts(x, ids, weights, handle)) / count
+
+        return seconds(1), seconds(_MANY_ROWS)
+    finally:
+        engine.close()
 
 
-def _count_on(placement: Placement, device: torch.device) -> int:
-    pairs = zip(placement.here, placement.devices, strict=True)
-    return sum(int(here.sum()) for here, its_device in pairs if its_device == device)
+def _seconds(run: Callable[[], object]) -> float:
+    """The least of three, after one that is not counted."""
+    taken = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return min(taken[1:])
 
 
 def _from_counts(counts: Sequence[int], experts: int) -> tuple[torch.Tensor, ...]:
@@ -215,7 +330,7 @@ def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) ->
 
 
 def _automatic_counts(
-    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], weights: str, group_size: int
+    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], weights: str, group_size: int, streaming: bool
 ) -> list[int]:
     counts = [0] * len(layers)
     usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
@@ -233,6 +348,7 @@ def _automatic_counts(
             layers[0].num_experts,
             max(layer.top_k for layer in layers),
             _record_bytes(layers, weights, group_size),
+            streaming,
         )
         for index, count in zip(its_own, plan.counts, strict=True):
             counts[index] = count
@@ -243,7 +359,7 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, record
     if obstacle := _obstacle(layers, placement.devices):
         raise UnsupportedModelError(f"gpu_experts cannot be had here: {obstacle}")
     for device in dict.fromkeys(placement.devices):
-        wanted = _count_on(placement, device)
+        wanted = placement.count_on(device)
         if wanted == 0:
             continue
         if not _holds_experts(device):
@@ -255,10 +371,11 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, record
         free += sum(
             _bytes_on(layer, where) for layer, where in zip(layers, placement.devices, strict=True) if where == device
         )
-        if wanted * record_bytes > free:
+        needed = (wanted + 2 * placement.batch_on(device)) * record_bytes
+        if needed > free:
             raise MemoryError(
-                f"gpu_experts needs {wanted * record_bytes:,} bytes for {wanted} experts, but {device} has {free:,} left: give "
-                "fewer, or 'auto'."
+                f"gpu_experts needs {needed:,} bytes for {wanted} experts and what prompts bring up, but {device} has {free:,} "
+                "left: give fewer, or 'auto'."
             )
 
 

@@ -16,7 +16,7 @@ from .errors import MeshError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .guard import MemoryGuard
 from .memory import resident_slots
-from .ops.device import DeviceLayer
+from .ops.device import DeviceLayer, SharedDevice
 from .profiles import pool_profile
 from .stats_log import StatsLog
 from .store.convert import pack_expert
@@ -92,6 +92,8 @@ class ExpertPool:
         self.lossy = config.lossy
         self.fallback = fallback
         self.in_memory = source is None
+        self.threads = config.thread_count
+        self.timeout = config.timeout
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # whose experts lie on GPUs
         self.engine = _C.Engine(
@@ -129,6 +131,11 @@ class ExpertPool:
         if guard is not None:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
+
+    @property
+    def shared_devices(self) -> list[SharedDevice]:
+        """Of the GPUs that hold some of its experts, in order."""
+        return list(dict.fromkeys(layer.shared for layer in self.device_layers if layer.shared is not None))
 
     def handle(self, layer: int) -> torch.Tensor:
         """int64 [pool, layer, generation], by which the ops name a layer of this pool."""

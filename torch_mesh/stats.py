@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from . import _C
-from .counters import Stats, engine_stats
+from .counters import DeviceCounters, Stats, engine_stats
 from .errors import MeshError
 from .modules import patched_modules
+from .ops.device import SharedDevice
 from .pool import ExpertPool
 from .profiles import Profile, write_profile
 
@@ -18,9 +19,15 @@ from .profiles import Profile, write_profile
 def stats(model: nn.Module) -> Stats:
     """The counters of a patched model. Copies of a model share its pool, and so its counters.
 
-    Raises MeshError for a model that is not patched.
+    Raises MeshError for a model that is not patched, and what the host's share of a layer on a GPU has failed with since the last
+    error, as the layer's next forward would.
     """
-    return engine_stats(engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model))
+    shared = shared_devices_of(model)
+    for device in shared:
+        device.host.check()
+    return engine_stats(
+        engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model), device=_device_counters(shared)
+    )
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -28,6 +35,8 @@ def reset_stats(model: nn.Module) -> None:
     for engine in (*engines_of(model), *stand_ins_of(model)):
         if engine is not None:
             engine.reset_stats()
+    for device in shared_devices_of(model):
+        device.reset_stats()
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -59,6 +68,16 @@ def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
 def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
     """For each of them, that of its stand-ins; None where ``fallback`` is off."""
     return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
+
+
+def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
+    """What the layers share on each GPU that holds some of their experts. Raises MeshError for a model that is not patched."""
+    return [device for pool in _pools(model) for device in pool.shared_devices]
+
+
+def _device_counters(shared: list[SharedDevice]) -> DeviceCounters | None:
+    counts = [device.stats() for device in shared]
+    return DeviceCounters(**{name: sum(count[name] for count in counts) for name in counts[0]}) if counts else None
 
 
 def _pools(model: nn.Module) -> list[ExpertPool]:

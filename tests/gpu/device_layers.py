@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from tiny_pools import Spec, TinyExperts
 from torch import Tensor
-from torch_mesh.ops.device import DeviceLayer, DeviceRecord
+from torch_mesh.ops.device import DeviceLayer, DeviceRecord, SharedDevice
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -25,7 +25,13 @@ def device_record(spec: Spec) -> DeviceRecord:
     )
 
 
-def device_layer(experts: TinyExperts, hot: Collection[int], layer: int = 0, workspace: int = 64 << 20) -> DeviceLayer:
+def device_layer(
+    experts: TinyExperts,
+    hot: Collection[int],
+    layer: int = 0,
+    workspace: int = 64 << 20,
+    shared: SharedDevice | None = None,
+) -> DeviceLayer:
     """The ``hot`` experts in slots in random order, beside slots full of NaN that nobody may read."""
     record = device_record(experts.spec)
     slots = torch.randperm(len(hot) + 2)[: len(hot)]
@@ -35,7 +41,8 @@ def device_layer(experts: TinyExperts, hot: Collection[int], layer: int = 0, wor
         records[slot] = experts.records[layer][expert]
         table[expert] = slot
     here = table >= 0
-    return DeviceLayer(record, records.to(DEVICE), table.to(DEVICE), here, bool(here.all()), workspace)
+    on_device = records.to(DEVICE), table.to(DEVICE)
+    return DeviceLayer(record, *on_device, here, bool(here.all()), workspace, layer, shared)
 
 
 def on_device(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import random
+import signal
 
 import pytest
 import torch
@@ -14,7 +18,9 @@ pytest.importorskip("triton")
 
 import quick_interpreter  # noqa: F401
 from torch_mesh.ops import device
+from torch_mesh.ops.streaming import Costs
 
+import torch_mesh
 from torch_mesh import _C
 
 pytestmark = pytest.mark.device
@@ -24,10 +30,23 @@ TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 
 
 def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
-    """The caller keeps what comes back: the op finds it as long as it lives."""
-    layer = device_layer(pool.weights, hot)
+    """The caller keeps what comes back: the op finds it as long as it lives. The stand-in's streams dawdle."""
+    shared = device.SharedDevice(pool.handle(), DEVICE, seed=random.randrange(2**31), most_delay_us=200)
+    layer = device_layer(pool.weights, hot, shared=shared)
     device.place(pool.handle(), layer)
     return layer
+
+
+def _lend(layer: device.DeviceLayer, batch: int, costs: Costs) -> device.SharedDevice:
+    """Lets prompts stream, through buffers full of NaN."""
+    assert layer.shared is not None
+    buffers = [torch.full((batch, layer.records.size(1)), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    layer.shared.lend(*buffers)
+    layer.shared.costs = costs
+    return layer.shared
+
+
+FREE_COPIES = Costs(0.0, 1.0, 1.0)  # all that can comes up
 
 
 def _split(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, sentinels: bool = False) -> Tensor:
@@ -132,17 +151,19 @@ def test_sentinels_add_nothing(open_pool: OpenPool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [8, -1])
-def test_a_wrong_id_is_an_error_that_the_next_forward_outlives(open_pool: OpenPool, wrong: int) -> None:
+def test_a_wrong_id_makes_nan_and_is_raised_by_the_next_forward(open_pool: OpenPool, wrong: int) -> None:
     pool = open_pool(SPEC)
     layer = _place(pool, [1, 2])
     x, weights = torch.randn(2, SPEC.hidden), torch.rand(2, 3)
     ids = torch.tensor([[1, 2, 3], [4, wrong, 5]])
-    with pytest.raises(ValueError, match=rf"expert id {wrong} of token 1, choice 1 is outside \[0, 8\)"):
-        _split(pool, x, ids, weights)
-    ids[1, 1] = 0
-    out = _split(pool, x, ids, weights)
-    assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
-    assert not layer.complete
+    right = torch.tensor([[1, 2, 3], [4, 0, 5]])
+    for _ in range(2):
+        assert _split(pool, x, ids, weights).isnan().all()
+        with pytest.raises(ValueError, match=rf"expert id {wrong} of token 1, choice 1 is outside \[0, 8\)"):
+            _split(pool, x, right, weights)
+        out = _split(pool, x, right, weights)
+        assert relative_error(out, pool.weights.reference(x.bfloat16(), right, weights)) < TOLERANCE["bf16"]
+    assert layer.shared is not None and layer.shared.stats()["failed"] == 2 and layer.shared.stats()["calls"] == 4
 
 
 def test_errors_say_what_was_given(open_pool: OpenPool) -> None:
@@ -163,18 +184,134 @@ def test_errors_say_what_was_given(open_pool: OpenPool) -> None:
         _split(pool, x, ids, weights)
 
 
-def test_a_failed_read_reaches_the_caller_and_not_the_next_one(open_pool: OpenPool) -> None:
-    import torch_mesh
-
+def test_a_failed_read_makes_nan_and_is_raised_once(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4, faults={"seed": 1, "eio_always": 1.0})
     layer = _place(pool, [0, 1, 2])
+    assert layer.shared is not None
     x, weights = torch.randn(1, SPEC.hidden), torch.rand(1, 3)
-    with pytest.raises(torch_mesh.ReadError):
-        _split(pool, x, torch.tensor([[0, 1, 5]]), weights)
+    assert _split(pool, x, torch.tensor([[0, 1, 5]]), weights).isnan().all()
+    with pytest.raises(torch_mesh.ReadError) as error:
+        layer.shared.host.synchronize()
+    assert (error.value.layer, error.value.expert) == (0, 5) and error.value.errno
+    layer.shared.host.synchronize()
     ids = torch.tensor([[0, 1, 2]])
     out = _split(pool, x, ids, weights)
     assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
-    assert not layer.complete
+    counts = layer.shared.stats()
+    assert (counts["calls"], counts["all_on_device"], counts["failed"]) == (2, 1, 1)
+
+
+def test_a_run_with_failing_reads_is_right_or_says_so(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4, faults={"seed": random.randrange(2**31), "eio_always": 0.1, "delay": 0.2})
+    layer = _place(pool, [0, 1, 2])
+    failed, raised = 0, 0
+    for _ in range(30):
+        x = torch.randn(2, SPEC.hidden)
+        ids, weights = routing(SPEC, 2, 3)
+        try:
+            out = _split(pool, x, ids, weights)
+        except torch_mesh.ReadError:
+            raised += 1
+            continue
+        if out.isnan().any():
+            assert out.isnan().all()
+            failed += 1
+        else:
+            assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
+    assert layer.shared is not None and layer.shared.stats()["failed"] == failed and 0 <= failed - raised <= 1
+
+
+def test_every_split_of_a_prompt_computes_each_expert_once(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four experts on the device, brought up, or the CPU's, in all 81 ways."""
+    spec = Spec(weights="bf16", experts=4, hidden=40, intermediate=24)
+    pool = open_pool(spec, slots=2)
+    tokens, top_k = 3, 2
+    chosen: list[int] = []
+    seen: list[list[int]] = []
+
+    def choose(rows: list[int], *costs: float) -> list[int]:
+        seen.append(rows)
+        return [expert for expert in chosen if rows[expert] > 0]
+
+    monkeypatch.setattr(importlib.import_module("torch_mesh.ops.experts_split"), "choose_streamed", choose)
+    for split in itertools.product(("device", "streamed", "host"), repeat=4):
+        hot, chosen = ([e for e in range(4) if split[e] == where] for where in ("device", "streamed"))
+        random.shuffle(chosen)
+        layer = _place(pool, hot)
+        shared = _lend(layer, random.choice([1, 2, 4]), FREE_COPIES)
+        pool.engine.reset_stats()
+        x, ids, weights = (
+            torch.randn(tokens, spec.hidden),
+            torch.randint(0, 4, (tokens, top_k)),
+            torch.rand(tokens, top_k),
+        )
+        out = _split(pool, x, ids, weights)
+        assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"], split
+        routed = set(ids.unique().tolist())
+        counts = shared.stats()
+        if layer.complete:
+            assert (counts["complete"], counts["calls"], counts["streamed"]) == (1, 0, 0)
+            continue
+        assert seen.pop() == [0 if e in hot else int((ids == e).sum()) for e in range(4)] and not seen
+        assert counts["streamed"] == len(routed & set(chosen))
+        assert counts["bytes_streamed"] == counts["streamed"] * layer.records.size(1)
+        assert counts["all_on_device"] == (not routed - set(hot) - set(chosen))
+
+
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) -> None:
+    spec = Spec(weights=weights, hidden=40, intermediate=24)
+    pool = open_pool(spec, slots=3)
+    layer = _place(pool, [0, 1])
+    x, gates = torch.randn(6, spec.hidden), torch.rand(6, 3)
+    ids = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 2, 3], [2, 3, 4], [1, 2, 5], [0, 2, 6]])
+    expected = pool.weights.reference(x.bfloat16(), ids, gates)
+    for costs, streamed in ((Costs(1e9, 1, 1), 0), (Costs(2, 1, 0), 2), (FREE_COPIES, 5)):
+        shared = _lend(layer, 2, costs)
+        shared.reset_stats()
+        out = _split(pool, x, ids, gates)
+        assert shared.stats()["streamed"] == streamed
+        assert relative_error(out, expected) < TOLERANCE[weights]
+        assert torch.equal(_split(pool, x, ids, gates), out), "whatever is resident by now"
+        before = shared.stats()["streamed"]
+        _split(pool, x[:1], ids[:1], gates[:1])  # fewer pairs than experts
+        assert shared.stats()["streamed"] == before, "a decode step streams nothing"
+
+
+def test_a_read_that_fails_on_its_way_up_is_raised_and_leaves_nothing_behind(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4, faults={"seed": 1, "eio_always": 1.0})
+    layer = _place(pool, [0, 1, 2])
+    shared = _lend(layer, 2, FREE_COPIES)
+    x, weights = torch.randn(6, SPEC.hidden), torch.rand(6, 3)
+    for _ in range(3):
+        with pytest.raises(torch_mesh.ReadError):
+            _split(pool, x, torch.tensor([[0, 1, 5]] * 6), weights)
+    ids = torch.tensor([[0, 1, 2]] * 6)
+    out = _split(pool, x, ids, weights)
+    assert relative_error(out, pool.weights.reference(x.bfloat16(), ids, weights)) < TOLERANCE["bf16"]
+    shared.host.synchronize()
+    assert shared.stats()["streamed"] == 0 and shared.stats()["failed"] == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")
+def test_a_forked_child_is_refused(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC)
+    layer = _place(pool, [1, 2])
+    x, (ids, weights) = torch.randn(2, SPEC.hidden), routing(SPEC, 2, 3)
+    _split(pool, x, ids, weights)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hang ends the child, and so the test
+        try:
+            ops.experts_split(x, ids, weights, pool.handle())
+        except torch_mesh.ForkedProcessError:
+            del layer  # and its device, which is the parent's, goes without one
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not _split(pool, x, ids, weights).isnan().any()
 
 
 def test_gradients_are_those_of_the_layer_on_the_cpu(open_pool: OpenPool) -> None:
@@ -211,7 +348,8 @@ def test_compiled_equals_eager_and_layers_share_one_graph(open_pool: OpenPool) -
     pool = open_pool(SPEC)
     layers = []
     for index, hot in enumerate(([1, 2, 5], list(range(8)))):
-        layers.append(device_layer(pool.weights, hot, index))
+        shared = device.SharedDevice(pool.handle(), DEVICE)
+        layers.append(device_layer(pool.weights, hot, index, shared=shared))
         device.place(pool.handle(index), layers[-1])
     x, ids, weights = on_device((torch.randn(5, SPEC.hidden), *routing(SPEC, 5, 3)))
 
@@ -226,5 +364,5 @@ def test_compiled_equals_eager_and_layers_share_one_graph(open_pool: OpenPool) -
     torch._dynamo.reset()
 
 
-def test_the_op_is_never_captured() -> None:
+def test_compiled_graphs_are_cut_around_the_op() -> None:
     assert torch.Tag.cudagraph_unsafe in ops.experts_split.default.tags

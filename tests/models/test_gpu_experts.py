@@ -17,8 +17,10 @@ from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, UnsupportedModelError, gpu
+from torch_mesh import ChecksumError, MeshConfig, MeshError, UnsupportedModelError, gpu
+from torch_mesh.counters import DeviceCounters
 from torch_mesh.modules import patched_modules
+from torch_mesh.stats import shared_devices_of
 from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
@@ -106,6 +108,102 @@ def test_statistics_begin_after_placing() -> None:
 
 
 @pytest.mark.usefixtures("card")
+def test_statistics_of_the_device() -> None:
+    mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
+    mask[0], mask[1, :4] = True, True
+    model = torch_mesh.patch(_build(), resident=1.0, weights="int8", gpu_experts=mask, gpu_streaming=(0, 1, 1))
+    device = torch_mesh.stats(model).device
+    assert device is not None and not any(device.to_dict().values()), "placing is not counted"
+    _logits(model, _ids())
+    stats = torch_mesh.stats(model)
+    device = stats.device
+    assert device is not None and stats.to_dict()["device"] == device.to_dict()
+    assert (device.complete, device.calls, device.failed) == (1, 2, 0)
+    assert device.all_on_device == 2, "copies cost nothing: all that were cold came up"
+    assert device.streamed > 0 and device.bytes_streamed % device.streamed == 0
+    assert device.bytes_down > 0 and device.bytes_up > 0 and device.node_seconds > 0
+    assert str(device) in str(stats) and "\n" not in str(device)
+    torch_mesh.reset_stats(model)
+    assert torch_mesh.stats(model).device == DeviceCounters()
+    _logits(model, _ids()[:, :1])
+    assert torch_mesh.stats(model).device.streamed == 0, "of a decode step nothing is"
+    assert torch_mesh.stats(torch_mesh.patch(_build(), resident=0.5)).device is None
+
+
+@pytest.mark.usefixtures("card")
+def test_measured_costs_are_measured() -> None:
+    mask = _random_mask()
+    mask[0, :2] = torch.tensor([True, False])
+    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=mask)
+    [shared] = shared_devices_of(model)
+    assert shared.costs is not None and shared.costs.copy > 0 and shared.costs.row >= 0 and shared.costs.expert >= 0
+    assert shared.costs.row + shared.costs.expert > 0
+    with pytest.raises(MeshError, match="has computed nothing yet"):
+        torch_mesh.save_profile(model, "never-written")
+    off = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=mask, gpu_streaming="off")
+    [shared] = shared_devices_of(off)
+    assert shared.costs is None and shared.buffers is None
+    ids = _ids()
+    for each in (model, off):
+        assert torch.equal(_logits(each, ids), _logits(each, ids))
+
+
+@pytest.mark.usefixtures("card")
+def test_a_damaged_store_makes_nan_and_is_raised_afterwards(tmp_path: Path) -> None:
+    options = {
+        "resident": 0.2,
+        "weights": "int8",
+        "store": tmp_path / "store",
+        "gpu_experts": 3,
+        "gpu_streaming": "off",
+    }
+    model = torch_mesh.patch(_build(), verify="always", prefetch="off", **options)
+    torch_mesh.synchronize(model)
+    for file in (tmp_path / "store").glob("mesh-*.safetensors"):
+        with file.open("r+b") as records:
+            records.seek(file.stat().st_size // 2)
+            records.write(bytes(file.stat().st_size - records.tell()))
+    ids = torch.arange(3, 67, device=DEVICE).view(8, 8)
+    for look in (torch_mesh.stats, torch_mesh.synchronize, lambda model: _logits(model, ids)):
+        with pytest.raises(
+            (ChecksumError, ValueError)
+        ) as error:  # NaN may make a later layer's router choose what is not there
+            _logits(model, ids)
+            look(model)
+        assert isinstance(error.value, ChecksumError) or "expert id" in str(error.value)
+
+
+@pytest.mark.usefixtures("card")
+def test_capture_sizes_are_set_read_and_cleared() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=3)
+    assert torch_mesh.capture_batch_sizes(model) == []
+    torch_mesh.set_capture_batch_sizes(model, [4, 1])
+    assert torch_mesh.capture_batch_sizes(model) == [4, 1]
+    for wrong in ([0], [1, 1], [True], [1.0], [-3]):
+        with pytest.raises(ValueError, match="distinct positive numbers of tokens"):
+            torch_mesh.set_capture_batch_sizes(model, wrong)
+    assert torch_mesh.capture_batch_sizes(model) == [4, 1]
+    torch_mesh.set_capture_batch_sizes(model, [])
+    assert torch_mesh.capture_batch_sizes(model) == []
+
+
+def test_what_has_nothing_on_a_device_says_so() -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    calls = (
+        torch_mesh.synchronize,
+        torch_mesh.capture_batch_sizes,
+        lambda model: torch_mesh.set_capture_batch_sizes(model, [1]),
+    )
+    for call in calls:
+        with pytest.raises(MeshError, match="is not patched"):
+            call(model)
+    torch_mesh.patch(model, resident=0.5)
+    for call in calls:
+        with pytest.raises(MeshError, match="has no experts on a GPU"):
+            call(model)
+
+
+@pytest.mark.usefixtures("card")
 def test_all_in_memory_works_without_a_store() -> None:
     original, ids = _build(), _ids()
     model = torch_mesh.patch(copy.deepcopy(original), resident=1.0, gpu_experts=4)
@@ -165,7 +263,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_mesh.patch(model, gpu_experts=2, deferred_experts=1)
     monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
     monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
-    with pytest.raises(MemoryError, match=r"needs [\d,]+ bytes for 6 experts, but .* has 4,096 left"):
+    with pytest.raises(
+        MemoryError, match=r"needs [\d,]+ bytes for 6 experts and what prompts bring up, but .* has 4,096 left"
+    ):
         torch_mesh.patch(model, gpu_experts=2)
     assert not list(patched_modules(model)), "a model that was refused is as it was"
     torch_mesh.patch(model, gpu_experts="auto")
@@ -193,6 +293,17 @@ def test_a_model_on_the_cpu_takes_none() -> None:
 def test_a_wrong_value_says_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match="give a number of experts of each layer, 'auto', or a bool mask"):
         MeshConfig(gpu_experts=value)
+
+
+@pytest.mark.parametrize("value", ["on", 1, (1, 2), (1, 2, -3), (1, 2, True), (1, 2, float("inf")), None, ["a", 1, 2]])
+def test_a_wrong_streaming_says_what_is_allowed(value: object) -> None:
+    with pytest.raises(ValueError, match="give 'auto', 'off', or three numbers of seconds"):
+        MeshConfig(gpu_streaming=value)
+
+
+def test_streaming_is_of_this_machine() -> None:
+    assert MeshConfig(gpu_streaming=[1, 2.5, 0]).gpu_streaming == (1.0, 2.5, 0.0)
+    assert "gpu_streaming" not in MeshConfig(gpu_streaming="off").to_dict()
 
 
 def test_the_config_takes_every_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,13 +343,18 @@ def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
     ("free", "status", "counts"),
     [
         (2 * GIB, "too small", (0, 0, 0)),  # the reserve takes all
-        (2 * GIB + 8 * 4096 * 1024, "below recommended", (3, 3, 2)),
-        (2 * GIB + 9 * 4096 * 1024, "ok", (3, 3, 3)),
+        (2 * GIB + 2 * 4096 * 1024, "too small", (0, 0, 0)),  # the buffers do
+        (2 * GIB + 10 * 4096 * 1024, "below recommended", (3, 3, 2)),
+        (2 * GIB + 11 * 4096 * 1024, "ok", (3, 3, 3)),
         (20 * GIB, "nothing to do", (8, 8, 8)),
     ],
 )
 def test_how_many_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
     plan = gpu.plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
     assert (plan.status, plan.counts, plan.reserve_bytes) == (status, counts, 2 * GIB)
-    assert plan.expert_bytes == sum(counts) * 4096 * 1024 and plan.advice
+    assert plan.buffers == (2 if 0 < sum(counts) < LAYERS * EXPERTS else 0)
+    assert plan.expert_bytes == (sum(counts) + plan.buffers) * 4096 * 1024 and plan.advice
     assert gpu.plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB
+    large = gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, record_bytes=GIB >> 10)
+    assert (sum(large.counts), large.buffers) == (4080, 16), "two buffers of eight, and no more"
+    assert sum(gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, GIB >> 10, streaming=False).counts) == 4096
