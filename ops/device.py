@@ -72,6 +72,7 @@ class SharedDevice:
         self.host = _C.HostShare(
             handle, device.index if device.type == "cuda" else None, seed=seed, most_delay_us=most_delay_us
         )
+        self.pending: weakref.WeakSet[Any] = weakref.WeakSet()  # calls that Experts.submit has under way
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None

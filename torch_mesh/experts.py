@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from . import _C
 from .config import MeshConfig
 from .families import find_experts
 from .lossy import check_lossy
-from .modules import install
+from .modules import MeshExperts, install
 from .patching import patch
+from .pending import PendingExperts, submit
 from .pool import ExpertPool, pool_slots
 from .profiles import check_profile
 from .store.manifest import Shape, open_store
@@ -109,9 +110,19 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], topk_ids [tokens, k] int, topk_weights [tokens, k] -> [tokens, hidden] in x's dtype."""
-        if self.expert_map is not None:
-            topk_ids = self.expert_map[topk_ids]
-        return self.experts(x, topk_ids, topk_weights)
+        return self.experts(x, self._mapped(topk_ids), topk_weights)
+
+    def submit(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> PendingExperts:
+        """``forward`` beside what the caller does next: it returns when the call is under way, and ``.result()`` gives the output.
+
+        On a GPU that holds experts of the layer, the GPU's and the CPU's parts go on in their order behind the current stream; on the
+        CPU a thread of the process computes one call after the other. ``x``, ids and weights must not change until then. Errors
+        come out of ``.result()``, apart from ValueError for tensors that want gradients, which ``forward`` is for.
+        """
+        return submit(cast(MeshExperts, self.experts), x, self._mapped(topk_ids), topk_weights)
+
+    def _mapped(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        return topk_ids if self.expert_map is None else self.expert_map[topk_ids]
 
     def _set_expert_map(self, expert_map: torch.Tensor | None) -> None:
         if expert_map is not None:

@@ -116,3 +116,26 @@ def test_wrong_arguments_say_what_is_allowed(weights, change: dict, message: str
     arguments = {"gate_up": weights[0], "down": weights[1]} | change
     with pytest.raises(ValueError, match=message):
         torch_mesh.Experts(**arguments)
+
+
+def test_submitted_calls_give_what_forward_gives(weights, routed) -> None:
+    x, ids, routing = routed
+    layer = torch_mesh.Experts(*weights, top_k=2, expert_map=torch.arange(EXPERTS).flip(0), weights="int8")
+    pending = [layer.submit(x[:tokens], ids[:tokens], routing[:tokens]) for tokens in (7, 1, 0, 4)]
+    for tokens, call in zip((7, 1, 0, 4), pending, strict=True):
+        out = call.result()
+        assert torch.equal(out, layer(x[:tokens], ids[:tokens], routing[:tokens])) and not out.requires_grad
+        assert torch.equal(call.result(), out)
+    with torch.inference_mode():
+        assert layer.submit(x, ids, routing).result().is_inference()
+
+
+def test_errors_of_a_submitted_call_come_out_of_its_result(weights, routed) -> None:
+    x, ids, routing = routed
+    layer = torch_mesh.Experts(*weights, top_k=2)
+    wrong, right = layer.submit(x, ids + EXPERTS, routing), layer.submit(x, ids, routing)
+    with pytest.raises(ValueError, match=r"is outside \[0, 6\)"):
+        wrong.result()
+    assert torch.equal(right.result(), layer(x, ids, routing))
+    with pytest.raises(ValueError, match="keeps nothing for gradients"):
+        layer.submit(x.requires_grad_(), ids, routing)

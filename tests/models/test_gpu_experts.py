@@ -244,7 +244,34 @@ def test_an_embedded_layer_takes_them_too() -> None:
     weights = torch.rand(5, 2, device=DEVICE)
     expected = torch_mesh.Experts(gate_up, down, top_k=2)(x, ids, weights)
     layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu_experts=[[True, False, True, True]])
-    torch.testing.assert_close(layer(x, ids, weights), expected, rtol=0.02, atol=0.02)
+    out = layer(x, ids, weights)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+    pending = [layer.submit(x[:n], ids[:n], weights[:n]) for n in (5, 1, 3)]
+    for n, call in zip((5, 1, 3), pending, strict=True):
+        assert torch.equal(call.result(), layer(x[:n], ids[:n], weights[:n]))
+    assert torch.equal(pending[0].result(), out), "as often as one likes"
+    layer.submit(x, ids, weights)  # nobody asks for it
+    assert torch.equal(layer(x, ids, weights), out)
+
+
+@pytest.mark.usefixtures("card")
+def test_an_error_of_a_submitted_call_comes_out_of_its_result() -> None:
+    gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu_experts=2)
+    x, weights = torch.randn(2, 72, device=DEVICE), torch.rand(2, 2, device=DEVICE)
+    ids = torch.tensor([[0, 3], [2, 1]], device=DEVICE)
+    wrong, right = layer.submit(x, ids + 2, weights), None
+    with pytest.raises(ValueError, match="expert id [45] of token"):
+        wrong.result()
+    with pytest.raises(ValueError, match="expert id [45] of token"):
+        wrong.result()
+    right = layer.submit(x, ids, weights)
+    assert torch.equal(right.result(), layer(x, ids, weights))
+    with pytest.raises(ValueError, match="x must be"):
+        layer.submit(x[:, :3], ids, weights).result()
+    with pytest.raises(ValueError, match="keeps nothing for gradients"):
+        layer.submit(x.requires_grad_(), ids, weights)
 
 
 @pytest.mark.usefixtures("card")

@@ -1,0 +1,96 @@
+"""Forwards of a layer that were submitted and not yet asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .modules import MeshExperts
+from .ops.device import DeviceLayer, find
+from .ops.experts_split import SplitForward
+
+# What a forward fails with, beside KeyboardInterrupt, which is raised at once.
+_ERRORS = (RuntimeError, ValueError, MemoryError)
+
+
+class PendingExperts(ABC):
+    """What ``torch_mesh.Experts.submit`` returns."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The layer's output, [tokens, hidden] in the dtype of ``x``; waits for the CPU. The same at each call.
+
+        On a GPU the output belongs to the stream that was current at ``submit``, and ``result`` has to be called with that stream
+        current. Raises what the call failed with, as ``forward`` would; where several calls were under way on a GPU
+        and one of them failed, each of them does.
+        """
+
+
+def submit(module: MeshExperts, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> PendingExperts:
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise ValueError("submit() keeps nothing for gradients: call the layer, or submit under torch.no_grad().")
+    if module._mesh_device == x.device:
+        return _OnDevice(find(module._mesh_handle), x, topk_ids, topk_weights)
+    return _OnWorker(module, x, topk_ids, topk_weights)
+
+
+class _OnWorker(PendingExperts):
+    """One thread of the process takes such calls in turn; the op releases the GIL."""
+
+    def __init__(self, *call: Any) -> None:
+        self._future = _worker(os.getpid()).submit(_run, torch.is_inference_mode_enabled(), *call)
+
+    def result(self) -> Tensor:
+        return self._future.result()
+
+
+def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
+    with torch.inference_mode() if inference else torch.no_grad():
+        return module(*inputs)
+
+
+@functools.cache
+def _worker(process: int) -> ThreadPoolExecutor:
+    """Of this process: threads do not survive a fork."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch_mesh submit")
+
+
+class _OnDevice(PendingExperts):
+    def __init__(self, layer: DeviceLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        assert layer.shared is not None
+        self._shared = layer.shared
+        self._forward: SplitForward | None = None
+        self._output: Tensor | None = None
+        self._error: Exception | None = None
+        self._shared.pending.add(self)
+        try:
+            with torch.no_grad():
+                self._forward = SplitForward(x, topk_ids, topk_weights, layer)
+        except _ERRORS as error:  # of this call, or kept from one that is under way
+            self._fail(error)
+
+    def result(self) -> Tensor:
+        if self._forward is not None:
+            forward, self._forward = self._forward, None
+            try:
+                with torch.no_grad():
+                    self._output = forward.finish()
+                self._shared.host.synchronize()
+            except _ERRORS as error:
+                self._fail(error)
+            self._shared.pending.discard(self)
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    def _fail(self, error: Exception) -> None:
+        """Which of the calls under way a host node's error is of is not known: none of them may pass for right."""
+        for pending in list(self._shared.pending):
+            pending._error = pending._error or error
