@@ -76,7 +76,10 @@ class SharedDevice:
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None
+        self.mover: _C.Mover | None = None
+        self.leader = -1  # the first layer whose experts move
         self._streamed_bytes = 0  # when statistics were reset
+        self._moved = 0
         self._complete = 0
         self._counting = threading.Lock()
 
@@ -91,6 +94,16 @@ class SharedDevice:
         """Two buffers, uint8 [records, record bytes] each, through which experts without a slot come up. ``costs`` says when they do."""
         self.buffers, self.uplift = (first, second), _C.Uplift(self.host, first, second)
 
+    def move_between(self, slots: Tensor, table: Tensor, moving: list[bool], spare: int, patience: int) -> None:
+        """Lets the experts of layers that are ``moving`` move between ``slots``, uint8 [slots, record bytes], of which ``spare`` hold nothing.
+
+        ``table`` is int32 [layers, experts], on the device.
+        """
+        self.mover = _C.Mover(
+            self.host, slots, table, table.flatten().tolist(), moving, batch=spare, policy="auto", patience=patience
+        )
+        self.leader = moving.index(True)
+
     def count_complete(self) -> None:
         """A forward of a layer that is here as a whole."""
         with self._counting:
@@ -99,6 +112,10 @@ class SharedDevice:
     def stats(self) -> dict[str, Any]:
         """The fields of ``DeviceCounters``."""
         counts: dict[str, Any] = {**self.host.stats(), "complete": self._complete, "streamed": 0, "bytes_streamed": 0}
+        counts["moved"], counts["moves_failed"] = 0, 0
+        if self.mover is not None:
+            moves = self.mover.stats()
+            counts["moved"], counts["moves_failed"] = moves["moved_up"] - self._moved, moves["failed"]
         if self.uplift is not None and self.buffers is not None:
             counts["bytes_streamed"] = self.uplift.bytes_up() - self._streamed_bytes
             counts["streamed"] = counts["bytes_streamed"] // self.buffers[0].size(1)
@@ -108,6 +125,7 @@ class SharedDevice:
         self.host.reset_stats()
         self._complete = 0
         self._streamed_bytes = 0 if self.uplift is None else self.uplift.bytes_up()
+        self._moved = 0 if self.mover is None else self.mover.stats()["moved_up"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +135,20 @@ class DeviceLayer:
     record: DeviceRecord
     records: Tensor  # uint8 [slots, record bytes] on the device, shared by its layers
     table: Tensor  # int32 [experts] on the device: the slot of each expert, or -1
-    here: Tensor  # bool [experts] on the CPU: table >= 0
+    here: Tensor  # bool [experts] on the CPU: table >= 0 when they were placed
     complete: bool  # all of them
     workspace: int  # bytes that the products of one chunk of tokens may take
     index: int = 0  # of the pool's layers
     shared: SharedDevice | None = None  # none for kernels alone: experts_split needs it
+
+    @property
+    def count(self) -> int:
+        """Experts that are there now."""
+        mover = None if self.shared is None else self.shared.mover
+        if mover is None:
+            return int(self.here.sum())
+        experts = self.here.numel()
+        return sum(slot >= 0 for slot in mover.slots_of()[self.index * experts : (self.index + 1) * experts])
 
 
 # By what a handle holds. Whoever made a layer owns it; a handle whose model is gone finds nothing.

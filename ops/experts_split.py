@@ -58,6 +58,8 @@ class SplitForward:
         self._stream = self._shared.stream()
         self._ticket: int | None = None
         with torch.cuda.device_of(x):
+            if self._shared.mover is not None and layer.index == self._shared.leader:
+                self._shared.mover.step(self._stream)
             if layer.complete or topk_ids.numel() == 0:
                 if layer.complete:
                     self._shared.count_complete()

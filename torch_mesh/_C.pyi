@@ -148,6 +148,29 @@ class Uplift:
     def bytes_up(self) -> int: ...
     def turn(self, stream: int) -> Turn: ...
 
+class Mover:
+    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h. ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts]."""
+
+    def __init__(
+        self,
+        share: HostShare,
+        records: Tensor,
+        table: Tensor,
+        slots_of: list[int],
+        moving: list[bool],
+        *,
+        batch: int,
+        policy: str,
+        patience: int,
+    ) -> None: ...
+    def step(self, stream: int) -> int: ...
+    def move(self, up: list[int], down: list[int], stream: int) -> None:
+        """Experts as layer * experts + expert. Waits."""
+
+    def slots_of(self) -> list[int]: ...
+    def stats(self) -> dict[str, Any]:
+        """'moved_up', 'batches', 'bytes_up', 'failed', 'last_failure' (an exception or None)."""
+
 def direct_io_alignment(path: str) -> int:
     """Bytes that O_DIRECT on this file wants offsets and lengths to be multiples of; 0 if it reports none; -1 if O_DIRECT is refused."""
 

@@ -41,6 +41,7 @@ __all__ = [
     "capture_batch_sizes",
     "hottest_experts",
     "patch",
+    "place_experts",
     "record_trace",
     "reset_stats",
     "save_profile",
@@ -83,7 +84,7 @@ else:
     import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
     from .config import MeshConfig
-    from .device_work import capture_batch_sizes, set_capture_batch_sizes, synchronize
+    from .device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .experts import Experts
     from .gpu import hottest_experts
     from .patching import patch, unpatch

@@ -27,6 +27,7 @@ PREFETCH = ("auto", "off")
 GUARD = ("auto", "on", "off")
 QUOTAS = ("off", "on")
 PREFILL = ("auto", "window", "off")
+GPU_PLACEMENT = ("static", "dynamic")
 
 # Of a CUDA device that takes gpu_experts: tl.dot needs it for bf16.
 LEAST_CAPABILITY = (8, 0)
@@ -227,6 +228,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "workspace": _check_workspace,
     "gpu_experts": _check_gpu_experts,
     "gpu_streaming": _check_gpu_streaming,
+    "gpu_placement": _one_of(GPU_PLACEMENT),
     "timeout": _check_timeout,
     "predictor": _check_file,
     "stats_file": _check_file,
@@ -240,6 +242,7 @@ FIELDS = tuple(_CHECKS)
 _LOCAL = (
     "gpu_experts",
     "gpu_streaming",
+    "gpu_placement",
     "predictor",
     "profile",
     "pins",
@@ -275,6 +278,7 @@ _DEFAULTS: dict[str, Any] = {
     "workspace": "256MiB",
     "gpu_experts": 0,
     "gpu_streaming": "auto",
+    "gpu_placement": "static",
     "timeout": 30.0,
     "predictor": None,
     "stats_file": None,
@@ -340,6 +344,9 @@ class MeshConfig(QuantizationConfigMixin):
         gpu_streaming: which of the experts that are not on the GPU a prompt brings up to be computed there, ``"auto"``: by what a copy and
             the CPU took when experts were placed; three numbers of seconds in place of those: a copy of an expert, the CPU for a row
             of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding. Not kept in a checkpoint.
+        gpu_placement: ``"static"``: experts stay where they were put, or ``"dynamic"``: those that are used most move up to the GPU while
+            the model runs, which makes the last bits of its output depend on when they arrive. ``torch_mesh.place_experts`` moves
+            them by hand then. Not kept in a checkpoint.
         timeout: seconds that a read or a wait for a slot may take.
         predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
             router, the first layer's too. None: the routers do. Needs ``prefetch``; not kept in a checkpoint.
@@ -374,6 +381,7 @@ class MeshConfig(QuantizationConfigMixin):
     workspace: str | int
     gpu_experts: str | int | tuple[tuple[bool, ...], ...]
     gpu_streaming: str | tuple[float, float, float]
+    gpu_placement: str
     timeout: float
     predictor: str | None
     stats_file: str | None
@@ -406,6 +414,7 @@ class MeshConfig(QuantizationConfigMixin):
         workspace: str | int = _NOT_GIVEN,
         gpu_experts: Any = _NOT_GIVEN,
         gpu_streaming: Any = _NOT_GIVEN,
+        gpu_placement: Any = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,
         predictor: str | os.PathLike[str] | None = _NOT_GIVEN,
         stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,

@@ -137,6 +137,8 @@ class DeviceCounters:
     )
     failed: int = 0  # of the calls: the output was NaN, and the error is raised later
     streamed: int = 0  # experts that came up for prompts
+    moved: int = 0  # experts that came up to stay, under gpu_placement="dynamic"
+    moves_failed: int = 0  # reads that ended in an error on the way
     bytes_down: int = 0  # hidden states, ids and routing weights
     bytes_up: int = 0  # sums
     bytes_streamed: int = 0
@@ -153,7 +155,7 @@ class DeviceCounters:
             f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing to do in "
             f"{self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; {waited}; "
             f"{self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; "
-            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB"
+            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved"
         )
 
 

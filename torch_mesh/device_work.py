@@ -1,14 +1,15 @@
-"""What a model's forwards have under way on GPUs: waiting for it, and the buffers of those that are captured."""
+"""What a model's forwards have under way on GPUs: waiting for it, the buffers of those that are captured, and moving experts between."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from .errors import MeshError
 from .modules import patched_modules
-from .ops.device import SharedDevice
+from .ops.device import SharedDevice, find
 from .stats import shared_devices_of
 
 
@@ -44,6 +45,40 @@ def set_capture_batch_sizes(model: nn.Module, sizes: Iterable[int]) -> None:
 def capture_batch_sizes(model: nn.Module) -> list[int]:
     """The sizes that ``set_capture_batch_sizes`` has set, in its order. Raises MeshError as that does."""
     return _devices(model)[0].host.capture_sizes()
+
+
+def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
+    """Moves experts to the GPUs of their layers and back, for models with ``gpu_placement="dynamic"``; returns how many moved up.
+
+    With ``here``, bool [layers, experts], just those are there afterwards; the call waits until they are. Without, it is what each eager
+    forward of a model does at its beginning: the next step of what routing asks for, without waiting; call it between replays of
+    a captured graph, in their stream. Raises MeshError for a model that is not patched, has no experts on a GPU or a static placement,
+    ValueError for a mask that does not fit the model or has more experts than a GPU has slots, and what reading experts raises; what was
+    moved before it stays moved.
+    """
+    devices = [device for device in _devices(model) if device.mover is not None]
+    if not devices:
+        raise MeshError("the placement of this model is static: patch it with gpu_placement='dynamic' to move experts.")
+    if here is None:
+        return sum(device.mover.step(device.stream()) for device in devices if device.mover is not None)
+    modules = [module for module in patched_modules(model) if module._mesh_device is not None]
+    every = list(patched_modules(model))
+    if here.dtype != torch.bool or here.shape != (len(every), every[0].num_experts):
+        raise ValueError(
+            f"here is {here.dtype} {list(here.shape)}; it has to be torch.bool [{len(every)}, {every[0].num_experts}]."
+        )
+    moved = 0
+    for device in devices:
+        assert device.mover is not None
+        slots = torch.tensor(device.mover.slots_of()).view(-1, here.size(1)) >= 0
+        wanted = slots.clone()
+        for row, module in enumerate(every):
+            if module in modules and find(module._mesh_handle).shared is device:
+                wanted[module._mesh_layer] = here[row]
+        up, down = ((mask.flatten().nonzero().flatten().tolist()) for mask in (wanted & ~slots, slots & ~wanted))
+        device.mover.move(up, down, device.stream())
+        moved += len(up)
+    return moved
 
 
 def _devices(model: nn.Module) -> list[SharedDevice]:

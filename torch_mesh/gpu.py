@@ -33,6 +33,10 @@ _ALLOCATION = 2 << 20
 # an eighth of the slots at most, from 16 slots on.
 _MOST_BATCH = 8
 _SLOTS_PER_BATCH = 16
+# Experts that move at a time under gpu_placement="dynamic", and so slots that are kept spare.
+_MOVED_TOGETHER = 4
+# Forwards of its layer for which an expert has to be wanted before it moves.
+_PATIENCE = 32
 # Rows of an expert by which the CPU's time is measured, beside one.
 _MANY_ROWS = 32
 
@@ -44,7 +48,7 @@ class GpuPlan:
     status: Literal["ok", "below recommended", "too small", "nothing to do"]
     advice: str
     counts: tuple[int, ...]
-    buffers: int  # records of both buffers through which prompts bring others up; 0 where all fit
+    buffers: int  # records of what lies beside them, for others on their way up; 0 where all fit
     expert_bytes: int  # of all that are placed and the buffers, as torch's allocator takes them
     reserve_bytes: int
 
@@ -56,6 +60,7 @@ class Placement:
     here: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
     streaming: str | tuple[float, float, float] = "auto"  # MeshConfig.gpu_streaming
+    dynamic: bool = False  # MeshConfig.gpu_placement
 
     @property
     def count(self) -> int:
@@ -66,8 +71,18 @@ class Placement:
 
     def batch_on(self, device: torch.device) -> int:
         """Records of each of the two buffers there; 0 without any."""
-        partly = any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
-        return _batch(self.count_on(device)) if partly and self.streaming != "off" else 0
+        return _batch(self.count_on(device)) if self._partly(device) and self.streaming != "off" else 0
+
+    def spare_on(self, device: torch.device) -> int:
+        """Slots there that hold nothing, for experts on their way; 0 where none move."""
+        return _MOVED_TOGETHER if self._partly(device) and self.dynamic else 0
+
+    def records_on(self, device: torch.device) -> int:
+        """All that is allocated there."""
+        return self.count_on(device) + self.spare_on(device) + 2 * self.batch_on(device)
+
+    def _partly(self, device: torch.device) -> bool:
+        return any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
 
     def adjusted(self, config: MeshConfig) -> MeshConfig:
         """``config`` for the pool that keeps the others. A window would read a layer as a whole, what is on a GPU included.
@@ -90,17 +105,25 @@ class Placement:
 
 
 def plan_gpu(
-    free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, streaming: bool = True
+    free: int,
+    total: int,
+    layers: int,
+    experts: int,
+    top_k: int,
+    record_bytes: int,
+    streaming: bool = True,
+    dynamic: bool = False,
 ) -> GpuPlan:
     """What ``gpu_experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
 
     The same number in each layer, and one more in the first ones as far as that goes. Recommended are as many as a token uses.
-    ``streaming``: beside them lie two buffers for prompts, unless all experts fit.
+    ``streaming``: beside them lie two buffers for prompts, ``dynamic``: and spare slots, unless all experts fit.
     """
     reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
     budget = max(0, free - reserve) // _ALLOCATION * _ALLOCATION
     records = min(layers * experts, budget // record_bytes)
-    buffers = 2 * _batch(records) if streaming and 0 < records < layers * experts else 0
+    some = 0 < records < layers * experts
+    buffers = (2 * _batch(records) * streaming + _MOVED_TOGETHER * dynamic) if some else 0
     slots = max(0, records - buffers)
     if slots == 0:
         buffers = 0
@@ -162,13 +185,17 @@ def choose_experts(
     if isinstance(wanted, tuple):
         here = _from_mask(wanted, len(layers), experts)
     elif isinstance(wanted, str):
-        counts = _automatic_counts(layers, devices, weights, group_size, config.gpu_streaming != "off")
+        counts = _automatic_counts(layers, devices, weights, group_size, config)
         here = _from_counts(counts, experts)
     elif wanted > experts:
         raise ValueError(f"gpu_experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
     else:
         here = _from_counts([int(wanted)] * len(layers), experts)
-    placement = Placement(here, devices, config.gpu_streaming)
+    placement = Placement(here, devices, config.gpu_streaming, config.gpu_placement == "dynamic")
+    if placement.dynamic and placement.count == 0 and wanted != "auto":
+        raise ValueError(
+            "gpu_placement='dynamic' moves experts among slots on a GPU, and gpu_experts gives it none: set gpu_experts."
+        )
     if placement.count > 0:
         _check_possible(layers, placement, _record_bytes(layers, weights, group_size))
     return placement
@@ -196,27 +223,32 @@ def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Pl
     shared = {device: SharedDevice(pool.handle(0), device) for device in devices}
     records = {
         device: torch.empty(
-            (placement.count_on(device) + 2 * placement.batch_on(device), record.words * 4),
-            dtype=torch.uint8,
-            device=device,
+            (placement.records_on(device), record.words * 4), dtype=torch.uint8, device=device
         )
         for device in devices
+    }
+    tables = {
+        device: torch.full((pool.layers, shape.num_experts), -1, dtype=torch.int32, device=device) for device in devices
     }
     taken = dict.fromkeys(devices, 0)
     placed: list[tuple[Any, DeviceLayer]] = []
     with progress_bar("Copying experts to the GPU") as progress:
         for layer, here, device in zip(layers, placement.here, placement.devices, strict=True):
             if device in records:
-                place_of = record, records[device], taken[device]
+                place_of = record, records[device], tables[device], taken[device]
                 placed.append((layer.module, _copy_layer(layer.module, pool, shared[device], here, *place_of)))
                 taken[device] += int(here.sum())
             progress(sum(taken.values()) * record.words * 4, placement.count * record.words * 4)
     for device in devices:
+        slots = taken[device] + placement.spare_on(device)
+        partial = [layer for _, layer in placed if layer.shared is shared[device] and not layer.complete]
         if batch := placement.batch_on(device):
-            partial = next(layer for _, layer in placed if layer.shared is shared[device] and not layer.complete)
-            buffers = records[device][taken[device] :]
+            buffers = records[device][slots:]
             shared[device].lend(buffers[:batch], buffers[batch:])
-            shared[device].costs = _costs(pool, partial, shared[device], placement.streaming)
+            shared[device].costs = _costs(pool, partial[0], shared[device], placement.streaming)
+        if spare := placement.spare_on(device):
+            moving = [any(layer.index == index for layer in partial) for index in range(pool.layers)]
+            shared[device].move_between(records[device][:slots], tables[device], moving, spare, _PATIENCE)
     for module, on_device in placed:
         pool.device_layers.append(on_device)
         place(module._mesh_handle, on_device)
@@ -233,6 +265,7 @@ def _copy_layer(
     here: torch.Tensor,
     record: DeviceRecord,
     records: torch.Tensor,
+    tables: torch.Tensor,
     first: int,
 ) -> DeviceLayer:
     chosen = here.nonzero().flatten()
@@ -241,10 +274,9 @@ def _copy_layer(
         records[slot].copy_(torch.from_numpy(pool.engine.read_record(module._mesh_layer, expert)))
     if not pool.in_memory:  # then the pool is the only other place where they are
         torch.ops.torch_mesh.evict(module._mesh_handle, chosen)
-    table = torch.full(here.shape, -1, dtype=torch.int32)
-    table[chosen] = torch.arange(first, first + len(chosen), dtype=torch.int32)
+    table = tables[module._mesh_layer]
+    table[chosen.to(table.device)] = torch.arange(first, first + len(chosen), dtype=torch.int32, device=table.device)
     complete = bool(here.all())
-    table = table.to(records.device)
     return DeviceLayer(record, records, table, here, complete, pool.workspace, module._mesh_layer, shared)
 
 
@@ -330,7 +362,7 @@ def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) ->
 
 
 def _automatic_counts(
-    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], weights: str, group_size: int, streaming: bool
+    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], weights: str, group_size: int, config: MeshConfig
 ) -> list[int]:
     counts = [0] * len(layers)
     usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
@@ -348,7 +380,8 @@ def _automatic_counts(
             layers[0].num_experts,
             max(layer.top_k for layer in layers),
             _record_bytes(layers, weights, group_size),
-            streaming,
+            config.gpu_streaming != "off",
+            config.gpu_placement == "dynamic",
         )
         for index, count in zip(its_own, plan.counts, strict=True):
             counts[index] = count
@@ -371,10 +404,10 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, record
         free += sum(
             _bytes_on(layer, where) for layer, where in zip(layers, placement.devices, strict=True) if where == device
         )
-        needed = (wanted + 2 * placement.batch_on(device)) * record_bytes
+        needed = placement.records_on(device) * record_bytes
         if needed > free:
             raise MemoryError(
-                f"gpu_experts needs {needed:,} bytes for {wanted} experts and what prompts bring up, but {device} has {free:,} "
+                f"gpu_experts needs {needed:,} bytes for {wanted} experts and others on their way, but {device} has {free:,} "
                 "left: give fewer, or 'auto'."
             )
 

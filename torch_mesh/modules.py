@@ -127,7 +127,7 @@ class MeshExperts(PackedModule):
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), self._mesh_pool.describe()]
         if self._mesh_device is not None:
-            parts.append(f"{find(self._mesh_handle).here.sum()} of its {self.num_experts} on {self._mesh_device}")
+            parts.append(f"{find(self._mesh_handle).count} of its {self.num_experts} on {self._mesh_device}")
         return ", ".join(filter(None, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshExperts:

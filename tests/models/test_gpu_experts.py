@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import time
 from pathlib import Path
 
 import numpy as np
@@ -187,11 +188,72 @@ def test_capture_sizes_are_set_read_and_cleared() -> None:
     assert torch_mesh.capture_batch_sizes(model) == []
 
 
+@pytest.mark.usefixtures("card")
+def test_experts_move_to_where_they_are_told() -> None:
+    original, ids = _build(), _ids()
+    masks = [_random_mask() for _ in range(3)]
+    for mask in masks:
+        mask[:, 0], mask[:, 1] = True, False  # each layer has some on either side
+        mask[:, 4:] = False
+    model = torch_mesh.patch(
+        copy.deepcopy(original), resident=0.5, gpu_experts=4, gpu_placement="dynamic", gpu_streaming="off"
+    )
+    expected = _logits(torch_mesh.patch(copy.deepcopy(original), resident=0.5), ids)
+    before = torch_mesh.stats(model).device
+    assert before is not None and before.moved == 0
+    moved = 0
+    for mask in masks:
+        moved += torch_mesh.place_experts(model, mask)
+        placed = [find(module._mesh_handle) for module in patched_modules(model)]
+        assert [layer.count for layer in placed] == mask.sum(1).tolist()
+        assert all(f"{layer.count} of its 8 on" in repr(module) for layer, module in zip(placed, patched_modules(model)))
+        assert torch.equal(torch.stack([layer.table for layer in placed]).cpu() >= 0, mask)
+        assert not _residency(model)[mask].any(), "none is kept twice"
+        close = torch.isclose(_logits(model, ids), expected, rtol=0.05, atol=0.05 * expected.std().item())
+        assert close.float().mean() > 0.8
+    after = torch_mesh.stats(model).device
+    assert after is not None and after.moved == moved
+    with pytest.raises(ValueError, match="which has room for"):
+        torch_mesh.place_experts(model, torch.ones(LAYERS, EXPERTS, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"here is torch.bool \[3, 7\]; it has to be torch.bool \[3, 8\]"):
+        torch_mesh.place_experts(model, torch.ones(LAYERS, 7, dtype=torch.bool))
+
+
+@pytest.mark.usefixtures("card")
+def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_PATIENCE", 2)
+    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=2, gpu_placement="dynamic")
+    ids = _ids()[:, :1]  # of one token, whose experts are then the hottest
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        _logits(model, ids)
+        device = torch_mesh.stats(model).device
+        assert device is not None and device.moves_failed == 0
+        if device.moved >= 3:
+            break
+    assert device.moved >= 3, "nothing moved in a minute"
+    total = sum(find(module._mesh_handle).count for module in patched_modules(model))
+    assert total <= 2 * LAYERS
+    torch_mesh.synchronize(model)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_static_placement_does_not_move() -> None:
+    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=2)
+    with pytest.raises(MeshError, match="patch it with gpu_placement='dynamic'"):
+        torch_mesh.place_experts(model)
+    with pytest.raises(ValueError, match="gpu_experts gives it none"):
+        torch_mesh.patch(_build(), gpu_placement="dynamic")
+    with pytest.raises(ValueError, match="gpu_placement='often' is unknown"):
+        MeshConfig(gpu_placement="often")
+
+
 def test_what_has_nothing_on_a_device_says_so() -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     calls = (
         torch_mesh.synchronize,
         torch_mesh.capture_batch_sizes,
+        torch_mesh.place_experts,
         lambda model: torch_mesh.set_capture_batch_sizes(model, [1]),
     )
     for call in calls:
@@ -291,7 +353,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
     monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
     with pytest.raises(
-        MemoryError, match=r"needs [\d,]+ bytes for 6 experts and what prompts bring up, but .* has 4,096 left"
+        MemoryError, match=r"needs [\d,]+ bytes for 6 experts and others on their way, but .* has 4,096 left"
     ):
         torch_mesh.patch(model, gpu_experts=2)
     assert not list(patched_modules(model)), "a model that was refused is as it was"
