@@ -222,9 +222,7 @@ def move_experts(layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Pl
     devices = [device for device in dict.fromkeys(placement.devices) if placement.count_on(device) > 0]
     shared = {device: SharedDevice(pool.handle(0), device) for device in devices}
     records = {
-        device: torch.empty(
-            (placement.records_on(device), record.words * 4), dtype=torch.uint8, device=device
-        )
+        device: torch.empty((placement.records_on(device), record.words * 4), dtype=torch.uint8, device=device)
         for device in devices
     }
     tables = {

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
-#include <new>
 #include <random>
 #include <set>
 #include <string>
@@ -227,7 +227,7 @@ class StandInDevice final : public StandIn {
   void* allocate_pinned(int64_t bytes) override {
     const std::lock_guard lock(mutex_);
     count_call("allocate_pinned", /*in_capture=*/false);
-    void* memory = ::operator new(static_cast<size_t>(bytes), std::nothrow);
+    void* memory = std::malloc(static_cast<size_t>(bytes));
     if (memory == nullptr) fail("out of memory");
     pinned_.insert(memory);
     return memory;
@@ -238,7 +238,7 @@ class StandInDevice final : public StandIn {
       const std::lock_guard lock(mutex_);
       if (pinned_.erase(memory) == 0) return;
       if (options_.failing_call < 0) {
-        ::operator delete(memory);
+        std::free(memory);
         return;
       }
       // Where a device fails whoever frees could not wait; here its streams go on all the same.
@@ -246,7 +246,7 @@ class StandInDevice final : public StandIn {
       for (const auto& [handle, worker] : workers_) workers.push_back(worker);
     }
     for (const auto& worker : workers) worker->synchronize();
-    ::operator delete(memory);
+    std::free(memory);
   }
 
   bool capturing(Stream stream) override {

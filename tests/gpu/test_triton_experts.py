@@ -36,9 +36,9 @@ ODD = [
     Spec(weights="bf16", bias=True),
     Spec(weights="int8", hidden=129, intermediate=31, group_size=64),
     Spec(weights="int8", bias=True, gated=False),
-    Spec(weights="int4", hidden=71, intermediate=130, group_size=32),
+    Spec(weights="int4", hidden=41, intermediate=70, group_size=32),
     Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2, bias=True),
-    Spec(weights="lut4", hidden=71, intermediate=130, group_size=32, gated=False),
+    Spec(weights="lut4", hidden=41, intermediate=70, group_size=32, gated=False),
 ]
 SPLIT = [
     Spec(weights="bf16", hidden=136, intermediate=130, experts=3, bias=True),

@@ -206,7 +206,9 @@ def test_experts_move_to_where_they_are_told() -> None:
         moved += torch_mesh.place_experts(model, mask)
         placed = [find(module._mesh_handle) for module in patched_modules(model)]
         assert [layer.count for layer in placed] == mask.sum(1).tolist()
-        assert all(f"{layer.count} of its 8 on" in repr(module) for layer, module in zip(placed, patched_modules(model)))
+        assert all(
+            f"{layer.count} of its 8 on" in repr(module) for layer, module in zip(placed, patched_modules(model))
+        )
         assert torch.equal(torch.stack([layer.table for layer in placed]).cpu() >= 0, mask)
         assert not _residency(model)[mask].any(), "none is kept twice"
         close = torch.isclose(_logits(model, ids), expected, rtol=0.05, atol=0.05 * expected.std().item())

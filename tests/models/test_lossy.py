@@ -192,7 +192,9 @@ def test_exact_models_say_nothing_of_it(open_model: Callable[..., PreTrainedMode
     )
 
 
-@pytest.mark.parametrize("fields", [{"deferred_experts": 2}, {"routing_bias": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"deferred_experts": 2}, pytest.param({"routing_bias": 0.5}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_compiled_decode_step_gives_the_same(
     open_model: Callable[..., PreTrainedModel], fields: dict[str, Any]
 ) -> None:
