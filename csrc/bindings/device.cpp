@@ -214,6 +214,7 @@ class PyMover {
                                .policy = policy,
                                .patience = patience};
     py::gil_scoped_release released;
+    if (!share.device()) in_process_ = share.device_driver();
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
   }
@@ -231,11 +232,14 @@ class PyMover {
 
   int32_t step(uintptr_t stream) {
     py::gil_scoped_release released;
-    return mover_->step(stream_from(stream));
+    const int32_t entered = mover_->step(stream_from(stream));
+    catch_up(stream);
+    return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
     mover_->move(up, down, stream_from(stream));
+    catch_up(stream);
   }
   std::vector<int32_t> slots_of() const {
     py::gil_scoped_release released;
@@ -266,6 +270,10 @@ class PyMover {
   }
 
  private:
+  // As in PyHostShare::join().
+  void catch_up(uintptr_t stream) {
+    if (in_process_ != nullptr) in_process_->synchronize(stream_from(stream));
+  }
   void follow(Mover* mover) {
     const std::lock_guard lock(following_->mutex);
     following_->mover = mover;
@@ -274,6 +282,7 @@ class PyMover {
   OwnerProcess process_;
   std::shared_ptr<Following> following_;
   at::Tensor records_, table_;  // kept for as long as copies go there
+  std::shared_ptr<Driver> in_process_;
   std::unique_ptr<Mover> mover_;
 };
 
