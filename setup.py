@@ -6,6 +6,7 @@ the path of the program.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -82,6 +83,23 @@ def xxhash_flags() -> tuple[list[str], list[str]]:
     return [], []
 
 
+def shipped(link_flags: list[str]) -> NinjaFile:
+    """The extension's own folder and flags: what tests of the engine link are the objects that it ships, compiled once."""
+    # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
+    folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
+    features = [*uring_and_xxhash()[0]]
+    build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *features], link_flags)
+    build.compile(sources(*ENGINE_ROOMS))
+    return build
+
+
+@functools.cache
+def uring_and_xxhash() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Compile and link flags for both."""
+    (uring_compile, uring_link), (xxhash_compile, xxhash_link) = liburing_flags(), xxhash_flags()
+    return (*uring_compile, *xxhash_compile), (*uring_link, *xxhash_link)
+
+
 class NinjaFile:
     """The few lines of ninja that this build needs."""
 
@@ -110,7 +128,8 @@ class NinjaFile:
     def link(self, target: Path) -> None:
         self.lines.append(f"build {_escape(target)}: link {' '.join(self.objects)}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        build = self.folder / "build.ninja"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        build = self.folder / f"{target.name}.ninja"
         build.write_text("\n".join(self.lines) + "\n")
         command = [_ninja(), "-f", str(build), str(target), *_jobs()]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode != 0:
@@ -154,8 +173,6 @@ class BuildExtension(build_ext):
                 "torch_mesh: install torch first, then build with `pip install --no-build-isolation` "
                 "(an isolated build would fetch a torch of its own)"
             ) from None
-        xxhash_compile, xxhash_link = xxhash_flags()
-        uring_compile, uring_link = liburing_flags()
         includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
         libraries = cpp_extension.library_paths()
         # torch's headers are not ours to warn about.
@@ -163,16 +180,10 @@ class BuildExtension(build_ext):
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
         link += [f"-Wl,-rpath,{path}" for path in libraries]
-        link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_link, *xxhash_link]
-
-        # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
-        folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
-        build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *uring_compile, *xxhash_compile], link)
-        build.compile(sources(*ENGINE_ROOMS))
+        link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_and_xxhash()[1]]
+        build = shipped(link)
         build.compile(sources("bindings"), torch_flags)
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        build.link(target)
+        build.link(Path(self.get_ext_fullpath(ext.name)).resolve())
 
 
 class EngineTests(Command):
@@ -187,24 +198,24 @@ class EngineTests(Command):
             raise SystemExit(f"--sanitize is {self.sanitize!r}; allowed: thread, address")
 
     def run(self) -> None:
-        xxhash_compile, xxhash_link = xxhash_flags()
-        uring_compile, uring_link = liburing_flags()
-        sanitizers = {
-            "": [],
-            "thread": ["-fsanitize=thread"],
-            "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-        }
-        flags = sanitizers[self.sanitize]
-        folder = ROOT / "build" / f"engine-tests{'-' + self.sanitize if self.sanitize else ''}"
-        common = [*COMMON, f"-I{ROOT / 'tests' / 'engine'}"]
-        optimise = ["-O1", "-fno-omit-frame-pointer"] if self.sanitize else ["-O2"]
-        build = NinjaFile(
-            folder,
-            [*common, *optimise, "-g", "-pthread", *uring_compile, *xxhash_compile, *flags],
-            ["-pthread", *flags, "-lgtest", "-lgtest_main", *uring_link, *xxhash_link],
-        )
-        build.compile(sources(*ENGINE_ROOMS))
-        build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")))
+        includes = [f"-I{ROOT / 'tests' / 'engine'}"]
+        compile_flags, link_flags = map(list, uring_and_xxhash())
+        link = ["-pthread", "-lgtest", "-lgtest_main", "-ldl", *link_flags]
+        if self.sanitize:
+            folder = ROOT / "build" / f"engine-tests-{self.sanitize}"
+            flags = {
+                "thread": ["-fsanitize=thread"],
+                "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+            }[self.sanitize]
+            common = [*COMMON, *includes, "-O1", "-fno-omit-frame-pointer", "-g", "-pthread", *compile_flags, *flags]
+            build = NinjaFile(folder, common, [*flags, *link])
+            build.compile(sources(*ENGINE_ROOMS))
+            own = []
+        else:
+            folder = ROOT / "build" / "engine-tests"
+            build = shipped(link)
+            own = [*includes, "-O2", "-UNDEBUG", "-pthread"]
+        build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")), own)
         program = folder / "engine_tests"
         build.link(program)
         print(program)

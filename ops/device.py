@@ -72,14 +72,13 @@ class SharedDevice:
         self.host = _C.HostShare(
             handle, device.index if device.type == "cuda" else None, seed=seed, most_delay_us=most_delay_us
         )
-        self.pending: weakref.WeakSet[Any] = weakref.WeakSet()  # calls that Experts.submit has under way
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None
         self.mover: _C.Mover | None = None
         self.leader = -1  # the first layer whose experts move
         self._streamed_bytes = 0  # when statistics were reset
-        self._moved = 0
+        self._moved = self._moves_failed = 0
         self._complete = 0
         self._counting = threading.Lock()
 
@@ -115,7 +114,8 @@ class SharedDevice:
         counts["moved"], counts["moves_failed"] = 0, 0
         if self.mover is not None:
             moves = self.mover.stats()
-            counts["moved"], counts["moves_failed"] = moves["moved_up"] - self._moved, moves["failed"]
+            counts["moved"] = moves["moved_up"] - self._moved
+            counts["moves_failed"] = moves["failed"] - self._moves_failed
         if self.uplift is not None and self.buffers is not None:
             counts["bytes_streamed"] = self.uplift.bytes_up() - self._streamed_bytes
             counts["streamed"] = counts["bytes_streamed"] // self.buffers[0].size(1)
@@ -125,7 +125,9 @@ class SharedDevice:
         self.host.reset_stats()
         self._complete = 0
         self._streamed_bytes = 0 if self.uplift is None else self.uplift.bytes_up()
-        self._moved = 0 if self.mover is None else self.mover.stats()["moved_up"]
+        if self.mover is not None:
+            moves = self.mover.stats()
+            self._moved, self._moves_failed = moves["moved_up"], moves["failed"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ class SplitForward:
         assert layer.shared is not None
         self._layer, self._shared, self._like = layer, layer.shared, x
         self._stream = self._shared.stream()
-        self._ticket: int | None = None
+        self.ticket: int | None = None  # of the host's share, until it is joined
         with torch.cuda.device_of(x):
             if self._shared.mover is not None and layer.index == self._shared.leader:
                 self._shared.mover.step(self._stream)
@@ -75,7 +75,7 @@ class SplitForward:
         table, batches = _streamed(ids, layer, self._shared)
         self._host = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         self._kept = rows, ids, weights, table
-        self._ticket = self._shared.host.submit(*self._kept, self._host, layer.index, sentinels, self._stream)
+        self.ticket = self._shared.host.submit(*self._kept, self._host, layer.index, sentinels, self._stream)
         try:
             inputs = rows, ids, weights
             self._result = _on_device(*inputs, layer, sentinels, torch.float32)
@@ -98,7 +98,7 @@ class SplitForward:
 
     def finish(self) -> Tensor:
         """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's share, the caller does not."""
-        if self._ticket is not None:
+        if self.ticket is not None:
             with torch.cuda.device_of(self._like):
                 self._join()
                 out = torch.empty_like(self._like, memory_format=torch.contiguous_format)
@@ -106,13 +106,13 @@ class SplitForward:
         return self._result
 
     def _join(self) -> None:
-        ticket, self._ticket = self._ticket, None
+        ticket, self.ticket = self.ticket, None
         if ticket is not None:
             self._shared.host.join(ticket, self._stream)
 
     def __del__(self) -> None:
         if (
-            getattr(self, "_ticket", None) is not None
+            getattr(self, "ticket", None) is not None
         ):  # nobody asked for the result; its memory must not be used again too early
             self._join()
 

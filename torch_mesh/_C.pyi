@@ -117,6 +117,9 @@ class HostShare:
     def join(self, ticket: int, stream: int) -> None:
         """What ``stream`` is given from here on finds the host's sum in ``out``."""
 
+    def wait(self, ticket: int) -> None:
+        """Waits for the node of one call and raises what it failed with, before 64 others have been submitted."""
+
     def synchronize(self) -> None:
         """Waits for the host nodes of calls that were not captured, then as ``check``."""
 

@@ -131,6 +131,11 @@ def _check_gpu_experts(field: str, value: Any) -> str | int | tuple[tuple[bool, 
 def _check_gpu_streaming(field: str, value: Any) -> str | tuple[float, float, float]:
     if isinstance(value, str) and value in ("auto", "off"):
         return value
+    if isinstance(value, str) and re.fullmatch(r"[\d.eE+-]+(,[\d.eE+-]+){2}", value.replace(" ", "")):
+        try:
+            value = [float(part) for part in value.split(",")]
+        except ValueError:
+            pass
     if isinstance(value, list | tuple) and len(value) == 3:
         numbers = [float(entry) for entry in value if isinstance(entry, int | float) and not isinstance(entry, bool)]
         if len(numbers) == 3 and all(0 <= number < float("inf") for number in numbers):

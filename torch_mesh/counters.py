@@ -155,7 +155,8 @@ class DeviceCounters:
             f"on GPUs: {self.complete} forwards of whole layers; {self.calls} shared with the CPU, which had nothing to do in "
             f"{self.all_on_device}, took {self.node_seconds * 1e3:.1f} ms, failed in {self.failed}; {waited}; "
             f"{self.bytes_down / 2**20:.1f} MiB down, {self.bytes_up / 2**20:.1f} up; "
-            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved"
+            f"{self.streamed} experts streamed, {self.bytes_streamed / 2**20:.1f} MiB; {self.moved} moved, "
+            f"{self.moves_failed} moves failed"
         )
 
 

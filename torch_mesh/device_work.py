@@ -20,8 +20,14 @@ def synchronize(model: nn.Module) -> None:
     ``torch.cuda.synchronize()`` is for, and an error of it is raised here afterwards. Raises MeshError for a model that is not
     patched or has no experts on a GPU, ReadError and the like for a failed read, ValueError for a wrong expert id.
     """
+    errors = []
     for device in _devices(model):
-        device.host.synchronize()
+        try:
+            device.host.synchronize()
+        except (RuntimeError, ValueError, MemoryError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def set_capture_batch_sizes(model: nn.Module, sizes: Iterable[int]) -> None:
@@ -58,23 +64,34 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
     """
     devices = [device for device in _devices(model) if device.mover is not None]
     if not devices:
-        raise MeshError("the placement of this model is static: patch it with gpu_placement='dynamic' to move experts.")
+        raise MeshError(
+            "no experts of this model move: its placement is static, or all of them are on the GPU. Patch it with "
+            "gpu_placement='dynamic' and fewer gpu_experts."
+        )
     if here is None:
         return sum(device.mover.step(device.stream()) for device in devices if device.mover is not None)
-    modules = [module for module in patched_modules(model) if module._mesh_device is not None]
-    every = list(patched_modules(model))
-    if here.dtype != torch.bool or here.shape != (len(every), every[0].num_experts):
+    modules = list(patched_modules(model))
+    if here.dtype != torch.bool or here.shape != (len(modules), modules[0].num_experts):
         raise ValueError(
-            f"here is {here.dtype} {list(here.shape)}; it has to be torch.bool [{len(every)}, {every[0].num_experts}]."
+            f"here is {here.dtype} {list(here.shape)}; it has to be torch.bool [{len(modules)}, {modules[0].num_experts}]."
         )
+    placed = [None if module._mesh_device is None else find(module._mesh_handle) for module in modules]
+    for row, layer in enumerate(placed):
+        moves = layer is not None and layer.shared in devices and not layer.complete
+        if not moves and not torch.equal(
+            here[row].cpu(), torch.full(here[row].shape, layer is not None and layer.complete)
+        ):
+            raise ValueError(
+                f"experts of MoE layer {row} do not move: all of them are where the layer is, or none can be."
+            )
     moved = 0
     for device in devices:
         assert device.mover is not None
         slots = torch.tensor(device.mover.slots_of()).view(-1, here.size(1)) >= 0
         wanted = slots.clone()
-        for row, module in enumerate(every):
-            if module in modules and find(module._mesh_handle).shared is device:
-                wanted[module._mesh_layer] = here[row]
+        for row, layer in enumerate(placed):
+            if layer is not None and layer.shared is device:
+                wanted[layer.index] = here[row].cpu()
         up, down = ((mask.flatten().nonzero().flatten().tolist()) for mask in (wanted & ~slots, slots & ~wanted))
         device.mover.move(up, down, device.stream())
         moved += len(up)

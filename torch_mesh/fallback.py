@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -92,7 +93,7 @@ def split_pool(
 
 def fallback_config(config: MeshConfig) -> MeshConfig:
     """How the store of the stand-ins is made: beside the main one where that is named."""
-    store = None if config.store is None else f"{config.store}-{config.fallback}"
+    store = None if config.store is None else f"{Path(config.store)}-{config.fallback}"
     return config.replace(weights=config.fallback, store=store)
 
 
@@ -101,7 +102,9 @@ def open_fallback(
 ) -> ExpertPool:
     """The pool of the stand-ins. What a profile, pins and favoured layers keep is in the main one."""
     manifest = store.manifest
-    own = config.replace(profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off")
+    own = config.replace(
+        profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off", routing_bias=0.0
+    )
     return ExpertPool(
         common_geometry(layers),
         manifest.shape.layers,

@@ -381,6 +381,8 @@ def _automatic_counts(
             config.gpu_streaming != "off",
             config.gpu_placement == "dynamic",
         )
+        if plan.status == "too small":
+            warnings.warn(f"gpu_experts='auto' places none on {device}: {plan.advice}", stacklevel=5)
         for index, count in zip(its_own, plan.counts, strict=True):
             counts[index] = count
     return counts

@@ -151,12 +151,12 @@ def _patch_on_disk(
     with _store_folder(config) as folder, progress_bar(f"Packing experts to {weights}") as progress:
         where: Any = {"stored_layers": len(layers), "weights": weights, "group_size": group_size}
         slots, stand_ins = split_pool(layers, config, slots, **where)
+        store = convert_model(model, folder, weights, config.group_size, progress=progress).store
         fallback = None
         if stand_ins > 0:
             low = fallback_config(config.replace(store=folder))
             low_store = convert_model(model, str(low.store), low.weights, low.group_size, progress=progress).store
             fallback = open_fallback(layers, config, low_store, stand_ins, range(len(layers)))
-        store = convert_model(model, folder, weights, config.group_size, progress=progress).store
         # The reader keeps the files open, so that an unnamed store's can lose their names now: no crash leaves them behind.
         pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()), fallback)
     for index, layer in enumerate(layers):

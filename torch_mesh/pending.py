@@ -27,8 +27,8 @@ class PendingExperts(ABC):
         """The layer's output, [tokens, hidden] in the dtype of ``x``; waits for the CPU. The same at each call.
 
         On a GPU the output belongs to the stream that was current at ``submit``, and ``result`` has to be called with that stream
-        current. Raises what the call failed with, as ``forward`` would; where several calls were under way on a GPU
-        and one of them failed, each of them does.
+        current. Raises what the call failed with, as ``forward`` would, whoever else was told of it meanwhile. On a GPU an error of
+        an earlier forward that nobody has been told of is raised in place of starting this one.
         """
 
 
@@ -64,33 +64,28 @@ def _worker(process: int) -> ThreadPoolExecutor:
 class _OnDevice(PendingExperts):
     def __init__(self, layer: DeviceLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         assert layer.shared is not None
-        self._shared = layer.shared
+        self._host = layer.shared.host
         self._forward: SplitForward | None = None
         self._output: Tensor | None = None
         self._error: Exception | None = None
-        self._shared.pending.add(self)
         try:
             with torch.no_grad():
                 self._forward = SplitForward(x, topk_ids, topk_weights, layer)
-        except _ERRORS as error:  # of this call, or kept from one that is under way
-            self._fail(error)
+        except _ERRORS as error:
+            self._error = error
 
     def result(self) -> Tensor:
         if self._forward is not None:
             forward, self._forward = self._forward, None
+            ticket = forward.ticket
             try:
                 with torch.no_grad():
                     self._output = forward.finish()
-                self._shared.host.synchronize()
+                if ticket is not None:
+                    self._host.wait(ticket)
             except _ERRORS as error:
-                self._fail(error)
-            self._shared.pending.discard(self)
+                self._error = error
         if self._error is not None:
             raise self._error
         assert self._output is not None
         return self._output
-
-    def _fail(self, error: Exception) -> None:
-        """Which of the calls under way a host node's error is of is not known: none of them may pass for right."""
-        for pending in list(self._shared.pending):
-            pending._error = pending._error or error

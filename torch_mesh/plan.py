@@ -335,7 +335,8 @@ def _dense_bytes(
 def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
     if config.fallback == "none":
         return 0
-    return sizes.shape.record_bytes(config.fallback, stand_in_group_size(config))
+    as_stored = config.replace(group_size=sizes.group_size or config.group_size)
+    return sizes.shape.record_bytes(config.fallback, stand_in_group_size(as_stored))
 
 
 def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int | None, int, str]:

@@ -135,6 +135,10 @@ class PyHostShare {
     held_.erase(ticket);
   }
 
+  void wait(int32_t ticket) {
+    py::gil_scoped_release released;
+    share_->wait(ticket);
+  }
   void synchronize() {
     py::gil_scoped_release released;
     share_->synchronize();
@@ -175,6 +179,7 @@ class PyHostShare {
   std::string driver() const { return driver_->description(); }
 
   const std::optional<int32_t>& device() const { return device_; }
+  HostShare& share() const { return *share_; }
   const std::shared_ptr<Driver>& device_driver() const { return driver_; }
   const std::weak_ptr<Engine>& engine() const { return engine_; }
   const std::shared_ptr<Following>& following() const { return following_; }
@@ -205,15 +210,19 @@ class PyMover {
                       slots_of.size(), " entries for ", layers, " layers");
     check_dense(table, "table", share.device(), at::kInt,
                 {layers, static_cast<int64_t>(slots_of.size()) / layers});
-    const MoverOptions options{.records = address(records),
-                               .table = address(table),
-                               .slots = narrowed(records.size(0)),
-                               .slots_of = slots_of,
-                               .moving = moving,
-                               .batch = batch,
-                               .policy = policy,
-                               .patience = patience};
+    const MoverOptions options{
+        .records = address(records),
+        .table = address(table),
+        .slots = narrowed(records.size(0)),
+        .slots_of = slots_of,
+        .moving = moving,
+        .batch = batch,
+        .policy = policy,
+        .patience = patience,
+        // The share outlives its mover: see keep_alive below.
+        .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
     py::gil_scoped_release released;
+    engine_ = share.engine();
     if (!share.device()) in_process_ = share.device_driver();
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
@@ -232,12 +241,14 @@ class PyMover {
 
   int32_t step(uintptr_t stream) {
     py::gil_scoped_release released;
+    live_engine(engine_)->pool().check_process();
     const int32_t entered = mover_->step(stream_from(stream));
     catch_up(stream);
     return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
+    live_engine(engine_)->pool().check_process();
     mover_->move(up, down, stream_from(stream));
     catch_up(stream);
   }
@@ -283,6 +294,7 @@ class PyMover {
   std::shared_ptr<Following> following_;
   at::Tensor records_, table_;  // kept for as long as copies go there
   std::shared_ptr<Driver> in_process_;
+  std::weak_ptr<Engine> engine_;
   std::unique_ptr<Mover> mover_;
 };
 
@@ -374,6 +386,7 @@ void define_device(py::module_& module) {
            py::arg("topk_weights"), py::arg("table"), py::arg("out"), py::arg("layer"),
            py::arg("sentinels"), py::arg("stream"))
       .def("join", &PyHostShare::join, py::arg("ticket"), py::arg("stream"))
+      .def("wait", &PyHostShare::wait, py::arg("ticket"))
       .def("synchronize", &PyHostShare::synchronize)
       .def("check", &PyHostShare::check)
       .def("set_capture_sizes", &PyHostShare::set_capture_sizes, py::arg("tokens"),
@@ -406,7 +419,7 @@ void define_device(py::module_& module) {
                     const std::vector<bool>&, int32_t, const std::string&, int32_t>(),
            py::arg("share"), py::arg("records"), py::arg("table"), py::arg("slots_of"),
            py::arg("moving"), py::kw_only(), py::arg("batch"), py::arg("policy"),
-           py::arg("patience"))
+           py::arg("patience"), py::keep_alive<1, 2>())
       .def("step", &PyMover::step, py::arg("stream"))
       .def("move", &PyMover::move, py::arg("up"), py::arg("down"), py::arg("stream"))
       .def("slots_of", &PyMover::slots_of)

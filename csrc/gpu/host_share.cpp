@@ -87,6 +87,8 @@ struct HostShare::Call {
   Block* block = nullptr;
   int32_t hidden = 0;
   int64_t bytes_down = 0, bytes_up = 0;
+  Ticket first = 0;                // of a prompt's parts, up to this one
+  std::exception_ptr failure;      // under the core's mutex
   std::atomic<bool> busy = false;  // its node is in the stream and has not ended
   bool timed = false;              // joined, by a stream that was not captured
   const OwnedEvent ready, done;
@@ -127,6 +129,7 @@ void HostShare::Core::run(Call& call) noexcept {
     stats.bytes_down += call.bytes_down;
     stats.bytes_up += call.bytes_up;
     stats.node_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    call.failure = problem;
     if (failure == nullptr) failure = std::move(problem);
   }
   call.busy.store(false, std::memory_order_release);
@@ -173,6 +176,7 @@ HostShare::HostShare(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engin
       core_(std::make_shared<Core>()),
       block_bytes_(block_bytes),
       side_(*driver_),
+      inputs_(*driver_),
       captured_side_(*driver_) {
   core_->driver = driver_;
   core_->engine = std::move(engine);
@@ -217,21 +221,30 @@ HostShare::Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
                               call.top_k * (sizeof(int64_t) + sizeof(float));
   const auto most =
       static_cast<int32_t>(std::clamp<int64_t>(block_bytes_ / token_bytes, 1, INT32_MAX));
-  Ticket ticket = 0;
-  for (int32_t begin = 0; begin < call.tokens; begin += most) {
-    DeviceCall part = call;
-    part.tokens = capturing ? call.tokens : std::min(most, call.tokens - begin);
-    part.x += int64_t{begin} * hidden * scalar_bytes(call.x_type);
-    part.ids += int64_t{begin} * call.top_k * sizeof(int64_t);
-    part.weights += int64_t{begin} * call.top_k * sizeof(float);
-    part.out += int64_t{begin} * hidden * sizeof(float);
-    ticket = free_ticket(part, *engine, capturing);
-    Call& next = called(ticket);
-    next.call = part;
-    next.hidden = hidden;
-    next.timed = false;
-    enqueue(next, *engine, stream, capturing ? captured_side_ : side_);
-    if (capturing) break;
+  Ticket ticket = 0, first = -1;
+  try {
+    for (int32_t begin = 0; begin < call.tokens; begin += most) {
+      DeviceCall part = call;
+      part.tokens = capturing ? call.tokens : std::min(most, call.tokens - begin);
+      part.x += int64_t{begin} * hidden * scalar_bytes(call.x_type);
+      part.ids += int64_t{begin} * call.top_k * sizeof(int64_t);
+      part.weights += int64_t{begin} * call.top_k * sizeof(float);
+      part.out += int64_t{begin} * hidden * sizeof(float);
+      ticket = free_ticket(part, *engine, capturing);
+      if (first < 0) first = ticket;
+      Call& next = called(ticket);
+      next.call = part;
+      next.hidden = hidden;
+      next.timed = false;
+      next.first = first;
+      next.failure = nullptr;
+      enqueue(next, *engine, stream, capturing);
+      if (capturing) break;
+    }
+  } catch (...) {
+    // Nobody may read or write the caller's tensors once it has given them up.
+    drain(*driver_, capturing ? captured_side_ : side_);
+    throw;
   }
   return ticket;
 }
@@ -272,6 +285,22 @@ std::vector<int32_t> HostShare::capture_sizes() {
   for (const auto& captured : captured_) sizes.push_back(captured->block.tokens);
   return sizes;
 }
+
+void HostShare::wait(Ticket ticket) {
+  const auto engine = live_engine(core_->engine);
+  const Call& last = called(ticket);
+  wait_until_idle(last, *engine);
+  const std::lock_guard lock(core_->mutex);
+  for (Ticket part = last.first;; part = (part + 1) % kInFlight) {
+    if (const auto failure = std::exchange(called(part).failure, nullptr)) {
+      if (core_->failure == failure) core_->failure = nullptr;
+      std::rethrow_exception(failure);
+    }
+    if (part == ticket || ticket >= kInFlight) return;
+  }
+}
+
+void HostShare::follow_inputs(Stream stream) { driver_->wait(stream, inputs_); }
 
 void HostShare::synchronize() {
   driver_->synchronize(side_);
@@ -368,7 +397,8 @@ void HostShare::wait_until_idle(const Call& call, Engine& engine) {
   }
 }
 
-void HostShare::enqueue(Call& call, Engine& engine, Stream stream, Stream side) {
+void HostShare::enqueue(Call& call, Engine& engine, Stream stream, bool capturing) {
+  const Stream side = capturing ? captured_side_ : side_;
   const DeviceCall& device = call.call;
   const Block& block = *call.block;
   const int64_t pairs = int64_t{device.tokens} * device.top_k;
@@ -380,33 +410,28 @@ void HostShare::enqueue(Call& call, Engine& engine, Stream stream, Stream side) 
   const int64_t weights_bytes = pairs * static_cast<int64_t>(sizeof(float));
   call.bytes_down = x_bytes + ids_bytes + weights_bytes + table_bytes;
   call.bytes_up = out_bytes;
+  driver_->record(call.ready, stream);
+  driver_->wait(side, call.ready);
+  driver_->copy_down(block.x(), device.x, x_bytes, side);
+  driver_->copy_down(block.ids(), device.ids, ids_bytes, side);
+  driver_->copy_down(block.weights(), device.weights, weights_bytes, side);
+  driver_->copy_down(block.table(), device.table, table_bytes, side);
+  if (!capturing) driver_->record(inputs_, side);
+  call.busy = true;
   try {
-    driver_->record(call.ready, stream);
-    driver_->wait(side, call.ready);
-    driver_->copy_down(block.x(), device.x, x_bytes, side);
-    driver_->copy_down(block.ids(), device.ids, ids_bytes, side);
-    driver_->copy_down(block.weights(), device.weights, weights_bytes, side);
-    driver_->copy_down(block.table(), device.table, table_bytes, side);
-    call.busy = true;
-    try {
-      driver_->launch_host(
-          side,
-          [](void* argument) {
-            auto& call = *static_cast<Call*>(argument);
-            call.core->run(call);
-          },
-          &call);
-    } catch (...) {
-      call.busy = false;
-      throw;
-    }
-    driver_->copy_up(device.out, block.out(), out_bytes, side);
-    driver_->record(call.done, side);
+    driver_->launch_host(
+        side,
+        [](void* argument) {
+          auto& call = *static_cast<Call*>(argument);
+          call.core->run(call);
+        },
+        &call);
   } catch (...) {
-    drain(*driver_,
-          side);  // nobody may read or write the caller's tensors once it has given them up
+    call.busy = false;
     throw;
   }
+  driver_->copy_up(device.out, block.out(), out_bytes, side);
+  driver_->record(call.done, side);
 }
 
 }  // namespace torch_mesh

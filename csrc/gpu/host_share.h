@@ -71,6 +71,14 @@ class HostShare {
   // What `stream` is given from now on comes after the sum.
   void join(Ticket ticket, Stream stream);
 
+  // Waits until the call's node has ended; throws what the node failed with. Before kInFlight
+  // others are submitted, or it is forgotten.
+  void wait(Ticket ticket);
+
+  // What `stream` is given from here on comes after all tables and inputs of calls so far have been
+  // read: what changes the table has to wait for that.
+  void follow_inputs(Stream stream);
+
   // Buffers for captured calls of so many tokens each, top_k experts a token, in place of those
   // that were set before. Graphs of one size share theirs, and so must be launched in one stream;
   // those that were captured with earlier ones keep them.
@@ -96,13 +104,14 @@ class HostShare {
   Ticket free_ticket(const DeviceCall& call, Engine& engine, bool capturing);
   Call& called(Ticket ticket);
   void wait_until_idle(const Call& call, Engine& engine);
-  void enqueue(Call& call, Engine& engine, Stream stream, Stream side);
+  void enqueue(Call& call, Engine& engine, Stream stream, bool capturing);
   void retire();
 
   std::shared_ptr<Driver> driver_;
   std::shared_ptr<Core> core_;  // what host nodes know
   const int64_t block_bytes_;
   OwnedStream side_;
+  OwnedEvent inputs_;          // of the last call that was not captured have come down
   OwnedStream captured_side_;  // a stream belongs to a capture until that ends
 
   std::mutex submitting_;         // a call's operations stand together in the side stream

@@ -260,6 +260,7 @@ int32_t Mover::enter(Stream compute) {
   for (size_t i = 0; i < up_.size(); ++i) next[up_[i]] = into_[i];
   std::memcpy(table_.data(), next.data(), next.size() * sizeof(int32_t));
   driver_->wait(compute, copied_);
+  if (options_.before_switch) options_.before_switch(compute);
   driver_->copy_up(options_.table, table_.data(),
                    static_cast<int64_t>(next.size() * sizeof(int32_t)), compute);
   // From here on it has happened, whatever fails.
@@ -288,6 +289,9 @@ int32_t Mover::enter(Stream compute) {
 }
 
 void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
+  if (driver_->capturing(compute)) {
+    invalid("experts are to move while a graph is captured: move them before, or between replays");
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return state_ != State::kFetching; });
   state_ =

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -35,6 +36,9 @@ struct MoverOptions {
   int32_t batch = 4;  // slots that are kept spare, and so experts that move at a time
   std::string policy = "auto";
   int32_t patience = 32;  // forwards of its layer for which an expert has to be wanted
+  // Makes a stream wait until all that reads the table has read it, but for that stream's own
+  // work: HostShare::follow_inputs. None: nothing else does.
+  std::function<void(Stream)> before_switch = nullptr;
 };
 
 struct MoverStats {

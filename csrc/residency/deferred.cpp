@@ -35,6 +35,8 @@ void Pool::Impl::defer(const Claim& claim, std::span<const int32_t> indices) {
 
 // The policy has learned of their use, and says which of them to read before the next one.
 void Pool::Impl::stand_in(const Claim& claim, std::span<const int32_t> indices) {
+  LayerStats& layer = stats_of(claim.layer_, claim.part_.phase);
+  for (int32_t index : indices) layer.kept_accesses += slots.kept(id_of(claim.layer_, index));
   if (claim.waiting_ > 0 || first_ticket != nullptr) return;
   for (int32_t index : indices) {
     if (prefetching >= slots.unkept() / 2) return;
@@ -42,7 +44,8 @@ void Pool::Impl::stand_in(const Claim& claim, std::span<const int32_t> indices) 
     if (slots.find(id) >= 0) continue;
     if (!slots.has_empty()) {
       const ExpertId victim = choose_victim();
-      if (victim == kNoExpert || !slots.policy().prefers(id, victim)) continue;
+      if (victim == kNoExpert) continue;
+      if (!slots.kept(id) && !slots.policy().prefers(id, victim)) continue;
     }
     if (const int32_t slot = reserve(id, claim.part_.phase); slot >= 0) {
       start_load(slot, Urgency::kPrefetch, claim.part_.phase);

@@ -76,6 +76,11 @@ class Quotas final : public Policy {
     return from * experts_ + of_layer_[from]->victim();
   }
 
+  // Within a layer its own policy says; between layers the quotas have decided.
+  bool prefers(ExpertId id, ExpertId victim) const override {
+    return layer_of(id) != layer_of(victim) ||
+           policy_of(id).prefers(expert_of(id), expert_of(victim));
+  }
   bool resident(ExpertId id) const override { return policy_of(id).resident(expert_of(id)); }
   bool pinned(ExpertId id) const override { return is_pinned_[id]; }
 

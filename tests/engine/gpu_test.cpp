@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -289,6 +290,27 @@ TEST_F(HostShareTest, ANodesErrorMakesNanAndIsThrownOnce) {
   share.check();
 }
 
+TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
+  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  HostShare share(device, engine);
+  const Batch batch = batch_of(2, random());
+  DeviceBatch wrong(batch), right(batch);
+  wrong.source_ids[4] = kExperts;
+  wrong.fill(*device, {});
+  right.fill(*device, {});
+  const auto first = share.submit(wrong.call(0), {});
+  share.join(first, {});
+  EXPECT_EQ(error_of([&] { share.wait(first); }).kind(), ErrorKind::kInvalid);
+  const auto second = share.submit(right.call(0), {});  // it is known: not thrown again
+  share.join(second, {});
+  share.wait(second);
+  share.wait(first);
+  const auto third = share.submit(wrong.call(0), {});
+  share.join(third, {});
+  EXPECT_EQ(error_of([&] { share.synchronize(); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { share.wait(third); }).kind(), ErrorKind::kInvalid) << "all the same";
+}
+
 TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
   const auto device = make_stand_in();
   HostShare share(device, engine);
@@ -433,7 +455,8 @@ constexpr int32_t kBatch = 2;
 // A device's slots and table, with a mover over them, and a stream that reads both as kernels do.
 struct MovingDevice {
   MovingDevice(const Model& model, std::shared_ptr<Engine> engine,
-               const StandInOptions& options = {}, int32_t patience = 4)
+               const StandInOptions& options = {}, int32_t patience = 4,
+               std::function<void(Stream)> before_switch = nullptr)
       : model(model),
         bytes(model.record(0, 0).size()),
         records(static_cast<size_t>(kSlots * bytes)),
@@ -454,7 +477,8 @@ struct MovingDevice {
                                                  .moving = std::vector<bool>(kLayers, true),
                                                  .batch = kBatch,
                                                  .policy = "lru",
-                                                 .patience = patience});
+                                                 .patience = patience,
+                                                 .before_switch = std::move(before_switch)});
   }
 
   // A forward of the device: as kernels do, it reads the table and then the records that it names.
@@ -689,6 +713,42 @@ TEST_F(MoverTest, ForwardsAndMovesAgreeOnWhoComputesWhat) {
     EXPECT_EQ(forward.result, expected(*engine, chosen, 1, table)) << "step " << step;
   }
   EXPECT_GT(moved, 0);
+}
+
+// Forwards that nobody has joined yet, as of a host far ahead, keep to the table that their kernels
+// saw when experts move behind them.
+TEST_F(MoverTest, AMoveWaitsForWhatStillReadsTheTable) {
+  constexpr int32_t kForwards = 6;
+  for (int32_t round = 0; round < 5; ++round) {
+    HostShare* reader = nullptr;
+    std::vector<Batch> batches;
+    std::vector<std::unique_ptr<DeviceBatch>> forwards;
+    MovingDevice on(model, engine, {.seed = random(), .most_delay_us = kDelay}, 4,
+                    [&](Stream stream) { reader->follow_inputs(stream); });
+    HostShare share(on.device, engine);
+    reader = &share;
+    const std::vector<int32_t> before = on.table;
+    std::vector<HostShare::Ticket> tickets;
+    for (int32_t i = 0; i < kForwards; ++i) {
+      batches.push_back(batch_of(4, random()));
+      forwards.push_back(std::make_unique<DeviceBatch>(batches[i]));
+      DeviceBatch& forward = *forwards[i];
+      forward.x = forward.source_x, forward.ids = forward.source_ids;
+      forward.weights = forward.source_weights;
+      DeviceCall call = forward.call(0);
+      call.table = address(on.table.data());
+      tickets.push_back(share.submit(call, *on.compute));
+    }
+    on.mover->move(std::array<ExpertId, 2>{10, 11}, std::array<ExpertId, 3>{0, 1, 2}, *on.compute);
+    for (int32_t i = 0; i < kForwards; ++i) {
+      share.join(tickets[i], *on.compute);
+      forwards[i]->keep_result(*on.device, *on.compute);
+    }
+    on.device->synchronize(*on.compute);
+    for (int32_t i = 0; i < kForwards; ++i) {
+      EXPECT_EQ(forwards[i]->result, expected(*engine, batches[i], 0, before)) << "forward " << i;
+    }
+  }
 }
 
 TEST_F(MoverTest, EveryCallMayFail) {

@@ -242,7 +242,7 @@ def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("card")
 def test_a_static_placement_does_not_move() -> None:
     model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=2)
-    with pytest.raises(MeshError, match="patch it with gpu_placement='dynamic'"):
+    with pytest.raises(MeshError, match="Patch it with gpu_placement='dynamic'"):
         torch_mesh.place_experts(model)
     with pytest.raises(ValueError, match="gpu_experts gives it none"):
         torch_mesh.patch(_build(), gpu_placement="dynamic")

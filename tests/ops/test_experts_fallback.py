@@ -87,14 +87,23 @@ def test_a_stand_in_has_its_expert_read_for_the_next_time(pool: TinyPool, low: T
     assert pool.count("prefetches_used") == len(used)
 
 
-def test_no_expert_is_kept_twice(pool: TinyPool, low: TinyPool) -> None:
+def test_no_expert_is_kept_twice(open_pool: OpenPool, pool: TinyPool) -> None:
     """What a call has seen in both pools goes from that of the stand-ins."""
+    low = open_pool(LOW, slots=2 * SPEC.experts - 1)
     x, ids, weights = _inputs(1)
     ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
     ops.promote(low.handle(), EVERY)
     out = _call(pool, low, x, ids, weights)
     assert low.ready() == set(EVERY.tolist()) - set(ids[0, :2].tolist())
     assert torch.equal(out, _mixed(pool, low, x, ids, weights, torch.arange(TOP_K).unsqueeze(0) >= 2))
+
+
+def test_a_pool_that_holds_every_stand_in_gives_none_up(pool: TinyPool, low: TinyPool) -> None:
+    x, ids, weights = _inputs(1)
+    ops.promote(pool.handle(), torch.tensor([ids[0, 0], ids[0, 1]]))
+    ops.promote(low.handle(), EVERY)
+    _call(pool, low, x, ids, weights)
+    assert low.ready() == set(EVERY.tolist())
 
 
 def test_what_is_being_read_is_waited_for_only_where_no_stand_in_is_there(open_pool: OpenPool) -> None:
