@@ -376,8 +376,8 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   if (lookahead) lookahead->read_stand_ins(low);
   StandIns split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
   if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);
-  // Neither pool keeps what the other has: together they hold the more experts. Where each has a slot
-  // for its stand-in anyhow, nobody would gain by it.
+  // Neither pool keeps what the other has: together they hold the more experts. Where each has a
+  // slot for its stand-in anyhow, nobody would gain by it.
   Pool& stand_ins = low.engine().pool();
   if (!split.doubles.empty() && stand_ins.slots() < stand_ins.layers() * stand_ins.experts()) {
     stand_ins.evict(low.layer, split.doubles);

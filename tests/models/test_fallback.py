@@ -248,7 +248,9 @@ def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path,
 
 
 def test_stand_ins_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
-    config = MeshConfig(resident=0.25, fallback="int4", weights="int8", store=f"{tmp_path}/experts/")  # with a slash at its end
+    config = MeshConfig(
+        resident=0.25, fallback="int4", weights="int8", store=f"{tmp_path}/experts/"
+    )  # with a slash at its end
     AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     assert [open_store(tmp_path / name).manifest.weights for name in ("experts", "experts-int4")] == ["int8", "int4"]
 
