@@ -129,8 +129,7 @@ class PyHostShare {
     {
       py::gil_scoped_release released;
       share_->join(ticket, stream_from(stream));
-      // The host is the device: what torch computes next is in no stream.
-      if (!device_) driver_->synchronize(stream_from(stream));
+      settle(stream_from(stream));
     }
     held_.erase(ticket);
   }
@@ -178,6 +177,11 @@ class PyHostShare {
 
   std::string driver() const { return driver_->description(); }
 
+  // Where the host is the device, what torch computes next is in no stream.
+  void settle(Stream stream) const {
+    if (!device_) driver_->synchronize(stream);
+  }
+
   const std::optional<int32_t>& device() const { return device_; }
   HostShare& share() const { return *share_; }
   const std::shared_ptr<Driver>& device_driver() const { return driver_; }
@@ -200,7 +204,7 @@ class PyMover {
   PyMover(PyHostShare& share, const at::Tensor& records, const at::Tensor& table,
           const std::vector<int32_t>& slots_of, const std::vector<bool>& moving, int32_t batch,
           const std::string& policy, int32_t patience)
-      : following_(share.following()), records_(records), table_(table) {
+      : share_(share), records_(records), table_(table) {
     TORCH_CHECK_VALUE(
         records.dim() == 2 && records.scalar_type() == at::kByte && records.is_contiguous(),
         "records must be contiguous bytes [slots, record]; got ", records.scalar_type(), " ",
@@ -219,11 +223,8 @@ class PyMover {
         .batch = batch,
         .policy = policy,
         .patience = patience,
-        // The share outlives its mover: see keep_alive below.
         .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
     py::gil_scoped_release released;
-    engine_ = share.engine();
-    if (!share.device()) in_process_ = share.device_driver();
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
   }
@@ -241,16 +242,16 @@ class PyMover {
 
   int32_t step(uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(engine_)->pool().check_process();
+    live_engine(share_.engine())->pool().check_process();
     const int32_t entered = mover_->step(stream_from(stream));
-    catch_up(stream);
+    share_.settle(stream_from(stream));
     return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(engine_)->pool().check_process();
+    live_engine(share_.engine())->pool().check_process();
     mover_->move(up, down, stream_from(stream));
-    catch_up(stream);
+    share_.settle(stream_from(stream));
   }
   std::vector<int32_t> slots_of() const {
     py::gil_scoped_release released;
@@ -281,20 +282,15 @@ class PyMover {
   }
 
  private:
-  // As in PyHostShare::join().
-  void catch_up(uintptr_t stream) {
-    if (in_process_ != nullptr) in_process_->synchronize(stream_from(stream));
-  }
   void follow(Mover* mover) {
-    const std::lock_guard lock(following_->mutex);
-    following_->mover = mover;
+    Following& following = *share_.following();
+    const std::lock_guard lock(following.mutex);
+    following.mover = mover;
   }
 
   OwnerProcess process_;
-  std::shared_ptr<Following> following_;
+  PyHostShare& share_;          // outlives this: see keep_alive below
   at::Tensor records_, table_;  // kept for as long as copies go there
-  std::shared_ptr<Driver> in_process_;
-  std::weak_ptr<Engine> engine_;
   std::unique_ptr<Mover> mover_;
 };
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "error_of.h"
 #include "kernels_fixture.h"
 #include "store_fixture.h"
 
@@ -162,17 +163,5 @@ struct Batch {
   std::vector<float> x, weights;
   std::vector<int64_t> ids;
 };
-
-// What `call` throws.
-template <typename Call>
-Error error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error was thrown";
-  return Error(ErrorKind::kInvalid, "none");
-}
 
 }  // namespace torch_mesh::testing

@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "error_of.h"
 #include "residency/arena.h"
 #include "residency/expected.h"
 #include "residency/pool.h"
@@ -30,6 +31,7 @@ namespace torch_mesh {
 namespace {
 
 using namespace std::chrono_literals;
+using testing::error_of;
 
 constexpr int64_t kRecord = 8192;
 
@@ -112,17 +114,6 @@ LayerStats total(const Pool& pool) {
     sum.prefetches += layer.prefetches, sum.failed += layer.failed;
   }
   return sum;
-}
-
-template <typename Call>
-Error error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error was thrown";
-  return Error(ErrorKind::kInvalid, "none");
 }
 
 TEST(Arena, PiecesAreAlignedDistinctAndWritable) {
