@@ -58,12 +58,15 @@ class Llama:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         return model
 
-    def _make_context(self, request: dict[str, Any]) -> Any:
+    def _parameters(self, request: dict[str, Any]) -> Any:
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = 512
         parameters.n_batch = parameters.n_ubatch = 512
         parameters.n_threads = parameters.n_threads_batch = request["threads"]
-        context = llama_cpp.llama_init_from_model(self.model, parameters)
+        return parameters
+
+    def _make_context(self, request: dict[str, Any]) -> Any:
+        context = llama_cpp.llama_init_from_model(self.model, self._parameters(request))
         if not context:
             raise RuntimeError("llama.cpp cannot make a context")
         return context
