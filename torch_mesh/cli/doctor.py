@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import importlib.metadata
 import json
@@ -69,7 +68,7 @@ def report(folder: Path) -> list[Finding]:
     findings = [_requirements(), extension]
     if engine is not None:
         findings += _engine_features(engine, folder)
-    findings += [_huge_pages(), _memlock(), _gpu(), _memory(), _disk(folder)]
+    findings += [_huge_pages(), _memlock(), _memory(), _disk(folder)]
     return findings
 
 
@@ -143,7 +142,9 @@ def _stated_requirements() -> list[Requirement]:
 
 def _extension() -> tuple[Finding, ModuleType | None]:
     if torch_mesh._unusable is not None:
-        found = f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, brgemm and NUMA were not looked at)"
+        found = (
+            f"{torch_mesh._unusable} (io_uring, direct I/O, instruction sets, brgemm, NUMA and GPUs were not looked at)"
+        )
         return Finding("extension", "missing", found, "make build", required=True), None
     from torch_mesh import _C
 
@@ -164,7 +165,7 @@ def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
         _brgemm("bf16", features["brgemm_bf16"]),
         _brgemm("int8", features["brgemm_int8"]),
         _numa(int(features["numa_nodes"]), int(features["numa_compute_nodes"])),
-        _driver_calls(engine.cuda_driver()),
+        _gpu(engine.cuda_driver()),
     ]
 
 
@@ -242,13 +243,6 @@ def _numa(nodes: int, compute_nodes: int) -> Finding:
     return Finding("NUMA", "ok", f"each resident expert lies on one of {compute_nodes} nodes and is computed there")
 
 
-def _driver_calls(found: str) -> Finding:
-    """What a layer that is partly on a GPU asks the driver for: streams, events, copies, host functions."""
-    if re.match(r"CUDA driver \d", found):
-        return Finding("CUDA driver", "ok", f"{found}, with all that layers need that a GPU and the CPU share")
-    return Finding("CUDA driver", "missing", f"{found}; no experts on a GPU")
-
-
 def _huge_pages() -> Finding:
     name, switch = "huge pages", "/sys/kernel/mm/transparent_hugepage/enabled"
     setting = _read(switch)
@@ -281,20 +275,22 @@ def _locks_without_limit() -> bool:
     return all_users and bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
 
 
-def _gpu() -> Finding:
-    """What gpu_experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton."""
-    driver = _cuda_driver()
-    if driver is None:
-        return Finding("GPU", "missing", "there is no CUDA driver (libcuda.so.1); everything runs on the CPU")
+def _gpu(driver: str) -> Finding:
+    """What gpu_experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton.
+
+    ``driver`` is what the engine says of it, which needs its streams, events, copies and host functions.
+    """
+    if not re.match(r"CUDA driver \d", driver):
+        return Finding("GPU", "missing", f"{driver}; everything runs on the CPU")
     if torch.version.cuda is None:
-        found = f"CUDA driver {driver}, but torch {torch.__version__} is built without CUDA; everything runs on the CPU"
+        found = f"{driver}, but torch {torch.__version__} is built without CUDA; everything runs on the CPU"
         return Finding("GPU", "missing", found, "install a CUDA build of torch, and make build")
     if not torch.cuda.is_available():
-        found = f"CUDA driver {driver}; torch {torch.__version__} (CUDA {torch.version.cuda}) finds no device with it"
+        found = f"{driver}; torch {torch.__version__} (CUDA {torch.version.cuda}) finds no device with it"
         return Finding(
             "GPU", "missing", found, "look at nvidia-smi; a driver that is older than torch's CUDA has to be updated"
         )
-    found = f"{', '.join(map(_describe_card, range(torch.cuda.device_count())))}; CUDA driver {driver}"
+    found = f"{', '.join(map(_describe_card, range(torch.cuda.device_count())))}; {driver}"
     triton = _installed_version("triton")
     if triton is None:
         return Finding(
@@ -310,18 +306,6 @@ def _gpu() -> Finding:
 def _describe_card(index: int) -> str:
     card = torch.cuda.get_device_properties(index)
     return f"{card.name} ({card.major}.{card.minor}, {format_bytes(card.total_memory)})"
-
-
-def _cuda_driver() -> str | None:
-    """The version of CUDA that the driver knows, whatever torch was built for; None without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return "of unknown version"
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _memory() -> Finding:
