@@ -294,7 +294,7 @@ class PyEngine {
            double timeout, const std::string& prefill, const PySource* source,
            const std::optional<std::map<std::string, double>>& faults, int32_t least_slots,
            const std::optional<ProfileArrays>& profile, double pins, int32_t early_layers,
-           int32_t early_experts, bool quotas) {
+           int32_t early_experts, bool quotas, const std::vector<bool>& elsewhere) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
@@ -310,6 +310,7 @@ class PyEngine {
     pool.policy = policy;
     pool.quotas = quotas;
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
+    pool.kept.elsewhere = elsewhere;
     pool.verify = verify_from(verify);
     pool.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
     pool.reader.backend = io;
@@ -409,6 +410,13 @@ class PyEngine {
   }
 
   void reset_stats() { open()->engine->pool().reset_stats(); }
+
+  void warm_up() {
+    std::shared_ptr<LiveEngine> live = open();
+    py::gil_scoped_release released;
+    const auto mine = std::move(live);
+    mine->engine->pool().warm_up();
+  }
 
   ProfileArrays model_use() { return profile_arrays(open()->engine->pool().model_use()); }
 
@@ -633,12 +641,13 @@ PYBIND11_MODULE(_C, m) {
       });
 
   py::class_<PyEngine>(m, "Engine")
-      .def(py::init<
-               int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,
-               const std::optional<std::string>&, int32_t, const std::string&, const std::string&,
-               const std::string&, int32_t, int64_t, double, const std::string&, const PySource*,
-               const std::optional<std::map<std::string, double>>&, int32_t,
-               const std::optional<torch_mesh::ProfileArrays>&, double, int32_t, int32_t, bool>(),
+      .def(py::init<int32_t, int32_t, const std::string&, int32_t, int32_t, int32_t, bool, bool,
+                    const std::optional<std::string>&, int32_t, const std::string&,
+                    const std::string&, const std::string&, int32_t, int64_t, double,
+                    const std::string&, const PySource*,
+                    const std::optional<std::map<std::string, double>>&, int32_t,
+                    const std::optional<torch_mesh::ProfileArrays>&, double, int32_t, int32_t, bool,
+                    const std::vector<bool>&>(),
            py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("format"),
            py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"), py::arg("gated"),
            py::arg("bias"), py::arg("activation"), py::arg("slots"), py::arg("policy"),
@@ -646,7 +655,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
            py::arg("faults") = py::none(), py::arg("least_slots") = 1,
            py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
-           py::arg("early_experts") = 0, py::arg("quotas") = false)
+           py::arg("early_experts") = 0, py::arg("quotas") = false,
+           py::arg("elsewhere") = std::vector<bool>())
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
@@ -656,6 +666,7 @@ PYBIND11_MODULE(_C, m) {
       .def("detailed_stats", &PyEngine::detailed_stats)
       .def("reset_stats", &PyEngine::reset_stats)
       .def("model_use", &PyEngine::model_use)
+      .def("warm_up", &PyEngine::warm_up)
       .def("forwards", &PyEngine::forwards, py::arg("layer"))
       .def("wait_for_forwards", &PyEngine::wait_for_forwards, py::arg("layer"), py::arg("forwards"),
            py::arg("patience"))

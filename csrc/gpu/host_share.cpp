@@ -155,6 +155,9 @@ bool HostShare::Core::compute(const Call& call) {
     block.host_ids[i] = here ? id : experts;
     any |= here;
   }
+  // A profile shall know of what the device computes, too.
+  live->pool().count_elsewhere(device.layer, {block.ids(), static_cast<size_t>(pairs)},
+                               device.top_k, {block.table(), static_cast<size_t>(experts)}, !any);
   if (!any) {
     std::fill_n(block.out(), int64_t{device.tokens} * call.hidden, 0.0f);
     return false;

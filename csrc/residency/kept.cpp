@@ -23,6 +23,11 @@ void check(const KeptOptions& options, int32_t layers, int32_t experts) {
   if (options.pins > 0 && options.profile.tokens.empty()) {
     throw Error(ErrorKind::kInvalid, "pins need a profile that says which experts are hottest");
   }
+  if (const size_t all = static_cast<size_t>(layers) * experts;
+      !options.elsewhere.empty() && options.elsewhere.size() != all) {
+    throw Error(ErrorKind::kInvalid, "elsewhere has " + std::to_string(options.elsewhere.size()) +
+                                         " entries for " + std::to_string(all) + " experts");
+  }
   if (options.early_layers < 0 || options.early_experts < 0) {
     throw Error(ErrorKind::kInvalid, "early_layers and early_experts must be 0 or more; got " +
                                          std::to_string(options.early_layers) + " and " +
@@ -36,17 +41,19 @@ Kept::Kept(const KeptOptions& options, int32_t layers, int32_t experts, SlotTabl
       most_early_(std::min(options.early_experts, experts)),
       slots_(slots),
       reasons_(static_cast<size_t>(layers) * experts, 0),
-      pins_(hottest(options.profile, static_cast<int32_t>(options.pins * slots.limit()))),
+      pins_(hottest(options.profile, static_cast<int32_t>(options.pins * slots.limit()),
+                    options.elsewhere)),
       recent_(static_cast<size_t>(early_layers_) * experts, 0.f),
       order_(static_cast<size_t>(experts)) {
   if (!options.profile.tokens.empty()) {
     for (size_t id = 0; id < recent_.size(); ++id) {
+      if (!options.elsewhere.empty() && options.elsewhere[id]) continue;
       recent_[id] = options.profile.rate(static_cast<int64_t>(id)) / (1 - kDecay);
     }
     slots.policy().start_from(options.profile);
   }
   resize();
-  warm_ = hottest(options.profile, static_cast<int32_t>(reasons_.size()));
+  warm_ = hottest(options.profile, static_cast<int32_t>(reasons_.size()), options.elsewhere);
   std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return reasons_[id] != 0; });
 }
 

@@ -25,6 +25,12 @@ struct ModelUse {
     return seen > 0 ? static_cast<float>(uses[id]) / static_cast<float>(seen) : 0.f;
   }
 
+  // Uses of what is not counted by count(), since something else computes it: ids of experts whose
+  // entry in `elsewhere` is not negative, top_k for each token. `alone`: nothing else of these
+  // tokens is counted. Those of a `prompt` count each, those of a decode step once.
+  void count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                       std::span<const int32_t> elsewhere, bool prompt, bool alone);
+
   // Arguments as those of Policy::tick_prompt(); without `ids` one token used `chosen`.
   void count(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,
              int32_t top_k) {
@@ -46,7 +52,9 @@ struct ModelUse {
 // more often than there were tokens. `tokens` may be empty: nothing is known.
 void check(const ModelUse& use, int32_t layers, int32_t experts);
 
-// Ids that were used at all, the most used per token first; `most` of them at most.
-std::vector<int32_t> hottest(const ModelUse& use, int32_t most);
+// Ids that were used at all and are not `elsewhere`, the most used per token first; `most` of them
+// at most.
+std::vector<int32_t> hottest(const ModelUse& use, int32_t most,
+                             const std::vector<bool>& elsewhere = {});
 
 }  // namespace torch_mesh

@@ -110,6 +110,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
       loads(static_cast<size_t>(options.slots)),
       kept(options.kept, layers, experts, slots),
       use(options.kept.profile.tokens.empty() ? ModelUse(layers, experts) : options.kept.profile),
+      warming(options.kept.elsewhere.empty()),
       last_phase(static_cast<size_t>(layers), Phase::kNone),
       expected(experts),
       segments(arena.segments().size(), SegmentState::kPresent),
@@ -246,7 +247,7 @@ void Pool::Impl::read_ahead() {
     const auto reserve_one = [this](ExpertId id) { return reserve(id, expected_phase); };
     int32_t slot = expected.reserve_next(slots, reserve_one);
     const Phase phase = slot < 0 ? Phase::kNone : expected_phase;
-    if (slot < 0) slot = kept.reserve_warm();
+    if (slot < 0 && warming) slot = kept.reserve_warm();
     if (slot < 0) return;
     start_load(slot, Urgency::kPrefetch, phase);
   }
@@ -401,6 +402,22 @@ ModelUse Pool::model_use() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
   return impl_->use;
+}
+
+void Pool::warm_up() {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->check_open();
+  if (std::exchange(impl_->warming, true) || impl_->memory_only()) return;
+  impl_->read_ahead();
+}
+
+void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                           std::span<const int32_t> elsewhere, bool alone) {
+  impl_->check_experts(layer, {});
+  const bool prompt = phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill;
+  const Impl::Lock lock(impl_->mutex);
+  impl_->use.count_elsewhere(layer, ids, top_k, elsewhere, prompt, alone);
 }
 
 void Pool::check_process() const { impl_->check_process(); }

@@ -101,8 +101,13 @@ class Pool {
   // throws.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   void observe(int32_t layer, std::span<const float> scores);
+  // Begins to read what the profile names, where that was put off: see KeptOptions::elsewhere.
+  void warm_up();
   // By forwards of whatever phase since the pool was opened, on top of what its profile says.
   ModelUse model_use() const;
+  // What it does not see, as ModelUse::count_elsewhere() has it: `elsewhere` by expert.
+  void count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
+                       std::span<const int32_t> elsewhere, bool alone);
 
   // Keeps `slots` records from now on, from least_slots to as many as the options say, while
   // forwards and reads go on: none fails or loses its place for it. Returns the number of slots, or

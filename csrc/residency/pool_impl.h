@@ -172,6 +172,7 @@ struct Pool::Impl {
   std::vector<Load> loads;  // by slot
   Kept kept;
   ModelUse use;
+  bool warming;                   // reads what a profile names
   std::vector<Phase> last_phase;  // by layer, of the last claim that was a forward's
   Expected expected;
   Phase expected_phase = Phase::kNone;  // of the forward that foretold

@@ -105,6 +105,7 @@ TEST(Kept, RefusesOptionsThatMakeNoSense) {
   EXPECT_NE(message_of({.profile = odd}, 2, 4).find("expert 2 by 100 tokens of layer 1"), -1ul);
   odd.uses[6] = -1;
   EXPECT_NE(message_of({.profile = odd}, 2, 4).find("-1 uses"), -1ul);
+  EXPECT_NE(message_of({.elsewhere = {true}}, 2, 4).find("1 entries for 8 experts"), -1ul);
 }
 
 // Whatever happens to slots and to what is kept, no victim is kept and the table stays whole.
@@ -222,6 +223,26 @@ TEST(Warm, TheHottestAreReadWhileSlotsAreEmpty) {
     EXPECT_EQ(stats.hits, 5);
     EXPECT_EQ(stats.prefetches_used, 5);
   }
+}
+
+TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
+  const TestStore store(2, 12);
+  KeptOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .pins = .5};
+  kept.early_layers = 1, kept.early_experts = 2;
+  for (const int32_t id : {0, 1, 13}) kept.elsewhere[id] = true;
+  Pool pool(options_of(10, kept), {}, store.source(), nullptr);
+  pool.drain();
+  EXPECT_TRUE(resident(pool, 0).empty() && resident(pool, 1).empty());
+  forward(pool, 0, {9});  // its landing begins nothing either
+  pool.drain();
+  EXPECT_EQ(resident(pool, 0), (Ids{9}));
+  pool.warm_up();
+  pool.drain();
+  pool.validate();
+  EXPECT_EQ(resident(pool, 0), (Ids{2, 3, 4, 5, 9}));
+  EXPECT_EQ(resident(pool, 1), (Ids{0, 2, 3, 4, 5}));
+  const ModelUse use = pool.model_use();
+  EXPECT_EQ(use.uses[0], falling(2, 12).uses[0]) << "what was known of them stays known";
 }
 
 TEST(Warm, NothingIsGivenUpForIt) {
