@@ -73,6 +73,7 @@ class SharedDevice:
             handle, device.index if device.type == "cuda" else None, seed=seed, most_delay_us=most_delay_us
         )
         self.buffers: tuple[Tensor, Tensor] | None = None
+        self.up: DeviceRecord | None = None  # what comes through them
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None
         self.mover: _C.Mover | None = None
@@ -89,17 +90,23 @@ class SharedDevice:
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def lend(self, first: Tensor, second: Tensor) -> None:
-        """Two buffers, uint8 [records, record bytes] each, through which experts without a slot come up. ``costs`` says when they do."""
-        self.buffers, self.uplift = (first, second), _C.Uplift(self.host, first, second)
+    def lend(self, first: Tensor, second: Tensor, up: DeviceRecord) -> None:
+        """Two buffers, uint8 [records, record bytes] each, through which experts without a slot come up, as ``up``: the pool's records.
 
-    def move_between(self, slots: Tensor, table: Tensor, moving: list[bool], spare: int, patience: int) -> None:
+        ``costs`` says when they do.
+        """
+        self.buffers, self.up, self.uplift = (first, second), up, _C.Uplift(self.host, first, second)
+
+    def move_between(
+        self, source: Tensor, slots: Tensor, table: Tensor, moving: list[bool], spare: int, *, patience: int
+    ) -> None:
         """Lets the experts of layers that are ``moving`` move between ``slots``, uint8 [slots, record bytes], of which ``spare`` hold nothing.
 
-        ``table`` is int32 [layers, experts], on the device.
+        ``source`` is a handle of the pool that has their records in the format of the slots, ``table`` int32 [layers, experts], on the device.
         """
+        entries = table.flatten().tolist()
         self.mover = _C.Mover(
-            self.host, slots, table, table.flatten().tolist(), moving, batch=spare, policy="auto", patience=patience
+            self.host, source, slots, table, entries, moving, batch=spare, policy="auto", patience=patience
         )
         self.leader = moving.index(True)
 

@@ -89,11 +89,11 @@ class SplitForward:
         self, batches: list[tuple[list[int], Tensor]], inputs: tuple[Tensor, Tensor, Tensor], sentinels: bool
     ) -> None:
         shared = self._shared
-        assert shared.uplift is not None and shared.buffers is not None
+        assert shared.uplift is not None and shared.buffers is not None and shared.up is not None
         with shared.uplift.turn(self._stream) as turn:
             for experts, table in batches:
                 buffer = shared.buffers[turn.bring(self._layer.index, experts)]
-                part = dataclasses.replace(self._layer, records=buffer, table=table)
+                part = dataclasses.replace(self._layer, record=shared.up, records=buffer, table=table)
                 self._result += _on_device(*inputs, part, sentinels, torch.float32)
 
     def finish(self) -> Tensor:

@@ -152,11 +152,15 @@ class Uplift:
     def turn(self, stream: int) -> Turn: ...
 
 class Mover:
-    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h. ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts]."""
+    """Moves experts between a device's slots and the pool, see csrc/gpu/mover.h. ``records`` uint8 [slots, record bytes], ``table`` int32 [layers, experts].
+
+    ``source`` is a handle of the pool whose records go up: the share's, or one of the same layers and experts in another format.
+    """
 
     def __init__(
         self,
         share: HostShare,
+        source: Tensor,
         records: Tensor,
         table: Tensor,
         slots_of: list[int],
@@ -251,6 +255,7 @@ class Engine:
         early_layers: int = 0,
         early_experts: int = 0,
         quotas: bool = False,  # of the layers, see csrc/residency/quotas.cpp
+        elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -270,6 +275,9 @@ class Engine:
         """All counts of one moment."""
 
     def reset_stats(self) -> None: ...
+    def warm_up(self) -> None:
+        """Begins to read what the profile names, where ``elsewhere`` named something; else that began when the engine was made."""
+
     def model_use(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens int64 [layers] and uses int64 [layers, experts] since the engine was made, on top of its profile; never reset."""
 

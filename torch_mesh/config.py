@@ -232,6 +232,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "threads": _check_threads,
     "workspace": _check_workspace,
     "gpu_experts": _check_gpu_experts,
+    "gpu_weights": _one_of(WEIGHTS),
     "gpu_streaming": _check_gpu_streaming,
     "gpu_placement": _one_of(GPU_PLACEMENT),
     "timeout": _check_timeout,
@@ -246,6 +247,7 @@ FIELDS = tuple(_CHECKS)
 # open or change what a model computes unasked.
 _LOCAL = (
     "gpu_experts",
+    "gpu_weights",
     "gpu_streaming",
     "gpu_placement",
     "predictor",
@@ -282,6 +284,7 @@ _DEFAULTS: dict[str, Any] = {
     "threads": "auto",
     "workspace": "256MiB",
     "gpu_experts": 0,
+    "gpu_weights": "auto",
     "gpu_streaming": "auto",
     "gpu_placement": "static",
     "timeout": 30.0,
@@ -343,9 +346,12 @@ class MeshConfig(QuantizationConfigMixin):
         verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
-        gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, the first so many of
-            each layer; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
-            the card holds beside a reserve. They are not kept in memory as well. See docs/gpu.md. Not kept in a checkpoint.
+        gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, so many of each layer,
+            the most used by ``profile`` or else the first; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
+            the card holds beside a reserve, chosen likewise. They are not kept in memory as well. See docs/gpu.md. Not kept in a checkpoint.
+        gpu_weights: their format on the GPU, ``"auto"``: as in memory, or one of ``weights``'. Their records come from a store of their own,
+            in ``store``'s folder with the format behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only
+            formats of fewer bits can be had. Not kept in a checkpoint.
         gpu_streaming: which of the experts that are not on the GPU a prompt brings up to be computed there, ``"auto"``: by what a copy and
             the CPU took when experts were placed; three numbers of seconds in place of those: a copy of an expert, the CPU for a row
             of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding. Not kept in a checkpoint.
@@ -385,6 +391,7 @@ class MeshConfig(QuantizationConfigMixin):
     threads: str | int
     workspace: str | int
     gpu_experts: str | int | tuple[tuple[bool, ...], ...]
+    gpu_weights: str
     gpu_streaming: str | tuple[float, float, float]
     gpu_placement: str
     timeout: float
@@ -418,6 +425,7 @@ class MeshConfig(QuantizationConfigMixin):
         threads: str | int = _NOT_GIVEN,
         workspace: str | int = _NOT_GIVEN,
         gpu_experts: Any = _NOT_GIVEN,
+        gpu_weights: str = _NOT_GIVEN,
         gpu_streaming: Any = _NOT_GIVEN,
         gpu_placement: Any = _NOT_GIVEN,
         timeout: float = _NOT_GIVEN,

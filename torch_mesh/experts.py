@@ -175,6 +175,8 @@ class StandardExperts(nn.Module):
 def _check_single_layer(config: MeshConfig) -> None:
     of_models = {
         "gpu_experts": config.gpu_experts not in (0, "auto"),
+        "gpu_weights": config.gpu_weights != "auto",
+        "gpu_placement": config.gpu_placement != "static",
         "predictor": config.predictor is not None,
         "dense": config.dense != "none",
         "fallback": config.fallback != "none",

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import nn
 
-from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import ExpertsLayer, common_geometry
-from .pool import ExpertPool, least_slots, record_bytes
+from .families import ExpertsLayer
+from .other_format import BITS
+from .pool import least_slots, record_bytes
 from .store.convert import checked_group_size
-from .store.manifest import Store
-
-_BITS = {"bf16": 16, "int8": 8, "int4": 4, "lut4": 4}
 
 
 def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str) -> None:
     """Raises ValueError or UnsupportedModelError if experts in ``weights`` cannot have the stand-ins of ``config``."""
-    check_bits(config, weights)
+    check_fallback_config(config, weights)
+    if config.fallback != "none" and layers[0].fused_activation is None:
+        raise UnsupportedModelError(
+            f"fallback={config.fallback!r} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
+            "their activation. Leave fallback at 'none'."
+        )
+
+
+def check_fallback_config(config: MeshConfig, weights: str) -> None:
+    """Raises ValueError for stand-ins that are no smaller than experts in ``weights``, and for what does not go with them."""
     if config.fallback == "none":
         return
     given = f"fallback={config.fallback!r}"
+    if BITS[config.fallback] >= BITS[weights]:
+        fewer = [name for name, bits in BITS.items() if bits < BITS[weights]]
+        advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave fallback at 'none'"
+        raise ValueError(f"{given} has no fewer bits than the experts' {weights}: {advice}.")
     if config.deferred_experts:
         raise ValueError(
             f"{given} does not go with deferred_experts={config.deferred_experts}: a cold expert is either computed from fewer bits or "
@@ -34,19 +43,6 @@ def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: Mes
             f"{given} keeps records of two formats in memory of its own, and with io='mmap' the page cache decides what it keeps: "
             "use io='auto'."
         )
-    if layers[0].fused_activation is None:
-        raise UnsupportedModelError(
-            f"{given} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
-            "their activation. Leave fallback at 'none'."
-        )
-
-
-def check_bits(config: MeshConfig, weights: str) -> None:
-    """Raises ValueError for stand-ins that are no smaller than experts in ``weights``."""
-    if config.fallback != "none" and _BITS[config.fallback] >= _BITS[weights]:
-        fewer = [name for name, bits in _BITS.items() if bits < _BITS[weights]]
-        advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave fallback at 'none'"
-        raise ValueError(f"fallback={config.fallback!r} has no fewer bits than the experts' {weights}: {advice}.")
 
 
 def stand_in_group_size(config: MeshConfig) -> int:
@@ -88,32 +84,4 @@ def split_pool(
         top_k=least_slots(layers),
         record_bytes=record_bytes(layers, weights, group_size),
         stand_in_bytes=record_bytes(layers, config.fallback, stand_in_group_size(config)),
-    )
-
-
-def fallback_config(config: MeshConfig) -> MeshConfig:
-    """How the store of the stand-ins is made: beside the main one where that is named."""
-    store = None if config.store is None else f"{Path(config.store)}-{config.fallback}"
-    return config.replace(weights=config.fallback, store=store)
-
-
-def open_fallback(
-    layers: Sequence[ExpertsLayer], config: MeshConfig, store: Store, slots: int, places: Sequence[int]
-) -> ExpertPool:
-    """The pool of the stand-ins. What a profile, pins and favoured layers keep is in the main one."""
-    manifest = store.manifest
-    own = config.replace(
-        profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off", routing_bias=0.0
-    )
-    return ExpertPool(
-        common_geometry(layers),
-        manifest.shape.layers,
-        slots,
-        own,
-        weights=manifest.weights,
-        group_size=manifest.group_size,
-        exact=False,
-        source=_C.Source(**store.source_arguments()),
-        places=places,
-        least_slots=least_slots(layers),
     )

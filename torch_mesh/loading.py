@@ -23,32 +23,40 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
-from .fallback import check_fallback, fallback_config, open_fallback, split_pool
+from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, common_geometry, find_experts
-from .gpu import Placement, choose_experts, move_experts
+from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy
 from .modules import install, put_back, take_parameters
+from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer
-from .store.checkpoint import CheckpointExperts, find_checkpoint_experts
+from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
 from .store.convert import convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 
 
 @dataclass(frozen=True)
-class _Records:
-    """Where the experts of the model that is being loaded come from."""
+class _Records(Records):
+    """Of the model that is being loaded."""
 
-    weights: str
-    group_size: int
-    layers: int
-    places: list[int]  # the source's layer, for each layer of the model
-    source_arguments: dict[str, Any]
     source_is_bf16: bool
-    stand_ins: Callable[[], Store]  # makes, or finds, the records of ``fallback``
+    in_format: Callable[[str], Records]  # makes, or finds, records of the same experts in another format
+    checkpoint: Path | None  # that those come from, of which the model may be a part
+
+    def of_gpu(self, weights: str) -> Records:
+        """Raises StoreError for a model with fewer layers than its checkpoint, before anything is made."""
+        if self.checkpoint is not None:
+            every, own = len(find_experts(meta_model(read_config(self.checkpoint)))), len(self.places)
+            if every != own:
+                raise StoreError(
+                    f"gpu_weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
+                    f"{self.checkpoint}: save it with save_pretrained and load that, or leave gpu_weights at 'auto'."
+                )
+        return self.in_format(weights)
 
 
 @auto.register_quantizer("mesh")
@@ -81,14 +89,19 @@ class MeshQuantizer(PatchedModelQuantizer):
             put_back(layer.module, parameters)
         del self._layers, self._parameters, self._records
         pack_dense(model, layers, config)  # before the pool, which takes what memory is left
-        placement = choose_experts(model, layers, config, records.weights, records.group_size)
-        pool = _open_pool(layers, records, placement.adjusted(config), placement)
+        placement = choose_experts(
+            model, layers, config, records.weights, records.group_size, records.layers, records.places
+        )
+        for_pool = placement.adjusted(config)
+        others = records.of_gpu(placement.weights) if placement.needs_pool(records.weights) else None
+        pool = _open_pool(layers, records, for_pool, placement)
+        gpu_pool = None if others is None else open_gpu_pool(layers, config, others)
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
         connect(model, layers, config)
         make_lossy(model, layers, config)
         take_attention(model, config)
-        move_experts(layers, pool, placement)
+        move_experts(layers, pool, placement, gpu_pool)
         _forget_quantization(model)
         return model
 
@@ -119,35 +132,55 @@ def _find_records(
     if converted or is_store(folder):
         store = _local_store(model, folder)
         check_fallback(model, layers, config, store.manifest.weights)
-        return _converted_records(store, layers, config, lambda: _convert_again(store, config))
+        check_gpu_weights(config, stored=store.manifest.weights)
+
+        def again(weights: str) -> Records:
+            other = other_config(config, weights)
+            return _records_of(_convert_again(store, other), layers, other)
+
+        return _with_others(_records_of(store, layers, config), in_format=again)
     check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
+    check_gpu_weights(config)
     experts = find_checkpoint_experts(folder, model)
 
-    def stand_ins() -> Store:
-        return _convert(model, experts, fallback_config(config))
+    name = os.path.basename(os.path.normpath(model.config._name_or_path))
+
+    def anew(weights: str) -> Records:
+        if weights == "bf16":
+            return _raw_records(experts, layers)
+        other = other_config(config, weights)
+        return _records_of(_convert(name, experts, other), layers, other)
 
     if config.weights in ("auto", "bf16") and config.store is None:
-        return _raw_records(experts, layers, stand_ins)
-    return _converted_records(_convert(model, experts, config), layers, config, stand_ins)
+        raw = _raw_records(experts, layers)
+        return _with_others(raw, in_format=anew, checkpoint=folder, source_is_bf16=experts.dtype == "bf16")
+    return _with_others(_records_of(_convert(name, experts, config), layers, config), in_format=anew, checkpoint=folder)
 
 
-def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer], stand_ins: Callable[[], Store]) -> _Records:
+def _with_others(
+    records: Records,
+    *,
+    in_format: Callable[[str], Records],
+    checkpoint: Path | None = None,
+    source_is_bf16: bool = False,  # of a converted one it is not recorded
+) -> _Records:
+    return _Records(**vars(records), source_is_bf16=source_is_bf16, in_format=in_format, checkpoint=checkpoint)
+
+
+def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> Records:
     if experts.dtype != "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts of {experts.folder} are {experts.dtype} and are rounded to bf16.", stacklevel=2)
-    return _Records(
+    return Records(
         weights="bf16",
         group_size=0,
         layers=len(layers),
         places=list(range(len(layers))),
         source_arguments=experts.source_arguments(),
-        source_is_bf16=experts.dtype == "bf16",
-        stand_ins=stand_ins,
     )
 
 
-def _converted_records(
-    store: Store, layers: list[ExpertsLayer], config: MeshConfig, stand_ins: Callable[[], Store]
-) -> _Records:
+def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) -> Records:
+    """Those of a store, which has to be as ``config`` says."""
     manifest = store.manifest
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
@@ -159,15 +192,7 @@ def _converted_records(
             f"group_size={config.group_size}, but the experts in {store.folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."
         )
-    return _Records(
-        weights=manifest.weights,
-        group_size=manifest.group_size,
-        layers=manifest.shape.layers,
-        places=[_place(layer, manifest.modules, store.folder) for layer in layers],
-        source_arguments=store.source_arguments(),
-        source_is_bf16=False,  # what the source had before conversion is not recorded
-        stand_ins=stand_ins,
-    )
+    return Records.of_store(store, [_place(layer, manifest.modules, store.folder) for layer in layers])
 
 
 def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
@@ -178,9 +203,8 @@ def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
     raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
 
 
-def _convert(model: PreTrainedModel, experts: CheckpointExperts, config: MeshConfig) -> Store:
+def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:
     weights = "bf16" if config.weights == "auto" else config.weights
-    name = os.path.basename(os.path.normpath(model.config._name_or_path))
     cached = _cached_store(experts.fingerprint, name, weights, config.group_size)
     destination = Path(config.store) if config.store else cached
     with progress_bar(f"Converting {name} to {weights}") as progress:
@@ -188,13 +212,14 @@ def _convert(model: PreTrainedModel, experts: CheckpointExperts, config: MeshCon
 
 
 def _convert_again(store: Store, config: MeshConfig) -> Store:
-    """The stand-ins of a converted checkpoint, whose originals are not at hand: from its own records."""
+    """Another format of a converted checkpoint, whose originals are not at hand: from its own records."""
     manifest = store.manifest
     name = store.folder.resolve().name
     source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
-    destination = _cached_store(source, name, config.fallback, config.group_size)
-    with progress_bar(f"Converting {name} to {config.fallback}") as progress:
-        return convert_store(store, destination, config.fallback, config.group_size, progress=progress).store
+    cached = _cached_store(source, name, config.weights, config.group_size)
+    destination = Path(config.store) if config.store else cached
+    with progress_bar(f"Converting {name} to {config.weights}") as progress:
+        return convert_store(store, destination, config.weights, config.group_size, progress=progress).store
 
 
 def _cached_store(fingerprint: str, name: str, weights: str, group_size: int) -> Path:
@@ -222,7 +247,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         stored_layers=records.layers,
         weights=records.weights,
         group_size=records.group_size,
-        staging=source.staging_bytes,
+        staging=source.staging_bytes + gpu_pool_bytes(layers, placement, records.weights, config),
     )
     every = records.layers * layers[0].num_experts
     slots = placement.cpu_slots(slots, every, least_slots(layers))
@@ -230,7 +255,9 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
     slots, stand_ins = split_pool(layers, config, slots, **where)
     fallback = None
     if stand_ins > 0:
-        fallback = open_fallback(layers, config, records.stand_ins(), stand_ins, records.places)
+        fallback = open_other(
+            layers, config, records.in_format(config.fallback), slots=stand_ins, least_slots=least_slots(layers)
+        )
     return ExpertPool(
         common_geometry(layers),
         records.layers,
@@ -243,6 +270,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         places=records.places,
         least_slots=least_slots(layers),
         fallback=fallback,
+        elsewhere=placement.elsewhere(records.layers, records.places),
     )
 
 

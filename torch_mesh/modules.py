@@ -127,7 +127,9 @@ class MeshExperts(PackedModule):
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), self._mesh_pool.describe()]
         if self._mesh_device is not None:
-            parts.append(f"{find(self._mesh_handle).count} of its {self.num_experts} on {self._mesh_device}")
+            there = find(self._mesh_handle)
+            other = "" if there.record.format == self._mesh_pool.weights else f" in {there.record.format}"
+            parts.append(f"{there.count} of its {self.num_experts} on {self._mesh_device}{other}")
         return ", ".join(filter(None, parts))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshExperts:

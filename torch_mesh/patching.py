@@ -18,12 +18,13 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
-from .fallback import check_fallback, fallback_config, open_fallback, split_pool
+from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
-from .gpu import choose_experts, move_experts
+from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, install, patched_modules, restore
+from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
@@ -38,7 +39,8 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
 
     ``fields`` are those of MeshConfig and beat ``config``'s. The weights that are packed are those in memory. If all experts are to
     stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's parameters being freed when it is
-    done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process.
+    done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process. So are, in every case,
+    those of another format (``gpu_weights``, ``fallback``).
     No forward of the model may run meanwhile: its weights move away under it.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
@@ -53,9 +55,12 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check_lossy(model, layers, config)
     weights = "bf16" if config.weights == "auto" else config.weights
     check_fallback(model, layers, config, weights)
+    check_gpu_weights(config)
     if weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
     group_size = checked_group_size(weights, config.group_size)
+    placement = choose_experts(model, layers, config, weights, group_size)
+    for_pool = placement.adjusted(config)
     slots = pool_slots(
         layers,
         config,
@@ -63,19 +68,19 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         weights=weights,
         group_size=group_size,
         freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
+        staging=gpu_pool_bytes(layers, placement, weights, config),
     )
-    placement = choose_experts(model, layers, config, weights, group_size)
-    for_pool = placement.adjusted(config)
     if config.store is None and slots == _experts(layers) and config.io != "mmap":
+        gpu_pool = _open_gpu_pool(model, layers, config, weights, placement)  # before the weights are gone
         pool = _patch_in_memory(layers, for_pool, weights, group_size)
     else:
         slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
-        pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots)
+        pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement)
     attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
     make_lossy(model, layers, config)
     pack_dense(model, layers, config)
     take_attention(model, config)
-    move_experts(layers, pool, placement)  # last: should it fail, the model is patched without them
+    move_experts(layers, pool, placement, gpu_pool)  # last: should it fail, the model is patched without them
     return model
 
 
@@ -146,23 +151,30 @@ def _patch_in_memory(layers: list[ExpertsLayer], config: MeshConfig, weights: st
 
 
 def _patch_on_disk(
-    model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, slots: int
-) -> ExpertPool:
-    with _store_folder(config) as folder, progress_bar(f"Packing experts to {weights}") as progress:
-        where: Any = {"stored_layers": len(layers), "weights": weights, "group_size": group_size}
-        slots, stand_ins = split_pool(layers, config, slots, **where)
-        store = convert_model(model, folder, weights, config.group_size, progress=progress).store
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    weights: str,
+    group_size: int,
+    slots: int,
+    placement: Placement,
+) -> tuple[ExpertPool, ExpertPool | None]:
+    """The pool, and that which reads what lies on GPUs, where there is one."""
+    where: Any = {"stored_layers": len(layers), "weights": weights, "group_size": group_size}
+    slots, stand_ins = split_pool(layers, config, slots, **where)
+    with _packed(model, config) as records:
         fallback = None
         if stand_ins > 0:
-            low = fallback_config(config.replace(store=folder))
-            low_store = convert_model(model, str(low.store), low.weights, low.group_size, progress=progress).store
-            fallback = open_fallback(layers, config, low_store, stand_ins, range(len(layers)))
-        # The reader keeps the files open, so that an unnamed store's can lose their names now: no crash leaves them behind.
-        pool = _open_pool(layers, config, weights, group_size, slots, _C.Source(**store.source_arguments()), fallback)
+            with _packed(model, other_config(config, config.fallback)) as low:
+                fallback = open_other(layers, config, low, slots=stand_ins, least_slots=least_slots(layers))
+        gpu_pool = _open_gpu_pool(model, layers, config, weights, placement)
+        source = _C.Source(**records.source_arguments)
+        elsewhere = placement.elsewhere(records.layers, records.places)
+        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere)
     for index, layer in enumerate(layers):
         install(layer, pool, index)
     connect(model, layers, config)
-    return pool
+    return pool, gpu_pool
 
 
 def _open_pool(
@@ -173,6 +185,7 @@ def _open_pool(
     slots: int,
     source: _C.Source | None,
     fallback: ExpertPool | None = None,
+    elsewhere: torch.Tensor | None = None,
 ) -> ExpertPool:
     return ExpertPool(
         common_geometry(layers),
@@ -185,7 +198,27 @@ def _open_pool(
         source=source,
         least_slots=least_slots(layers),
         fallback=fallback,
+        elsewhere=elsewhere,
     )
+
+
+def _open_gpu_pool(
+    model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, placement: Placement
+) -> ExpertPool | None:
+    if not placement.needs_pool(weights):
+        return None
+    with _packed(model, other_config(config, placement.weights)) as records:
+        return open_gpu_pool(layers, config, records)
+
+
+@contextmanager
+def _packed(model: nn.Module, config: MeshConfig) -> Iterator[Records]:
+    """The experts in a store, to be opened within: whoever has its files open keeps them when an unnamed one loses their names."""
+    weights = "bf16" if config.weights == "auto" else config.weights
+    with _store_folder(config) as folder:
+        with progress_bar(f"Packing experts to {weights}") as progress:
+            store = convert_model(model, folder, weights, config.group_size, progress=progress).store
+        yield Records.of_store(store, range(store.manifest.shape.layers))
 
 
 @contextmanager

@@ -62,7 +62,9 @@ class ExpertPool:
     ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
     ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
-    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones.
+    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
+    those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
+    ``engine.warm_up()``.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ExpertPool:
         places: Sequence[int] | None = None,
         least_slots: int = 1,
         fallback: ExpertPool | None = None,
+        elsewhere: torch.Tensor | None = None,
     ) -> None:
         if fallback is None:
             config = config.replace(fallback="none")  # every expert has a slot
@@ -91,6 +94,7 @@ class ExpertPool:
         self.top_k = least_slots
         self.lossy = config.lossy
         self.fallback = fallback
+        self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
         self.threads = config.thread_count
         self.timeout = config.timeout
@@ -121,6 +125,7 @@ class ExpertPool:
             early_layers=config.early_layers,
             early_experts=config.early_experts,
             quotas=config.quotas == "on",
+            elsewhere=[] if elsewhere is None else elsewhere.flatten().tolist(),
         )
         log = None
         if config.stats_file is not None:

@@ -139,7 +139,7 @@ def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
             raise ValueError(pins_without_profile(config.pins))
     else:
         profile = load_profile(config.profile)
-        _check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))
+        check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))
 
 
 def pool_profile(
@@ -152,7 +152,7 @@ def pool_profile(
     if config.profile is None:
         return None
     profile = load_profile(config.profile)
-    _check_fits(profile, config.profile, layers, experts, top_k)
+    check_fits(profile, config.profile, layers, experts, top_k)
     shrink = np.maximum(1, -(-profile.tokens // _MOST_TOKENS))  # to a whole part, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if places is not None:
@@ -161,7 +161,8 @@ def pool_profile(
     return tokens, uses
 
 
-def _check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:
+def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:
+    """Raises MeshError for the profile of a model of another shape; ``layers`` None: of whatever number."""
     wanted = (profile.layers if layers is None else layers, experts, top_k)
     if (profile.layers, profile.experts, profile.top_k) != wanted:
         raise MeshError(

@@ -201,20 +201,23 @@ class PyHostShare {
 
 class PyMover {
  public:
-  PyMover(PyHostShare& share, const at::Tensor& records, const at::Tensor& table,
-          const std::vector<int32_t>& slots_of, const std::vector<bool>& moving, int32_t batch,
-          const std::string& policy, int32_t patience)
+  PyMover(PyHostShare& share, const at::Tensor& source, const at::Tensor& records,
+          const at::Tensor& table, const std::vector<int32_t>& slots_of,
+          const std::vector<bool>& moving, int32_t batch, const std::string& policy,
+          int32_t patience)
       : share_(share), records_(records), table_(table) {
-    TORCH_CHECK_VALUE(
-        records.dim() == 2 && records.scalar_type() == at::kByte && records.is_contiguous(),
-        "records must be contiguous bytes [slots, record]; got ", records.scalar_type(), " ",
-        records.sizes());
+    std::shared_ptr<LiveEngine> live = resolve(source).live;
+    TORCH_CHECK_VALUE(records.dim() == 2, "records must be [slots, record bytes]; got ",
+                      records.sizes());
+    check_dense(records, "records", share.device(), at::kByte,
+                {records.size(0), live->engine->layout().bytes});
     const auto layers = static_cast<int64_t>(moving.size());
     TORCH_CHECK_VALUE(layers > 0 && slots_of.size() % moving.size() == 0, "slots_of has ",
                       slots_of.size(), " entries for ", layers, " layers");
     check_dense(table, "table", share.device(), at::kInt,
                 {layers, static_cast<int64_t>(slots_of.size()) / layers});
     const MoverOptions options{
+        .source = std::shared_ptr<Engine>(live, live->engine.get()),
         .records = address(records),
         .table = address(table),
         .slots = narrowed(records.size(0)),
@@ -224,7 +227,9 @@ class PyMover {
         .policy = policy,
         .patience = patience,
         .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
+    // The last owner of an engine waits for reads, which it must not do with the GIL.
     py::gil_scoped_release released;
+    const auto mine = std::move(live);
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
   }
@@ -411,11 +416,12 @@ void define_device(py::module_& module) {
       .def("__exit__", [](PyTurn& turn, const py::args&) { turn.exit(); })
       .def("bring", &PyTurn::bring, py::arg("layer"), py::arg("experts"));
   py::class_<PyMover>(module, "Mover")
-      .def(py::init<PyHostShare&, const at::Tensor&, const at::Tensor&, const std::vector<int32_t>&,
-                    const std::vector<bool>&, int32_t, const std::string&, int32_t>(),
-           py::arg("share"), py::arg("records"), py::arg("table"), py::arg("slots_of"),
-           py::arg("moving"), py::kw_only(), py::arg("batch"), py::arg("policy"),
-           py::arg("patience"), py::keep_alive<1, 2>())
+      .def(py::init<PyHostShare&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                    const std::vector<int32_t>&, const std::vector<bool>&, int32_t,
+                    const std::string&, int32_t>(),
+           py::arg("share"), py::arg("source"), py::arg("records"), py::arg("table"),
+           py::arg("slots_of"), py::arg("moving"), py::kw_only(), py::arg("batch"),
+           py::arg("policy"), py::arg("patience"), py::keep_alive<1, 2>())
       .def("step", &PyMover::step, py::arg("stream"))
       .def("move", &PyMover::move, py::arg("up"), py::arg("down"), py::arg("stream"))
       .def("slots_of", &PyMover::slots_of)

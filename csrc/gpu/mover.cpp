@@ -16,6 +16,13 @@ namespace {
 
 const MoverOptions& checked(const MoverOptions& options, Engine& engine) {
   const Pool& pool = engine.pool();
+  const auto live = live_engine(options.source);
+  const Pool& source = live->pool();
+  if (source.layers() != pool.layers() || source.experts() != pool.experts()) {
+    invalid("the records that go up are of " + std::to_string(source.layers()) + " layers of " +
+            std::to_string(source.experts()) + "; the pool has " + std::to_string(pool.layers()) +
+            " of " + std::to_string(pool.experts()));
+  }
   const auto experts = static_cast<size_t>(pool.experts());
   if (options.slots_of.size() != options.moving.size() * experts ||
       options.moving.size() > static_cast<size_t>(pool.layers())) {
@@ -50,7 +57,7 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
       engine_(std::move(engine)),
       options_(checked(options, *live_engine(engine_))),
       experts_(live_engine(engine_)->pool().experts()),
-      record_bytes_(live_engine(engine_)->layout().bytes),
+      record_bytes_(live_engine(options.source)->layout().bytes),
       copy_(*driver_),
       copied_(*driver_),
       switched_(*driver_),
@@ -220,11 +227,11 @@ void Mover::work() {
 size_t Mover::fetch(std::exception_ptr& failure) {
   size_t fetched = 0;
   try {
-    const auto engine = live_engine(engine_);
+    const auto source = live_engine(options_.source);
     for (; fetched < up_.size(); ++fetched) {
       const int32_t expert = up_[fetched] % experts_;
       std::byte* to = staging_.data() + static_cast<int64_t>(fetched) * record_bytes_;
-      engine->visit(up_[fetched] / experts_, {&expert, 1}, [&](int32_t, const std::byte* record) {
+      source->visit(up_[fetched] / experts_, {&expert, 1}, [&](int32_t, const std::byte* record) {
         std::memcpy(to, record, record_bytes_);
       });
     }

@@ -26,7 +26,10 @@
 namespace torch_mesh {
 
 struct MoverOptions {
-  DeviceAddress records;  // [slots][record bytes]
+  // Has the records that go up, for as long as it lives: the pool's own engine, or one of the same
+  // layers and experts in the format that the device has them in.
+  std::weak_ptr<Engine> source;
+  DeviceAddress records;  // [slots][record bytes of the source]
   DeviceAddress table;    // int32 [layers][experts], which holds `slots_of` already
   int32_t slots;
   std::vector<int32_t> slots_of;  // [layers * experts]: the slot of each expert, or -1
@@ -85,7 +88,7 @@ class Mover {
   int32_t enter(Stream compute);
 
   std::shared_ptr<Driver> driver_;
-  std::weak_ptr<Engine> engine_;
+  std::weak_ptr<Engine> engine_;  // computes what is not on the device
   MoverOptions options_;
   int32_t experts_;  // of a layer
   int64_t record_bytes_;

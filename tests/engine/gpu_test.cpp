@@ -446,6 +446,26 @@ TEST_F(HostShareTest, EveryCallMayFail) {
   }
 }
 
+TEST_F(HostShareTest, AProfileKnowsOfWhatTheDeviceComputes) {
+  const std::shared_ptr<Engine> alone = model.open_resident({});
+  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  HostShare share(device, engine);
+  const OwnedStream compute(*device);
+  for (int32_t round = 0; round < 20; ++round) {
+    const int32_t tokens = round % 2 == 0 ? 1 + round % 5 : 40;  // decode steps and prompts
+    const Batch batch = batch_of(tokens, random());
+    DeviceBatch on_device(batch);
+    on_device.table = round % 4 < 2 ? std::vector<int32_t>(kExperts, 0) : some_on_device(random);
+    on_device.fill(*device, compute);
+    share.join(share.submit(on_device.call(round % kLayers), compute), compute);
+    device->synchronize(compute);
+    batch.run(*alone, round % kLayers);
+  }
+  const ModelUse shared = engine->pool().model_use(), all = alone->pool().model_use();
+  EXPECT_EQ(shared.tokens, all.tokens);
+  EXPECT_EQ(shared.uses, all.uses);
+}
+
 // -- moving experts
 // ----------------------------------------------------------------------------------
 
@@ -453,10 +473,12 @@ constexpr int32_t kSlots = 8;
 constexpr int32_t kBatch = 2;
 
 // A device's slots and table, with a mover over them, and a stream that reads both as kernels do.
+// The records are those of `model`, which `source` has, or else the engine that computes.
 struct MovingDevice {
   MovingDevice(const Model& model, std::shared_ptr<Engine> engine,
                const StandInOptions& options = {}, int32_t patience = 4,
-               std::function<void(Stream)> before_switch = nullptr)
+               std::function<void(Stream)> before_switch = nullptr,
+               std::shared_ptr<Engine> source = nullptr)
       : model(model),
         bytes(model.record(0, 0).size()),
         records(static_cast<size_t>(kSlots * bytes)),
@@ -470,7 +492,8 @@ struct MovingDevice {
       std::memcpy(records.data() + slot * bytes, model.record(0, slot).data(), bytes);
     }
     mover = std::make_unique<Mover>(device, engine,
-                                    MoverOptions{.records = address(records.data()),
+                                    MoverOptions{.source = source ? source : engine,
+                                                 .records = address(records.data()),
                                                  .table = address(table.data()),
                                                  .slots = kSlots,
                                                  .slots_of = table,
@@ -597,7 +620,8 @@ TEST_F(MoverTest, RefusesASizeThatCannotBe) {
   const auto device = make_stand_in();
   std::vector<std::byte> records(1 << 20);
   std::vector<int32_t> table(kLayers * kExperts, -1);
-  MoverOptions options{.records = address(records.data()),
+  MoverOptions options{.source = engine,
+                       .records = address(records.data()),
                        .table = address(table.data()),
                        .slots = 4,
                        .slots_of = table,
@@ -617,6 +641,41 @@ TEST_F(MoverTest, RefusesASizeThatCannotBe) {
   EXPECT_NE(refusal(wrong).find("slots_of has 23 entries"), std::string::npos);
   wrong = options, wrong.slots_of[3] = 4;
   EXPECT_NE(refusal(wrong).find("slot 4"), std::string::npos);
+}
+
+TEST_F(MoverTest, MovesRecordsOfAnotherFormatThanIsInMemory) {
+  const Model on_device{small_shape(Format::kBf16)};
+  ASSERT_NE(on_device.record(0, 0).size(), model.record(0, 0).size());
+  const std::shared_ptr<Engine> source = on_device.open({.slots = 2});
+  MovingDevice on(on_device, engine, {.seed = seed(), .most_delay_us = kDelay}, /*patience=*/4,
+                  nullptr, source);
+  const std::vector<ExpertId> up{kExperts + 1, 7, kExperts + 5}, down{0, 3};
+  on.mover->move(up, down, *on.compute);
+  on.look();
+  for (const ExpertId id : up) EXPECT_GE(on.seen_table[id], 0) << "expert " << id;
+  EXPECT_EQ(on.mover->stats().bytes_up, 3 * on.bytes);
+}
+
+TEST_F(MoverTest, RefusesRecordsOfAnotherModel) {
+  const RecordLayout layout = model.shape().layout();
+  const auto device = make_stand_in();
+  std::vector<std::byte> records(static_cast<size_t>(4 * layout.bytes));
+  std::vector<int32_t> table(kLayers * kExperts, -1);
+  const PoolOptions of_all{.slots = kExperts, .record_bytes = layout.bytes};
+  const auto other =
+      std::make_shared<Engine>(EngineOptions{.layout = layout}, thread_runtime(),
+                               std::make_unique<Pool>(of_all, thread_runtime(), 1, kExperts));
+  const Error error = error_of([&] {
+    Mover(device, engine,
+          {.source = other,
+           .records = address(records.data()),
+           .table = address(table.data()),
+           .slots = 4,
+           .slots_of = table,
+           .moving = {true, true}});
+  });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  EXPECT_NE(std::string(error.what()).find("are of 1 layers of 12"), std::string::npos);
 }
 
 TEST_F(MoverTest, WhatIsWantedForAMomentDoesNotMove) {

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 import torch
-from device_layers import DEVICE, device_layer, on_device
+from device_layers import DEVICE, device_layer, device_record, on_device
 from tiny_pools import OpenPool, Spec, TinyExperts, TinyPool, ops, relative_error, routing
 from torch import Tensor
 
@@ -37,11 +37,14 @@ def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
     return layer
 
 
-def _lend(layer: device.DeviceLayer, batch: int, costs: Costs) -> device.SharedDevice:
-    """Lets prompts stream, through buffers full of NaN."""
+def _lend(
+    layer: device.DeviceLayer, batch: int, costs: Costs, up: device.DeviceRecord | None = None
+) -> device.SharedDevice:
+    """Lets prompts stream, through buffers full of NaN; ``up``: records of the pool, if they are not as the device's."""
     assert layer.shared is not None
-    buffers = [torch.full((batch, layer.records.size(1)), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    layer.shared.lend(*buffers)
+    up = up or layer.record
+    buffers = [torch.full((batch, up.words * 4), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    layer.shared.lend(buffers[0], buffers[1], up)
     layer.shared.costs = costs
     return layer.shared
 
@@ -279,6 +282,26 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
         before = shared.stats()["streamed"]
         _split(pool, x[:1], ids[:1], gates[:1])  # fewer pairs than experts
         assert shared.stats()["streamed"] == before, "a decode step streams nothing"
+
+
+@pytest.mark.parametrize(("there", "in_memory"), [("bf16", "int4"), ("int4", "int8"), ("lut4", "bf16")])
+def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPool, there: str, in_memory: str) -> None:
+    """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for another."""
+    pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)
+    shared = device.SharedDevice(pool.handle(), DEVICE, seed=random.randrange(2**31), most_delay_us=200)
+    layer = device_layer(on_card, [0, 3, 5], shared=shared)
+    device.place(pool.handle(), layer)
+    x, gates = torch.randn(6, pool.spec.hidden), torch.rand(6, 3)
+    ids = torch.tensor([[0, 2, 3], [1, 2, 3], [0, 2, 3], [2, 3, 4], [1, 2, 5], [0, 2, 6]])
+    hot, nobody = layer.here[ids], pool.spec.experts
+    expected = on_card.reference(x.bfloat16(), ids.masked_fill(~hot, nobody), gates)
+    expected += pool.weights.reference(x.bfloat16(), ids.masked_fill(hot, nobody), gates)
+    for costs, streamed in ((Costs(1e9, 1, 1), 0), (Costs(2, 1, 0), 1), (FREE_COPIES, 4)):
+        _lend(layer, 2, costs, device_record(pool.spec)).reset_stats()
+        out = _split(pool, x, ids, gates)
+        assert shared.stats()["streamed"] == streamed
+        assert relative_error(out, expected) < TOLERANCE["int4"]
+        assert torch.equal(_split(pool, x, ids, gates), out)
 
 
 def test_a_read_that_fails_on_its_way_up_is_raised_and_leaves_nothing_behind(open_pool: OpenPool) -> None:

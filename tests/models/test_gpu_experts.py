@@ -18,10 +18,13 @@ from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import ChecksumError, MeshConfig, MeshError, UnsupportedModelError, gpu
+from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
 from torch_mesh.counters import DeviceCounters
+from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
+from torch_mesh.profiles import Profile, write_profile
 from torch_mesh.stats import shared_devices_of
+from torch_mesh.store.convert import convert, pack_expert
 from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
@@ -288,6 +291,120 @@ def test_from_pretrained_places_what_it_reads(tmp_path: Path) -> None:
     assert close.float().mean() > 0.8
     placed = [find(module._mesh_handle).here for module in patched_modules(model) if module._mesh_device]
     assert sum(int(here.sum()) for here in placed) == sum(map(sum, config.gpu_experts))
+
+
+def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, group_size: int = 64) -> int:
+    """How many experts are there; their records are those of the original weights in ``weights``."""
+    count = 0
+    for module, layer in zip(patched_modules(model), find_experts(original), strict=True):
+        placed = find(module._mesh_handle)
+        assert placed.record.format == weights
+        for expert in placed.here.nonzero().flatten().tolist():
+            record = pack_expert(layer.expert(expert).on_cpu(), weights, group_size if weights != "bf16" else 0)
+            assert torch.equal(placed.records[placed.table[expert]].cpu(), record)
+            count += 1
+    return count
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("weights", "there"), [("int4", "bf16"), ("bf16", "int8")])
+@pytest.mark.parametrize("resident", [0.5, 1.0])
+def test_another_format_on_the_card(weights: str, there: str, resident: float, tmp_path: Path) -> None:
+    original, ids = _build(), _ids()
+    options = {"resident": resident, "weights": weights, "gpu_experts": 3, "gpu_weights": there}
+    model = torch_mesh.patch(copy.deepcopy(original), **options)
+    assert _on_card(model, original, there) == 3 * LAYERS
+    assert f"3 of its 8 on {DEVICE} in {there}" in repr(model) and f"weights={weights}" in repr(model)
+    assert not list((tmp_path / "cache" / "torch_mesh").glob("unnamed-*")), "what was only read once is gone"
+    same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu_weights": "auto"})
+    assert " in " not in repr(next(patched_modules(same))).rpartition("on ")[2]
+    for each in (model, same):
+        close = torch.isclose(_logits(each, ids), _logits(original, ids), rtol=0.05, atol=0.2)
+        assert close.float().mean() > 0.7
+    if weights == "bf16":
+        torch_mesh.unpatch(model)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in original.state_dict().items())
+
+
+@pytest.mark.usefixtures("card")
+def test_experts_move_to_another_format() -> None:
+    original = _build()
+    options = {"resident": 0.5, "weights": "int4", "gpu_experts": 3, "gpu_weights": "int8"}
+    model = torch_mesh.patch(copy.deepcopy(original), gpu_placement="dynamic", gpu_streaming="off", **options)
+    mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
+    mask[:, 3:6] = True
+    assert torch_mesh.place_experts(model, mask) == 3 * LAYERS
+    for module, layer in zip(patched_modules(model), find_experts(original), strict=True):
+        placed = find(module._mesh_handle)
+        for expert in range(3, 6):
+            record = pack_expert(layer.expert(expert).on_cpu(), "int8", 64)
+            assert torch.equal(placed.records[placed.table[expert]].cpu(), record)
+    assert not _logits(model, _ids()).isnan().any()
+
+
+@pytest.mark.usefixtures("card")
+def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path) -> None:
+    original, ids = _build(), _ids()
+    original.save_pretrained(tmp_path / "model")
+    stores = tmp_path / "cache" / "torch_mesh" / "stores"
+
+    def load(folder: str = "model", layers: int = LAYERS, **fields: object) -> PreTrainedModel:
+        config = MeshConfig(resident=0.5, gpu_experts=3, gpu_streaming="off", **fields)
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder,
+            dtype=torch.bfloat16,
+            quantization_config=config,
+            device_map=str(DEVICE),
+            num_hidden_layers=layers,
+        )
+
+    assert _on_card(load(weights="int4", gpu_weights="bf16"), original, "bf16") == 3 * LAYERS
+    assert [folder.name.rpartition("-")[0] for folder in stores.iterdir()] == ["model-int4"], (
+        "bf16 is in the checkpoint itself"
+    )
+    store = tmp_path / "store"
+    model = load(weights="int8", gpu_weights="int4", store=store)
+    assert _on_card(model, original, "int4") == 3 * LAYERS
+    assert store.is_dir() and (tmp_path / "store-int4").is_dir()
+    again = load(weights="int8", gpu_weights="int4", store=store)
+    assert torch.equal(_logits(again, ids), _logits(model, ids))
+
+    convert(tmp_path / "model", tmp_path / "converted", "int8")
+    converted = load("converted", gpu_weights="int4")
+    assert "3 of its 8 on" in repr(converted) and "in int4" in repr(converted)
+    with pytest.raises(ValueError, match="gpu_weights='bf16' has no fewer bits than the int8 of this converted"):
+        load("converted", gpu_weights="bf16")
+    with pytest.raises(StoreError, match="this model has 2 of the 3 MoE layers"):
+        load(layers=2, weights="bf16", gpu_weights="int8")
+    assert len(list(stores.iterdir())) == 2, "nothing was made for it"
+    with pytest.raises(ValueError, match="gpu_weights='int4' says how experts lie on a GPU, and gpu_experts gives it"):
+        torch_mesh.patch(_build(), gpu_weights="int4")
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("wanted", [2, "auto"])
+def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int | str
+) -> None:
+    uses = np.stack([np.random.permutation(EXPERTS) for _ in range(LAYERS)]) + 1
+    write_profile(Profile(np.full(LAYERS, 100), uses, TOP_K), tmp_path / "profile.json")
+    record = pack_expert(find_experts(_build())[0].expert(0).on_cpu(), "bf16", 0).numel()
+    monkeypatch.setattr(gpu, "_ALLOCATION", 1)
+    room = 2 * GIB + (2 * LAYERS + 2) * record  # the reserve, two experts of each layer, and two buffers
+    monkeypatch.setattr(gpu, "_device_memory", lambda device: (room, 4 * GIB))
+    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+    model = torch_mesh.patch(
+        _build(), resident=0.5, gpu_experts=wanted, profile=tmp_path / "profile.json", pins=0.5, policy="lru"
+    )
+    here = torch.stack([find(module._mesh_handle).here for module in patched_modules(model)])
+    hottest = torch.from_numpy(uses) > EXPERTS - 2
+    assert torch.equal(here, hottest)
+    deadline = time.monotonic() + 20
+    while (warm := _residency(model)).sum() < 12 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert warm.sum() == 12 and not warm[hottest].any(), "half of the experts, none of those on the card"
+    flat = torch.from_numpy(uses).masked_fill(hottest, 0)
+    assert flat[warm].min() >= flat[~warm & ~hottest].max(), "the most used of the others"
 
 
 @pytest.mark.usefixtures("card")

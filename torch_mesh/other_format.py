@@ -1,0 +1,61 @@
+"""The same experts in another format, in a store and a pool of their own: stand-ins for cold ones, and what lies on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _C
+from .config import MeshConfig
+from .families import ExpertsLayer, common_geometry
+from .pool import ExpertPool
+from .store.manifest import Store
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4, "lut4": 4}
+
+
+def other_config(config: MeshConfig, weights: str) -> MeshConfig:
+    """How the store of the other format is made: beside the main one where that is named."""
+    store = None if config.store is None else f"{Path(config.store)}-{weights}"
+    return config.replace(weights=weights, store=store)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Where experts in one format are read from."""
+
+    weights: str
+    group_size: int
+    layers: int
+    places: list[int]  # the source's layer, for each layer of the model
+    source_arguments: dict[str, Any]
+
+    @classmethod
+    def of_store(cls, store: Store, places: Sequence[int]) -> Records:
+        """Those of a store that has the model's layers at ``places``."""
+        manifest = store.manifest
+        arguments = store.source_arguments()
+        return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(places), arguments)
+
+
+def open_other(
+    layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, least_slots: int
+) -> ExpertPool:
+    """The second pool. What a profile, pins and favoured layers keep is in the main one."""
+    own = config.replace(
+        profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off", routing_bias=0.0
+    )
+    return ExpertPool(
+        common_geometry(layers),
+        records.layers,
+        slots,
+        own,
+        weights=records.weights,
+        group_size=records.group_size,
+        exact=False,
+        source=_C.Source(**records.source_arguments),
+        places=records.places,
+        least_slots=least_slots,
+    )
