@@ -18,8 +18,9 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .dense import dense_saving
-from .fallback import check_bits, split_slots, stand_in_group_size
+from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, find_experts
+from .gpu import GPU_POOL_SLOTS, GpuPlan, check_beside_gpu, check_gpu_weights, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
 from .store.convert import checked_group_size
@@ -92,6 +93,7 @@ class Plan:
     status: Status
     advice: str
     sizes: Sizes
+    gpu: GpuPlan | None  # what lies on a card
     memory_bytes: int  # what the process can have in all
     process_bytes: int  # of those: the interpreter with torch and transformers
     slots: int | None
@@ -103,7 +105,7 @@ class Plan:
     workspace_bytes: int
     tokens_per_chunk: int | None  # a longer prompt goes in chunks; None for experts that run by projection
     chunk_bytes: int | None  # that each chunk reads at most
-    peak_bytes: int | None  # without KV cache and the page cache
+    peak_bytes: int | None  # of memory, without KV cache and the page cache
     hit_rate: HitRate | None
     speeds: Speeds | None
     tokens_per_second: float | None  # decoding one sequence, eagerly
@@ -116,6 +118,11 @@ class Plan:
         table["sizes"]["files"] = [str(file) for file in self.sizes.files]
         return table
 
+    @property
+    def on_gpu(self) -> int:
+        """Experts on the card."""
+        return 0 if self.gpu is None else sum(self.gpu.counts)
+
 
 def plan(
     folder: Path,
@@ -125,6 +132,7 @@ def plan(
     speeds: Speeds | None = None,
     hit_rate: float | None = None,
     overlap: float | None = None,
+    card: tuple[int, int] | None = None,
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
@@ -132,34 +140,45 @@ def plan(
     one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
     share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
-    With ``fallback`` it says what takes memory, but nothing of hits and time.
+    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu_experts`` says.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has.
+    With ``fallback`` or a card it says what takes memory, but nothing of hits and time.
+
+    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, and for a card
+    where it is not known what the rest of the model takes.
     """
     sizes = find_sizes(folder, config)
     shape = sizes.shape
     process = _process_bytes()
     whole = memory if memory is not None else process + available_bytes()
-    available = None if sizes.dense_bytes is None else whole - process - sizes.dense_bytes
-    check_bits(config, sizes.weights)
-    slots, fallback_slots, problem = _slots(sizes, config, available)
+    check_gpu_weights(config, sizes.weights if is_store(folder) else None)
+    gpu = None if card is None else _on_card(folder, sizes, config, *card)
+    sizes_in_memory = sizes if gpu is None else dataclasses.replace(sizes, dense_bytes=0, dense_bytes_loading=0)
+    available = None if sizes.dense_bytes is None else whole - process - (sizes_in_memory.dense_bytes or 0)
+    check_fallback_config(config, sizes.weights)
+    on_gpu = 0 if gpu is None else sum(gpu.counts)
+    gpu_pool = _gpu_pool_bytes(sizes, config) if on_gpu else 0
+    slots, fallback_slots, problem = _slots(sizes, config, available, on_gpu, gpu_pool)
+    if gpu is not None and not gpu.loads:
+        slots, fallback_slots, problem = None, 0, gpu.advice
     fallback_bytes = fallback_slots * _stand_in_bytes(sizes, config)
     every = shape.layers * shape.experts
     recommended = shape.layers * min(shape.experts, 2 * shape.top_k)
     share = None if slots is None else slots / every
-    rate = None if share is None or fallback_slots else _hit_rate(shape, share, hit_rate, overlap)
+    rate = None if share is None or fallback_slots or gpu else _hit_rate(shape, share, hit_rate, overlap)
     chunk = _tokens_per_chunk(sizes, config)
-    chunk_bytes = None if slots is None else (every if slots < every else 0) * sizes.expert_bytes
+    chunk_bytes = None if slots is None else (every - on_gpu if slots < every - on_gpu else 0) * sizes.expert_bytes
     seconds = None
     if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
         prefetch = config.prefetch != "off"
         seconds = [token_seconds(sizes, speeds, hits, prefetch) for hits in (rate.expected, rate.low, rate.high)]
-    status, advice = _verdict(sizes, slots, fallback_slots, recommended, problem)
+    status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     return Plan(
         folder=str(folder),
         status=status,
         advice=advice,
         sizes=sizes,
+        gpu=gpu,
         memory_bytes=whole,
         process_bytes=process,
         slots=slots,
@@ -171,7 +190,7 @@ def plan(
         workspace_bytes=config.workspace_bytes,
         tokens_per_chunk=chunk,
         chunk_bytes=chunk_bytes,
-        peak_bytes=_peak(sizes, config, process, slots, fallback_bytes),
+        peak_bytes=_peak(sizes_in_memory, config, process, slots, fallback_bytes + gpu_pool),
         hit_rate=rate,
         speeds=speeds,
         tokens_per_second=None if seconds is None else 1 / seconds[0],
@@ -333,20 +352,55 @@ def _dense_bytes(
 
 
 def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    if config.fallback == "none":
-        return 0
-    as_stored = config.replace(group_size=sizes.group_size or config.group_size)
-    return sizes.shape.record_bytes(config.fallback, stand_in_group_size(as_stored))
+    return 0 if config.fallback == "none" else _bytes_in(sizes, config, config.fallback)
 
 
-def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int | None, int, str]:
+def _bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
+    """Of a record in another format."""
+    return sizes.shape.record_bytes(weights, checked_group_size(weights, sizes.group_size or config.group_size))
+
+
+def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    return sizes.expert_bytes if config.gpu_weights == "auto" else _bytes_in(sizes, config, config.gpu_weights)
+
+
+def _gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    """Of the pool through which records in another format go to a card."""
+    return 0 if config.gpu_weights in ("auto", sizes.weights) else GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config)
+
+
+def _on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
+    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded."""
+    shape = sizes.shape
+    if sizes.dense_bytes_loading is None:
+        raise ValueError(
+            f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a converted checkpoint."
+        )
+    if config.dense != "none":
+        raise ValueError(
+            f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
+        )
+    if shape.activation is None:
+        return plan_by_projection(config, shape.layers)
+    there = _gpu_record_bytes(sizes, config)
+    left = free - sizes.dense_bytes_loading
+    planned = plan_config(config, left, total, shape.layers, shape.experts, shape.top_k, there, sizes.expert_bytes)
+    if sum(planned.counts) > 0:
+        check_beside_gpu(config)
+    return planned
+
+
+def _slots(
+    sizes: Sizes, config: MeshConfig, available: int | None, on_gpu: int, gpu_pool: int
+) -> tuple[int | None, int, str]:
     """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
     shape = sizes.shape
+    reserved = config.workspace_bytes + sizes.staging_bytes + gpu_pool
     least = shape.top_k * sizes.expert_bytes
     if config.resident == "auto":
         if available is None:
             return None, 0, ""
-        if (budget := auto_budget(available, config.workspace_bytes + sizes.staging_bytes)) < least:
+        if (budget := auto_budget(available, reserved)) < least:
             left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
             return None, 0, f"{left}: give more memory{_smaller(sizes)}."
     try:
@@ -356,11 +410,12 @@ def _slots(sizes: Sizes, config: MeshConfig, available: int | None) -> tuple[int
             experts=shape.experts,
             top_k=shape.top_k,
             record_bytes=sizes.expert_bytes,
-            reserved=config.workspace_bytes + sizes.staging_bytes,
+            reserved=reserved,
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
             mapped=config.io == "mmap",
         )
+        slots = min(slots, max(shape.top_k, shape.layers * shape.experts - on_gpu))
         experts = {"experts": shape.layers * shape.experts, "top_k": shape.top_k}
         record_bytes = {"record_bytes": sizes.expert_bytes, "stand_in_bytes": _stand_in_bytes(sizes, config)}
         return *split_slots(config, slots, **experts, **record_bytes), ""
@@ -384,23 +439,22 @@ def _peak(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fal
     return process + max(running, sizes.dense_bytes_loading)
 
 
-def _verdict(
-    sizes: Sizes, slots: int | None, fallback_slots: int, recommended: int, problem: str
-) -> tuple[Status, str]:
+def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: int, problem: str) -> tuple[Status, str]:
+    """``held``: experts that are resident or lie on a card."""
     every = sizes.shape.layers * sizes.shape.experts
-    if slots is None and not problem:
+    if held is None and not problem:
         return "unknown", (
             "The folder has records and no config.json, so what the rest of the model takes is not known: give --resident, or a "
             "converted checkpoint."
         )
-    if slots is None:
+    if held is None:
         return "too small", problem
-    if slots == every:
-        return "nothing to do", "All experts fit into memory: nothing will be read after the first forwards."
-    if slots + fallback_slots >= recommended:
+    if held >= every:
+        return "nothing to do", "All experts fit: nothing will be read after the first forwards."
+    if held + fallback_slots >= recommended:
         return "ok", "Enough experts are resident: more memory makes it faster, and nothing needs to change."
     return "below recommended", (
-        f"{slots + fallback_slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
+        f"{held + fallback_slots} of {every} experts fit, {recommended} are recommended: give {recommended * sizes.expert_bytes:,} bytes for "
         f"experts{_smaller(sizes)}. It works, and waits for the disk more often."
     )
 

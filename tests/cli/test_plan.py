@@ -133,6 +133,78 @@ def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatc
     assert within.peak_bytes == rest - (512 << 20) + 100 * RECORD
 
 
+def test_a_card_takes_the_rest_of_the_model_and_some_experts(
+    mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
+    monkeypatch.setattr("torch_mesh.gpu._ALLOCATION", 1)
+    cuda = 500_000_000
+    alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
+    dense, every = alone["sizes"]["dense_bytes_loading"], 192
+    gpu = {"gpu_experts": "4", "gpu_memory": str(cuda + dense + (64 << 20))}
+    planned = run(capsys, str(mesh_tiny), "--resident", "0.25", *_options(gpu))
+    layers = planned["sizes"]["shape"]["layers"]
+    assert (alone["gpu"], planned["gpu"]["counts"], planned["gpu"]["status"]) == (
+        None,
+        [4] * layers,
+        "ok",
+    )
+    assert planned["slots"] == 48 and planned["hit_rate"] is planned["tokens_per_second"] is None
+    assert planned["peak_bytes"] == alone["peak_bytes"] - dense, "the rest of the model is on the card"
+
+    card = _options({"gpu_memory": str(cuda + dense + (2 << 30) + 70 * RECORD)})  # beside the reserve
+    auto = run(capsys, str(mesh_tiny), "--resident", "1.0", *card)
+    on_card = sum(auto["gpu"]["counts"])
+    assert (on_card, auto["gpu"]["buffers"], auto["gpu"]["spare"]) == (62, 8, 0)
+    assert auto["slots"] == every - on_card and auto["status"] == auto["gpu"]["status"].replace("ok", "nothing to do")
+    assert auto["chunk_bytes"] == 0
+
+    low = _C.record_bytes("int4", 64, 192, 64, True, False)
+    few = _options({"gpu_memory": str(cuda + dense + (2 << 30) + 20 * RECORD), "gpu_weights": "int4"})
+    for placement, spare in (("static", 0), ("dynamic", 4)):
+        int4 = run(capsys, str(mesh_tiny), "--resident", "0.25", *few, "--gpu-placement", placement)
+        fit = (20 * RECORD - int4["gpu"]["buffers"] * RECORD) // low - spare
+        assert (sum(int4["gpu"]["counts"]), int4["gpu"]["spare"], int4["gpu"]["buffers"]) == (fit, spare, 8)
+        assert int4["peak_bytes"] == planned["peak_bytes"] + 8 * low, "through which they are read"
+
+    assert main(["plan", str(mesh_tiny), *GIVEN, *card]) == 0
+    assert "on the card" in " ".join(capsys.readouterr().out.split())
+    for memory, message in ((dense, "give fewer"), (dense - 1, "alone needs 1 bytes more than the card has")):
+        gpu = {"gpu_experts": "8", "gpu_memory": str(cuda + memory)}
+        refused = run(capsys, str(mesh_tiny), *_options(gpu), code=1)
+        assert refused["status"] == "too small" and message in refused["advice"] and refused["slots"] is None
+
+
+def _options(fields: Mapping[str, str]) -> list[str]:
+    return [part for name, value in fields.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu-experts", "99"], "gpu_experts=99, but a layer has"),
+        (["--dense", "int8"], "dense='int8' is CPU only"),
+        (["--gpu-weights", "bf16"], "gpu_weights='bf16' has no fewer bits than the int4 of this converted"),
+        (["--gpu-experts", "0", "--gpu-weights", "int8"], "gpu_experts gives it none"),
+        (
+            ["--gpu-experts", "2", "--fallback", "lut4", "--weights", "int4"],
+            "fallback=lut4 does not go with gpu_experts",
+        ),
+    ],
+)
+def test_what_a_card_cannot_take_is_named(
+    store: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(store), *GIVEN, "--gpu-memory", "24GiB", *options]) != 0
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_its_memory_has_to_be_said(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(store), *GIVEN, "--gpu-experts", "auto"]) != 0
+    assert "--gpu-memory 24GiB says" in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_to_expect_rises_with_what_is_resident() -> None:
     shares = [index / 50 for index in range(51)]
     rates = [expected_hit_rate(share) for share in shares]

@@ -14,12 +14,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_mesh.cli.options import size
-from torch_mesh.config import DENSE, FALLBACK, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
+from torch_mesh.config import DENSE, FALLBACK, GPU_PLACEMENT, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
 from torch_mesh.store.hub import outline_folder
 
 if TYPE_CHECKING:
     from torch_mesh.plan import Plan
 
+_FIELDS = (
+    "resident",
+    "weights",
+    "fallback",
+    "dense",
+    "group_size",
+    "workspace",
+    "prefetch",
+    "gpu_experts",
+    "gpu_weights",
+    "gpu_placement",
+)
+_CUDA_ITSELF = 500_000_000
 _STATUS_STYLE = {"ok": "green", "nothing to do": "green", "below recommended": "yellow", "too small": "red"}
 
 
@@ -48,6 +61,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
     parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share one scale")
     parser.add_argument("--workspace", help="memory for products and activations, as a size")
+    parser.add_argument(
+        "--gpu-experts",
+        help="as MeshConfig has it: 'auto', or a number of each layer (default: none without --gpu-memory)",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=size,
+        help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is)",
+    )
+    parser.add_argument("--gpu-weights", choices=WEIGHTS, help="format of the experts on the card")
+    parser.add_argument(
+        "--gpu-placement", choices=GPU_PLACEMENT, help="whether experts move to the card while the model runs"
+    )
     parser.add_argument("--prefetch", choices=("auto", "off"), help="whether the next layer's experts are foretold")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -59,9 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.plan import find_sizes, plan
     from torch_mesh.speed import measure_speeds
 
-    names = ("resident", "weights", "fallback", "dense", "group_size", "workspace", "prefetch")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
+    if arguments.gpu_memory is not None:
+        given.setdefault("gpu_experts", "auto")
     config = MeshConfig(**given)
+    card = _card(arguments.gpu_memory) if config.gpu_experts != 0 else None
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
     with outline_folder(arguments.model) as (folder, present):
@@ -70,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             sizes = dataclasses.replace(sizes, files=())
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
-        planned = plan(folder, config, memory=arguments.memory, speeds=speeds, **rates)
+        planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, **rates)
     if not present:
         planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
@@ -78,6 +106,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print_table(planned)
     return 1 if planned.status == "too small" else 0
+
+
+def _card(given: int | None) -> tuple[int, int]:
+    """Free and all bytes."""
+    if given is not None:
+        return given - _CUDA_ITSELF, given
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "--gpu-experts: torch sees no CUDA device here; --gpu-memory 24GiB says what a card has that is elsewhere."
+        )
+    return torch.cuda.mem_get_info()
 
 
 def _print_table(planned: Plan) -> None:
@@ -100,6 +141,10 @@ def _print_table(planned: Plan) -> None:
         stand_ins = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
         share = f"{planned.slots} experts, {planned.slots / every:.1%}{stand_ins}, {format_bytes(planned.pool_bytes)}"
         table.add_row("resident", share)
+    if planned.gpu is not None:
+        style = _STATUS_STYLE.get(planned.gpu.status, "yellow")
+        text = f"{planned.on_gpu} experts, {format_bytes(planned.gpu.expert_bytes)} with their buffers"
+        table.add_row("on the card", f"{text}; [{style}]{planned.gpu.status}[/]: {escape(planned.gpu.advice)}")
     share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
     table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")
     table.add_row("workspace", _workspace(planned))
