@@ -57,15 +57,10 @@ def _operand_from_bits(bits):
 # -- words of a record -----------------------------------------------------------------------------
 
 
-@triton.jit
-def _places(FORMAT: tl.constexpr):
+@triton.constexpr_function  # of a jit function Triton 3.6 makes a value of the device, which can be no shape
+def _places(FORMAT):
     """Values in a word."""
-    if FORMAT == "bf16":
-        return 2
-    elif FORMAT == "int8":
-        return 4
-    else:
-        return 8
+    return {"bf16": 2, "int8": 4}.get(FORMAT, 8)
 
 
 @triton.jit

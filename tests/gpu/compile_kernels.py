@@ -1,6 +1,7 @@
 """Compiles every Triton kernel for cards that need not be there: Triton brings ptxas along. Run by test_triton_compiles.py.
 
-Usage: compile_kernels.py CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET.
+Usage: compile_kernels.py [--frontend] CAPABILITY ...; prints a line for each kernel. Not under TRITON_INTERPRET. With --frontend no machine
+code is made: a second for what takes minutes, and enough to see what Triton's compiler refuses and its interpreter does not.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import triton
 from torch_mesh.ops import experts_triton as kernels
 from torch_mesh.ops import launches
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 import torch_mesh  # noqa: F401  registers the ops
 
@@ -49,11 +51,15 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
     return found
 
 
+def source_of(kernel: Any, constants: dict[str, Any]) -> ASTSource:
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names}
+    return ASTSource(kernel, signature, constants)
+
+
 def compile_for(capability: int) -> None:
     for kernel, constants, launch in variants():
-        signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names}
         compiled = triton.compile(
-            ASTSource(kernel, signature, constants),
+            source_of(kernel, constants),
             target=GPUTarget("cuda", capability, 32),
             options=kernels._options(launch),
         )
@@ -62,6 +68,21 @@ def compile_for(capability: int) -> None:
         print(capability, kernel.__name__, *constants.values(), f"{shared} bytes shared", flush=True)
 
 
+def lower_for(capability: int) -> None:
+    """As far as triton.compile goes before its first pass."""
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    for kernel, constants, launch in variants():
+        options = backend.parse_options(kernels._options(launch))
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        made = backend.get_codegen_implementation(options), backend.get_module_map(), context
+        assert source_of(kernel, constants).make_ir(target, options, *made).verify()
+        print(capability, kernel.__name__, *constants.values(), flush=True)
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        compile_for(int(argument))
+    wanted = [argument for argument in sys.argv[1:] if argument != "--frontend"]
+    for argument in wanted:
+        (compile_for if len(wanted) == len(sys.argv) - 1 else lower_for)(int(argument))

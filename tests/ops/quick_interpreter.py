@@ -30,7 +30,10 @@ def _patch_once(function: Callable[..., Any]) -> Any:
     if _modules(function) in _patched:
         return None
     _patched.add(_modules(function))
-    return _patch_language(function)
+    scope = _patch_language(function)
+    # Triton 3.6 asks NumPy for int() of an array of one element, for a range's end: NumPy 2.4 refuses. The scope puts back what was.
+    tl.core.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
+    return scope
 
 
 def _launch_afresh(self: Any, *arguments: Any, **options: Any) -> Any:
