@@ -127,7 +127,7 @@ def gguf(directory: Path) -> Path:
 
 
 def planned(model: Path, resident: int, *known: str) -> dict[str, Any]:
-    command = [str(Path(sys.executable).with_name("torch-mesh")), "plan", str(model), "--json", "--prefetch", "off"]
+    command = [sys.executable, "-m", "torch_mesh.cli", "plan", str(model), "--json", "--prefetch", "off"]
     command += ["--resident", str(resident), "--dense", DENSE, *known]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout)

@@ -12,11 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import card
 import harness
 import torch
 from harness import Report
-from op_layer import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, WEIGHTS_PER_EXPERT, pack, random_expert
+from op_layer import pack, random_expert
+from synthetic import Shape
 from torch import Tensor
 from torch_mesh.ops.device import DeviceLayer, DeviceRecord
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -24,152 +27,173 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from torch_mesh.experts import StandardExperts
 
 FORMATS = {"bf16": 0, "int8": 64, "int4": 64}
-CALLS = EXPERTS // TOP_K
+FEW, MANY = (1, 8), 512  # tokens
 COPY_BYTES = 1 << 30
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The inputs of ``CALLS`` calls on the device."""
+    """The inputs of calls that together take all experts in turn, on the device."""
 
     x: list[Tensor]
     ids: list[Tensor]
     weights: Tensor
 
     @classmethod
-    def of(cls, tokens: int, generator: torch.Generator) -> Routing:
+    def of(cls, tokens: int, shape: Shape, generator: torch.Generator, device: torch.device) -> Routing:
         """One token takes all experts in turn; several take random ones."""
-        x = [torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16).cuda() for _ in range(CALLS)]
+        top_k = shape.experts_per_token
+        calls = shape.experts // top_k
+        x = [torch.randn(tokens, shape.hidden, generator=generator).to(torch.bfloat16) for _ in range(calls)]
         if tokens == 1:
-            ids = [torch.arange(TOP_K).add(TOP_K * call).unsqueeze(0) for call in range(CALLS)]
+            ids = [torch.arange(top_k).add(top_k * call).unsqueeze(0) for call in range(calls)]
         else:
-            ids = [torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices for _ in range(CALLS)]
-        return cls(x, [each.cuda() for each in ids], torch.full((tokens, TOP_K), 1 / TOP_K, device="cuda"))
+            ids = [torch.rand(tokens, shape.experts, generator=generator).topk(top_k).indices for _ in range(calls)]
+        weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+        return cls([each.to(device) for each in x], [each.to(device) for each in ids], weights)
 
     @property
     def distinct(self) -> float:
         """Experts that a call reads, on average."""
         return sum(ids.unique().numel() for ids in self.ids) / len(self.ids)
 
+    def run(self, layer: Layer) -> None:
+        for x, ids in zip(self.x, self.ids, strict=True):
+            layer(x, ids, self.weights)
 
-def place(weights: str, group_size: int, experts: Sequence[tuple[Tensor, Tensor]]) -> DeviceLayer:
+
+def record_of(weights: str, group_size: int, shape: Shape) -> DeviceRecord:
+    return DeviceRecord(
+        weights, group_size, shape.hidden, shape.intermediate, gated=True, bias=False, activation="silu"
+    )
+
+
+def place(
+    weights: str, group_size: int, experts: Sequence[tuple[Tensor, Tensor]], shape: Shape, device: torch.device
+) -> DeviceLayer:
     """Expert e is ``experts[e % len(experts)]``, with memory of its own."""
     packed = [pack(expert, weights, group_size) for expert in experts]
-    records = torch.stack([packed[expert % len(packed)] for expert in range(EXPERTS)]).cuda()
-    record = DeviceRecord(weights, group_size, HIDDEN, INTERMEDIATE, gated=True, bias=False, activation="silu")
-    table = torch.arange(EXPERTS, dtype=torch.int32, device="cuda")
-    return DeviceLayer(record, records, table, torch.ones(EXPERTS, dtype=torch.bool), complete=True, workspace=1 << 30)
+    records = torch.stack([packed[expert % len(packed)] for expert in range(shape.experts)]).to(device)
+    table = torch.arange(shape.experts, dtype=torch.int32, device=device)
+    here = torch.ones(shape.experts, dtype=torch.bool)
+    return DeviceLayer(record_of(weights, group_size, shape), records, table, here, complete=True, workspace=1 << 30)
 
 
-def on_card(layer: DeviceLayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def on_card(layer: DeviceLayer) -> Layer:
     from torch_mesh.ops import experts_triton
 
     return lambda x, ids, weights: experts_triton.experts(x, ids, weights, layer, False, x.dtype)
 
 
-def transformers_layer(name: str, module: StandardExperts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    function = ALL_EXPERTS_FUNCTIONS[name]
-    return lambda x, ids, weights: function(module, x, ids, weights)
-
-
-def captured(call: Callable[[Tensor, Tensor, Tensor], Tensor], routing: Routing) -> Callable[[], float]:
-    """Replays all calls; returns the seconds of one."""
-
-    def run() -> None:
-        for x, ids in zip(routing.x, routing.ids, strict=True):
-            call(x, ids, routing.weights)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()  # compiles, and lets libraries choose their kernels
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return lambda: seconds(graph.replay) / CALLS
-
-
-def seconds(run: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def copy_contender() -> Callable[[], float]:
+def copy_contender(device: torch.device) -> Callable[[], float]:
     """Bytes per second that a copy on the device reads and writes."""
-    source, to = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return lambda: 2 * COPY_BYTES / seconds(lambda: to.copy_(source))
+    source, to = (torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: 2 * COPY_BYTES / card.seconds(device, lambda: to.copy_(source))
 
 
-def matmul_contender(tokens: int) -> Callable[[], float]:
+def matmul_contender(tokens: int, shape: Shape, device: torch.device) -> Callable[[], float]:
     """Seconds that torch takes for one product of as many operations as a call has."""
-    rows = torch.randn(tokens * TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    matrix = torch.randn(HIDDEN, WEIGHTS_PER_EXPERT // HIDDEN, device="cuda", dtype=torch.bfloat16)
-    return lambda: seconds(lambda: rows @ matrix)
+    rows = torch.randn(tokens * shape.experts_per_token, shape.hidden, device=device, dtype=torch.bfloat16)
+    matrix = torch.randn(shape.hidden, 3 * shape.intermediate, device=device, dtype=torch.bfloat16)
+    return lambda: card.seconds(device, lambda: rows @ matrix)
+
+
+class Comparison:
+    """The same experts in all formats and in transformers' own form, on one device."""
+
+    def __init__(self, shape: Shape, device: torch.device, rounds: int) -> None:
+        self.shape, self.device, self.rounds = shape, device, rounds
+        self.generator = torch.Generator().manual_seed(0)
+        experts = [random_expert(self.generator, shape) for _ in range(4)]
+        self.layers = {weights: place(weights, group, experts, shape, device) for weights, group in FORMATS.items()}
+        stacked = [torch.stack([experts[e % 4][part] for e in range(shape.experts)]).to(device) for part in range(2)]
+        self.module = StandardExperts(*stacked, None, None, "silu", shape.experts_per_token)
+
+    def add_rows(self, report: Report, tokens: int) -> None:
+        routing = Routing.of(tokens, self.shape, self.generator, self.device)
+        contenders = {
+            weights: self.timed(routing, card.captured(self.device, partial(routing.run, on_card(layer))))
+            for weights, layer in self.layers.items()
+        }
+        peers = {}
+        for name in ("grouped_mm", "batched_mm"):
+            run = partial(routing.run, partial(ALL_EXPERTS_FUNCTIONS[name], self.module))
+            try:
+                peers[name] = self.timed(routing, self.captured_if_possible(run, name, report))
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+                report.notes.append(f"{name}, {tokens} tokens: {error}".splitlines()[0])
+        limits = {
+            "copy": copy_contender(self.device),
+            "matmul": matmul_contender(tokens, self.shape, self.device),
+        }
+        times = harness.interleave(contenders | peers | limits, self.rounds)
+        report.details[f"times, {tokens} tokens"] = times
+        if tokens in FEW:
+            self.add_bandwidth(report, tokens, routing, times)
+        else:
+            self.add_matmul(report, tokens, times)
+        for other, bound in [*((peer, 1.0) for peer in peers), ("int4", None)]:
+            microseconds = [[time * 1e6 for time in times[each]] for each in ("bf16", other)]
+            least = 1.8 if other == "int4" and tokens in FEW else None
+            name = f"bf16, {amount_of(tokens)}"
+            report.add(
+                harness.paired_row(name, microseconds[0], "us", other, microseconds[1], at_most=bound, at_least=least)
+            )
+
+    def timed(self, routing: Routing, run: Callable[[], object]) -> Callable[[], float]:
+        """Seconds of one call."""
+        return lambda: card.seconds(self.device, run) / len(routing.x)
+
+    def captured_if_possible(self, run: Callable[[], object], name: str, report: Report) -> Callable[[], object]:
+        """A peer may do what no capture allows; then it is launched call by call, which is how its users have it."""
+        run()  # what fails here is no matter of the capture
+        try:
+            return card.captured(self.device, run)
+        except RuntimeError as error:
+            report.notes.append(f"{name} is launched call by call: {error}".splitlines()[0])
+            return run
+
+    def add_bandwidth(self, report: Report, tokens: int, routing: Routing, times: dict[str, list[float]]) -> None:
+        for weights, layer in self.layers.items():
+            read = routing.distinct * layer.records.size(1)
+            rates = [read / time / 1e9 for time in times[weights]]
+            copy = [rate / 1e9 for rate in times["copy"]]
+            least = 0.6 if weights == "bf16" else None
+            name = f"{weights}, {amount_of(tokens)}"
+            report.add(harness.paired_row(name, rates, "GB/s", "device copy", copy, at_least=least))
+
+    def add_matmul(self, report: Report, tokens: int, times: dict[str, list[float]]) -> None:
+        for weights in self.layers:
+            milliseconds = [[time * 1e3 for time in times[each]] for each in (weights, "matmul")]
+            most = 1 / 0.6 if weights == "bf16" else None
+            name = f"{weights}, {amount_of(tokens)}"
+            report.add(harness.paired_row(name, milliseconds[0], "ms", "torch matmul", milliseconds[1], at_most=most))
+
+
+def amount_of(tokens: int) -> str:
+    return f"{tokens} token{'s' * (tokens > 1)}"
+
+
+@torch.no_grad()
+def measure(device: torch.device, shape: Shape, rounds: int) -> Report:
+    about = card.facts(device)
+    report = Report(f"experts on {about['device']}", notes=[card.describe(about)], details=dict(about))
+    comparison = Comparison(shape, device, rounds)
+    for tokens in (*FEW, MANY):
+        comparison.add_rows(report, tokens)
+    return report
 
 
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks/gpu_layer.py needs a CUDA device, and torch sees none: nothing was measured", file=sys.stderr)
-        return 2
-    generator = torch.Generator().manual_seed(0)
-    experts = [random_expert(generator) for _ in range(4)]
-    layers = {weights: place(weights, group, experts) for weights, group in FORMATS.items()}
-    stacked = [torch.stack([experts[e % 4][part] for e in range(EXPERTS)]).cuda() for part in range(2)]
-    module = StandardExperts(*stacked, None, None, "silu", TOP_K)
-    report = Report(f"experts on {torch.cuda.get_device_name()}")
-    report.details |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    for tokens in (1, 8, 512):
-        routing = Routing.of(tokens, generator)
-        contenders = {weights: captured(on_card(layer), routing) for weights, layer in layers.items()}
-        peers = {}
-        for name in ("grouped_mm", "batched_mm"):
-            try:
-                peers[name] = captured(transformers_layer(name, module), routing)
-            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-                report.notes.append(f"{name}, {tokens} tokens: {error}".splitlines()[0])
-        limit = {"copy": copy_contender(), "matmul": matmul_contender(tokens)}
-        with torch.no_grad():
-            times = harness.interleave(contenders | peers | limit, arguments.rounds)
-        _add_rows(report, tokens, routing, layers, times, list(peers))
-    return report.finish(arguments.json)
-
-
-def _add_rows(
-    report: Report,
-    tokens: int,
-    routing: Routing,
-    layers: dict[str, DeviceLayer],
-    times: dict[str, list[float]],
-    peers: Sequence[str],
-) -> None:
-    for weights, layer in layers.items():
-        name = f"{weights}, {tokens} token{'s' * (tokens > 1)}"
-        if tokens < 512:
-            read = routing.distinct * layer.records.size(1)
-            rates = [read / time / 1e9 for time in times[weights]]
-            bound = 0.6 if weights == "bf16" else None
-            copy = [rate / 1e9 for rate in times["copy"]]
-            report.add(harness.paired_row(name, rates, "GB/s", "device copy", copy, at_least=bound))
-        else:
-            bound = 1 / 0.6 if weights == "bf16" else None
-            milliseconds = [[time * 1e3 for time in times[each]] for each in (weights, "matmul")]
-            report.add(harness.paired_row(name, milliseconds[0], "ms", "torch matmul", milliseconds[1], at_most=bound))
-    for other, bound in [*((peer, 1.0) for peer in peers), ("int4", None)]:
-        microseconds = [[time * 1e6 for time in times[each]] for each in ("bf16", other)]
-        least = 1.8 if other == "int4" and tokens < 512 else None
-        report.add(
-            harness.paired_row(
-                f"bf16, {tokens} tokens", microseconds[0], "us", other, microseconds[1], at_most=bound, at_least=least
-            )
-        )
+    device = card.find_card("gpu_layer.py")
+    if device is None:
+        return card.NO_CARD
+    return measure(device, Shape(), arguments.rounds).finish(arguments.json)
 
 
 if __name__ == "__main__":

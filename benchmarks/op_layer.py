@@ -24,34 +24,41 @@ SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
 EXPERTS, TOP_K = SHAPE.experts, SHAPE.experts_per_token
 WEIGHTS_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE
-GEOMETRY = Geometry(EXPERTS, HIDDEN, INTERMEDIATE, has_gate=True, has_bias=False, activation="silu")
 
 
-def random_expert(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def random_expert(generator: torch.Generator, shape: Shape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up [2 * intermediate, hidden] and down [hidden, intermediate] in bf16."""
 
     def weight(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator).mul_(WEIGHT_STD).to(torch.bfloat16)
 
-    return weight(2 * INTERMEDIATE, HIDDEN), weight(HIDDEN, INTERMEDIATE)
+    return weight(2 * shape.intermediate, shape.hidden), weight(shape.hidden, shape.intermediate)
 
 
-def random_routing(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def random_routing(tokens: int, generator: torch.Generator, shape: Shape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_ids [tokens, k], distinct in a row, and topk_weights [tokens, k] that add up to 1."""
-    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
-    return ids, torch.full((tokens, TOP_K), 1 / TOP_K)
+    top_k = shape.experts_per_token
+    ids = torch.rand(tokens, shape.experts, generator=generator).topk(top_k).indices
+    return ids, torch.full((tokens, top_k), 1 / top_k)
 
 
 class ResidentLayer:
     """A layer whose expert e is ``experts[e % len(experts)]`` of (gate_up, down), packed and in memory for good."""
 
     def __init__(
-        self, weights: str, group_size: int, threads: int, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        weights: str,
+        group_size: int,
+        threads: int,
+        experts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        shape: Shape = SHAPE,
     ) -> None:
         config = torch_mesh.MeshConfig(threads=threads)
-        self.pool = ExpertPool(GEOMETRY, 1, EXPERTS, config, weights=weights, group_size=group_size, exact=False)
+        self.pool = ExpertPool(
+            _geometry(shape), 1, shape.experts, config, weights=weights, group_size=group_size, exact=False
+        )
         records = [pack(expert, weights, group_size) for expert in experts]
-        for expert in range(EXPERTS):
+        for expert in range(shape.experts):
             self.pool.engine.fill(0, expert, records[expert % len(records)].numpy())
         self.record_bytes = records[0].numel()
         self.handle = self.pool.handle(0)
@@ -62,6 +69,10 @@ class ResidentLayer:
     def read(self, experts: Sequence[int]) -> None:
         """Reads the records of distinct experts with the threads that compute, and does nothing with them."""
         self.pool.engine.sum_records(0, experts)
+
+
+def _geometry(shape: Shape) -> Geometry:
+    return Geometry(shape.experts, shape.hidden, shape.intermediate, has_gate=True, has_bias=False, activation="silu")
 
 
 def pack(expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: int) -> torch.Tensor:

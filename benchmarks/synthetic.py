@@ -166,7 +166,9 @@ def store(directory: Path, shape: Shape, weights: str) -> Path:
     if not path.exists():
         source = checkpoint(directory, shape)
         command = [
-            str(Path(sys.executable).with_name("torch-mesh")),
+            sys.executable,
+            "-m",
+            "torch_mesh.cli",
             "convert",
             str(source),
             str(path),
