@@ -1,7 +1,8 @@
-"""Draws the figures of the README from the benchmarks' JSON.
+"""Draws figures from the benchmarks' JSON.
 
 usage: figure.py cold-decode cold_decode.json docs/cold_decode.svg
        figure.py roofline layer_peers.json docs/roofline.svg
+       figure.py gpu-timeline gpu_decode.json gpu_decode.svg
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ OURS, OTHERS = "#c2410c", "#94a3b8"
 SYSTEM_COLOURS = {MESH: OURS, TRANSFORMERS: "#2563eb", ONNX: "#7c3aed", KT: "#0f766e", TORCH: "#64748b"}
 SMALL = {"fontsize": 8, "color": "#334155"}
 DTYPES = ("float32", "bfloat16")
+LANE_COLOURS = (OURS, "#64748b", "#2563eb", OTHERS)
 FORMAT_MARKERS = {"bf16": "o", "int8": "s", "int4": "^"}
 
 
@@ -115,16 +117,42 @@ def legend(axes: Axes) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
 
 
+def draw_gpu_timeline(report: dict[str, Any], target: Path) -> None:
+    """Of gpu_decode.py's report: who was at work when, one panel for each way that was profiled."""
+    timelines = report["details"]["timeline"]
+    figure, panels = plt.subplots(
+        len(timelines), figsize=(10, 2.2 * len(timelines) + 0.6), layout="constrained", squeeze=False
+    )
+    for axes, (name, lanes) in zip(panels[:, 0], timelines.items(), strict=True):
+        for row, (lane, intervals) in enumerate(lanes.items()):
+            bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in intervals]
+            axes.broken_barh(bars, (row - 0.35, 0.7), color=LANE_COLOURS[row])
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(name, loc="left", fontsize=9)
+    panels[-1, 0].set_xlabel("milliseconds, under the profiler")
+    finish(figure, report, report["title"], target)
+
+
+DRAWN = {"cold-decode": draw_cold_decode, "roofline": draw_roofline, "gpu-timeline": draw_gpu_timeline}
+
+
+def draw(name: str, report: dict[str, Any], target: Path) -> None:
+    """The figure ``name`` of a benchmark's report, as ``harness.as_json`` makes it."""
+    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input draws the same file
+    plt.rcParams["font.family"] = "sans-serif"
+    DRAWN[name](report, target)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("figure", choices=("cold-decode", "roofline"))
+    arguments.add_argument("figure", choices=sorted(DRAWN))
     arguments.add_argument("report", type=Path)
     arguments.add_argument("target", type=Path)
     options = arguments.parse_args()
-    plt.rcParams["svg.hashsalt"] = "torch_mesh"  # the same input draws the same file
-    plt.rcParams["font.family"] = "sans-serif"
-    draw = {"cold-decode": draw_cold_decode, "roofline": draw_roofline}[options.figure]
-    draw(json.loads(options.report.read_text()), options.target)
+    draw(options.figure, json.loads(options.report.read_text()), options.target)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 they hold.
 
 Without an option: what needs nothing but torch_mesh, in a few minutes. With ``--peers``: what is measured beside other
-systems and on large files; installs those systems first. The machine should do nothing else meanwhile.
+systems and on large files; installs those systems first. With ``--gpu``: what needs a CUDA device; without one the exit status is 2.
+The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import card
 import harness
 import synthetic
 from harness import Report, Row
@@ -30,17 +32,17 @@ OWN = (
     "stats_cost.py",
 )
 ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py", "cold_read.py", "cold_bound.py")
+ON_A_CARD = ("gpu_layer.py", "gpu_streaming.py", "gpu_decode.py")
 PEERS = ("lossy.py", "weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
 
 
-def run(script: str, directory: Path, report: Path) -> bool:
-    """Whether a benchmark wrote its report; a claim that does not hold is in the report."""
+def run(script: str, directory: Path, report: Path) -> int:
+    """The exit status of a benchmark; a claim that does not hold is in the report, if it wrote one."""
     report.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / script), "--json", str(report)]
-    if script in ON_LARGE_FILES:
+    if script in (*ON_LARGE_FILES, "gpu_decode.py"):
         command += ["--dir", str(directory)]
-    subprocess.run(command, check=False)
-    return report.exists()
+    return subprocess.run(command, check=False).returncode
 
 
 def claims(report: Path) -> list[Row]:
@@ -52,18 +54,23 @@ def claims(report: Path) -> list[Row]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     harness.add_dir(arguments)
-    arguments.add_argument("--peers", action="store_true", help="what is measured beside other systems")
+    which = arguments.add_mutually_exclusive_group()
+    which.add_argument("--peers", action="store_true", help="what is measured beside other systems")
+    which.add_argument("--gpu", action="store_true", help="what is measured on a CUDA device")
     arguments.add_argument("--json-dir", type=Path, default=synthetic.ROOT / "build" / "benchmarks")
     options = arguments.parse_args()
     if options.peers:
         subprocess.run([str(HERE / "peers.sh")], check=True)
-    summary, failed = Report("All claims"), []
-    for script in PEERS if options.peers else OWN:
+    summary, failed = Report("All claims"), {}
+    for script in PEERS if options.peers else ON_A_CARD if options.gpu else OWN:
         report = options.json_dir / f"{Path(script).stem}.json"
-        if run(script, options.dir, report):
+        status = run(script, options.dir, report)
+        if report.exists():
             summary.rows += claims(report)
         else:
-            failed.append(script)
+            failed[script] = status
+    if options.gpu and set(failed.values()) == {card.NO_CARD}:
+        return card.NO_CARD
     status = summary.finish(None)
     if failed:
         print(f"no result: {', '.join(failed)}", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""A model's decode steps with buffers that stay: run eagerly, or captured in a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import card
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import torch_mesh
+
+
+class DecodeSteps:
+    """Decodes one sequence of at most ``most_tokens`` tokens, one a step.
+
+    transformers' StaticCache counts its tokens on the device, so that a captured step goes on where the last one ended. What a
+    step returns is float logits [vocabulary]; those of ``replay`` lie in a buffer that the next step writes.
+    """
+
+    def __init__(self, model: Any, most_tokens: int) -> None:
+        self.model = model
+        self.device = model.device
+        self.ids = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        self.cache = StaticCache(config=model.config, max_cache_len=most_tokens)
+        self._replay: Any = None
+        self._logits: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self.cache.reset()
+
+    @torch.no_grad()
+    def eager(self, token: Tensor) -> Tensor:
+        self.ids.copy_(token)
+        return self._run()
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Makes the graph that ``replay`` launches, of a model with experts on the device, and forgets the sequence."""
+        torch_mesh.set_capture_batch_sizes(self.model, [1])
+        self._replay = card.captured(self.device, self._run)
+        self.reset()
+
+    @torch.no_grad()
+    def replay(self, token: Tensor) -> Tensor:
+        self.ids.copy_(token)
+        self._replay()
+        assert self._logits is not None
+        return self._logits
+
+    def _run(self) -> Tensor:
+        output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self._logits = output.logits[0, -1].float()
+        return self._logits
