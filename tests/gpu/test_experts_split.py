@@ -111,6 +111,7 @@ def test_each_routed_expert_is_computed_exactly_once_for_every_possible_split(to
         pool.close()
 
 
+@pytest.mark.smoke
 def test_what_is_on_the_device_is_never_read(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=3)
     layer = _place(pool, [0, 2, 5, 6, 7])
@@ -264,7 +265,7 @@ def test_every_split_of_a_prompt_computes_each_expert_once(
         assert counts["all_on_device"] == (not routed - set(hot) - set(chosen))
 
 
-@pytest.mark.parametrize("weights", ["int4", "bf16"])
+@pytest.mark.parametrize("weights", [pytest.param("int4", marks=pytest.mark.smoke), "bf16"])
 def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) -> None:
     spec = Spec(weights=weights, hidden=40, intermediate=24)
     pool = open_pool(spec, slots=3)

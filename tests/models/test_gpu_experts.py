@@ -6,15 +6,21 @@ Without a card the CPU stands for one: placing is told that it may hold experts,
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import itertools
+import os
+import random
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from decode_steps import DecodeSteps
 from tiny_models import TINY_MODELS
-from torch_mesh.ops.device import find
+from torch_mesh.ops.device import SharedDevice, find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
@@ -191,6 +197,7 @@ def test_capture_sizes_are_set_read_and_cleared() -> None:
     assert torch_mesh.capture_batch_sizes(model) == []
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("card")
 def test_experts_move_to_where_they_are_told() -> None:
     original, ids = _build(), _ids()
@@ -222,6 +229,68 @@ def test_experts_move_to_where_they_are_told() -> None:
         torch_mesh.place_experts(model, torch.ones(LAYERS, EXPERTS, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"here is torch.bool \[3, 7\]; it has to be torch.bool \[3, 8\]"):
         torch_mesh.place_experts(model, torch.ones(LAYERS, 7, dtype=torch.bool))
+
+
+def _decode(
+    steps: DecodeSteps,
+    step: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    masks: Mapping[int, torch.Tensor],
+) -> torch.Tensor:
+    """Logits [tokens, vocabulary]; ``masks`` are where experts have to be from which step on."""
+    steps.reset()
+    logits = []
+    for index, token in enumerate(tokens):
+        if index in masks:
+            torch_mesh.place_experts(steps.model, masks[index])
+        logits.append(step(token).clone())
+    result = torch.stack(logits).cpu()  # waits for what a replay does, which synchronize() does not
+    torch_mesh.synchronize(steps.model)
+    return result
+
+
+NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.skipif(NO_CACHE, reason="a capture allocates, which only torch's caching allocator can do within one")
+@pytest.mark.parametrize(
+    ("count", "moves"),
+    [
+        pytest.param(6, 3, marks=pytest.mark.smoke),
+        # In the interpreter fewer steps, as many moves.
+        pytest.param(200, 20) if DEVICE.type == "cuda" else pytest.param(24, 20, marks=pytest.mark.slow),
+    ],
+)
+def test_replayed_steps_equal_eager_ones_while_experts_move(
+    monkeypatch: pytest.MonkeyPatch, count: int, moves: int
+) -> None:
+    """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its streams."""
+    monkeypatch.setattr(gpu, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
+    original = _build()
+    tokens = torch.randint(3, 100, (count,), device=DEVICE)
+    masks = {0: torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)}
+    masks |= {index: torch.rand(LAYERS, EXPERTS).argsort(1) < 4 for index in random.sample(range(1, count), moves - 1)}
+    moved = sum(int((masks[now] & ~masks[before]).sum()) for before, now in itertools.pairwise(sorted(masks)))
+    logits = []
+    for delay in (50, 400):
+        shared = functools.partial(SharedDevice, seed=random.randrange(1 << 31), most_delay_us=delay)
+        monkeypatch.setattr(gpu, "SharedDevice", shared)
+        model = torch_mesh.patch(
+            copy.deepcopy(original), resident=0.5, gpu_experts=4, gpu_placement="dynamic", gpu_streaming="off"
+        )
+        steps = DecodeSteps(model, count)
+        steps.capture()
+        for step in (steps.eager, steps.replay) if DEVICE.type == "cuda" else (steps.replay,):
+            torch_mesh.place_experts(model, masks[0])
+            torch_mesh.reset_stats(model)
+            logits.append(_decode(steps, step, tokens, masks))
+            device = torch_mesh.stats(model).device
+            assert device is not None and device.failed == 0
+            assert device.calls == LAYERS * count and device.moved == moved
+    assert not logits[0].isnan().any() and logits[0].std() > 0
+    for other in logits[1:]:
+        assert torch.equal(other, logits[0])
 
 
 @pytest.mark.usefixtures("card")
