@@ -1,5 +1,6 @@
 # Everything runs in .venv, which tools/bootstrap.sh fills; second runs only check that nothing has changed.
 #   make TORCH='torch==2.12.1'     another torch (any requirement that pip takes, with options if need be)
+#   make TORCH=system              torch and all else as PYTHON has them: for a machine's own CUDA build, or one without a network
 #   make PYTHON=python3.12         another interpreter for a new .venv
 #   make PYTEST='-k reader -x'     further arguments for pytest
 PYTHON ?= python3
@@ -13,13 +14,16 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 build: ## .venv with torch, the requirements and the extension
 	@$(BOOTSTRAP)
+
+build-test:
+	@$(BOOTSTRAP) --test
 
 build-dev:
 	@$(BOOTSTRAP) --dev
@@ -47,8 +51,11 @@ test-asan: build-dev ## the engine's C++ tests under AddressSanitizer
 	$(RUN) setup.py engine_tests --sanitize address
 	build/engine-tests-address/engine_tests --gtest_brief=1
 
-test-gpu: build-dev ## the Python tests that need a CUDA device
+test-gpu: build-test ## the Python tests that need a CUDA device
 	$(RUN) -m pytest -m gpu $(PYTEST)
+
+test-gpu-sanitizer: build-test ## a few of them under compute-sanitizer's tools
+	tools/gpu_sanitizer.sh $(RUN) $(PYTEST)
 
 style: build-dev ## ruff, mypy on the public package, clang-format
 	$(RUN) -m ruff check .
@@ -62,8 +69,8 @@ bench: build-dev ## what this machine's kernels reach of its limits, in under 15
 bench-peers: build-dev ## the same beside other systems, which it installs; writes 20 GB into the cache folder; needs root
 	$(RUN) benchmarks/run_all.py --peers
 
-bench-gpu: build-dev ## experts on a CUDA device beside its own copy rate, torch's matmul and transformers
-	$(RUN) benchmarks/gpu_layer.py --json build/benchmarks/gpu_layer.json
+bench-gpu: build-test ## on a CUDA device: a layer, a prompt's way up, decode with half of the experts there
+	$(RUN) benchmarks/run_all.py --gpu
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
-# Usage: tools/bootstrap.sh [--dev]; --dev adds what tests and style checks need.
+# Usage: tools/bootstrap.sh [--test | --dev]; --test adds what the Python tests need, --dev the engine's tests and style checks too.
+# TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
 set -eu
 
@@ -11,11 +12,12 @@ cxx=${CXX:-g++}
 venv_python=.venv/bin/python
 stamps=.venv/stamps
 
-dev=
+groups='build run'
 case "${1-}" in
   '') ;;
-  --dev) dev=yes ;;
-  *) echo "usage: $0 [--dev]" >&2; exit 2 ;;
+  --test) groups='build run test' ;;
+  --dev) groups='build run test style' ;;
+  *) echo "usage: $0 [--test | --dev]" >&2; exit 2 ;;
 esac
 
 say() { printf 'torch_mesh: %s\n' "$*" >&2; }
@@ -39,8 +41,8 @@ required_packages() {
   has_header xxhash.h || echo libxxhash-dev
   "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     python_package dev
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || python_package venv
-  if [ -n "$dev" ] && ! has_header gtest/gtest.h; then echo libgtest-dev; fi
+  [ "$torch" = system ] || "$python" -c 'import ensurepip, venv' 2>/dev/null || python_package venv
+  case "$groups" in *style*) has_header gtest/gtest.h || echo libgtest-dev ;; esac
 }
 
 optional_packages() { has_header liburing.h || echo liburing-dev; }
@@ -70,16 +72,30 @@ install_system_packages() {
     say "building without io_uring: reads will go through a pool of threads; to have it: sudo apt-get install $optional"
 }
 
+# Where $python finds packages, if .venv is to find them there too; pip among them.
+system_folders() {
+  [ "$torch" = system ] || return 0
+  "$python" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))))'
+}
+
 make_venv() {
-  if "$venv_python" -m pip --version >/dev/null 2>&1; then
+  folders=$(system_folders)
+  if "$venv_python" -m pip --version >/dev/null 2>&1 && [ "$(cat "$stamps/system" 2>/dev/null)" = "$folders" ]; then
     ours=$("$venv_python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     asked=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     [ "$ours" = "$asked" ] || say ".venv stays with Python $ours although $python is $asked; remove .venv to change over"
-  else
+    mkdir -p "$stamps"
+  elif [ -z "$folders" ]; then
     say "creating .venv"
     "$python" -m venv --clear .venv
+    mkdir -p "$stamps"
+  else
+    say "creating .venv beside $folders"
+    "$python" -m venv --clear --without-pip .venv
+    mkdir -p "$stamps"
+    printf '%s\n' "$folders" >"$("$venv_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system.pth"
+    stamp system "$folders"
   fi
-  mkdir -p "$stamps"
 }
 
 hash_of() { sha256sum | cut -d ' ' -f 1; }
@@ -89,6 +105,10 @@ torch_version() { "$venv_python" -c 'from importlib.metadata import version; pri
 
 # Alone and before everything else: with other requirements in the same command pip may choose another build of it.
 install_torch() {
+  if [ "$torch" = system ]; then
+    torch_version >/dev/null 2>&1 || die "TORCH=system, but '$python' has no torch; name the Python that has: make PYTHON=/path/to/python3"
+    return
+  fi
   if is_stamped torch "$torch"; then return; fi
   say "installing $torch"
   # shellcheck disable=SC2086  # TORCH may carry options of pip, such as an index
@@ -97,15 +117,15 @@ install_torch() {
 }
 
 install_requirements() {
-  groups="build run${dev:+ dev}"
   wanted=$(for group in $groups; do "$venv_python" tools/requirements.py "$group"; done)
   key=$(printf '%s\n%s\n' "$torch" "$wanted" | hash_of)
-  if is_stamped "requirements${dev:+-dev}" "$key"; then return; fi
+  name="requirements-$(printf '%s' "$groups" | tr ' ' '-')"
+  if is_stamped "$name" "$key"; then return; fi
   say "installing requirements"
   # The installed torch is named too, so that a conflict with it is an error and never a replacement.
   printf '%s\n' "$wanted" "torch==$(torch_version)" >.venv/requirements.txt
   "$venv_python" -m pip install -r .venv/requirements.txt
-  stamp "requirements${dev:+-dev}" "$key"
+  stamp "$name" "$key"
 }
 
 build_extension() {

@@ -1,4 +1,4 @@
-"""Prints the requirements that pyproject.toml states, one a line: requirements.py {build,run,dev}."""
+"""Prints the requirements that pyproject.toml states, one a line: requirements.py {build,run,test,style}."""
 
 import sys
 from pathlib import Path

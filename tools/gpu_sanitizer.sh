@@ -1,0 +1,48 @@
+#!/bin/sh
+# Runs the tests marked smoke under compute-sanitizer. Usage: tools/gpu_sanitizer.sh PYTHON [arguments of pytest ...]
+# Exit status: 0, 1 if a tool found something or a test failed, 2 where there is no compute-sanitizer or no card.
+set -eu
+
+cd "$(dirname "$0")/.."
+python=${1:?usage: tools/gpu_sanitizer.sh PYTHON [arguments of pytest ...]}
+shift
+
+say() { printf 'torch_mesh: %s\n' "$*" >&2; }
+
+sanitizer=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) || sanitizer=
+missing=
+[ -n "$sanitizer" ] || missing='there is no compute-sanitizer; it comes with the CUDA toolkit and has to be on PATH'
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || missing="${missing:+$missing; }torch sees no CUDA device"
+if [ -n "$missing" ]; then
+  say "$missing: nothing was checked"
+  exit 2
+fi
+
+failed=
+check() {
+  name=$1
+  shift
+  say "$name"
+  # A tool that found something ends with 9 whatever pytest says.
+  "$sanitizer" --error-exitcode 9 "$@" || failed="$failed, $name ($?)"
+}
+
+# What the driver refuses is not asked about: our own errors are exceptions, and torch probes addresses that are not the device's.
+smoke="$python -m pytest -q -m smoke -p no:cacheprovider"
+# shellcheck disable=SC2086  # a list of words
+{
+  # torch's allocator hands out parts of large blocks, and no tool knows where such a part ends: without it each tensor is an
+  # allocation. A capture may not allocate in that way: its test is skipped then, and has a run of its own.
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  check memcheck --tool memcheck --report-api-errors no $smoke "$@"
+  check initcheck --tool initcheck $smoke tests/gpu "$@" # no whole models: other libraries' kernels are not ours to mend
+  unset PYTORCH_NO_CUDA_MEMORY_CACHING
+  check 'memcheck, captured' --tool memcheck --report-api-errors no $smoke -k replayed "$@"
+  check racecheck --tool racecheck $smoke "$@"
+  check synccheck --tool synccheck $smoke "$@"
+}
+if [ -n "$failed" ]; then
+  say "failed: ${failed#, }"
+  exit 1
+fi
+say 'all tools found nothing'
