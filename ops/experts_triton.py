@@ -105,15 +105,24 @@ def _slot_of(ids, table, pair, experts):
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
+def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """What the down product takes. Without a gate nobody looks at ``up``."""
+    if ACTIVATION == "swigluoai":
+        tl.static_assert(GATED)
+        gate = tl.where(gate > 7.0, 7.0, gate)  # these keep NaN
+        up = 1.0 + tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        result = gate / (1.0 + tl.exp(-1.702 * gate))
+    elif ACTIVATION == "silu":
+        result = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-inner))
+        result = gate / (1.0 + tl.exp(-inner))
+    if GATED:
+        result *= up
+    return result
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -252,9 +261,7 @@ def gate_up_few(
             gate += _bias(record, bias_offset, columns, intermediate)
             if GATED:
                 up += _bias(record, bias_offset + intermediate, columns, intermediate)
-        result = _activate(gate, ACTIVATION)
-        if GATED:
-            result *= up
+        result = _activate(gate, up, ACTIVATION, GATED)
         tl.store(activated + pair * width + columns, _to_bits(result))
     else:
         to = partial + (split.to(tl.int64) * pairs + pair) * HALVES * width + columns
@@ -299,9 +306,7 @@ def activate_splits(
         gate += _bias(record, bias_offset, columns, intermediate)
         if GATED:
             up += _bias(record, bias_offset + intermediate, columns, intermediate)
-    result = _activate(gate, ACTIVATION)
-    if GATED:
-        result *= up
+    result = _activate(gate, up, ACTIVATION, GATED)
     tl.store(activated + pair * width + columns, _to_bits(result))
 
 
@@ -392,12 +397,12 @@ def gate_up_many(
     gate = _rows_times_block(rows, here, depth, record + block * HALVES * block_words, groups, FORMAT, GROUP, ROWS)
     if BIAS:
         gate += _bias(record, bias_offset, columns, intermediate)[None, :]
-    result = _activate(gate, ACTIVATION)
+    up = gate
     if GATED:
         up = _rows_times_block(rows, here, depth, record + (block * 2 + 1) * block_words, groups, FORMAT, GROUP, ROWS)
         if BIAS:
             up += _bias(record, bias_offset + intermediate, columns, intermediate)[None, :]
-        result *= up
+    result = _activate(gate, up, ACTIVATION, GATED)
     tl.store(activated + pairs[:, None] * width + columns[None, :], _to_bits(result), mask=here[:, None])
 
 

@@ -3,6 +3,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
@@ -10,8 +12,8 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -112,18 +114,34 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
 
 // -- backward -------------------------------------------------------------------------------------
 
-// act(gate) and its derivative, in fp32.
-std::pair<at::Tensor, at::Tensor> activate(Activation activation, const at::Tensor& gate) {
+// What the down product takes, and its derivatives by gate and up, in fp32.
+struct Activated {
+  at::Tensor value, by_gate, by_up;
+};
+
+// `up` is ones for experts without a gate.
+Activated activate(Activation activation, const at::Tensor& gate, const at::Tensor& up) {
   switch (activation) {
     case Activation::kSilu: {
       const at::Tensor sigmoid = at::sigmoid(gate);
-      return {gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))};
+      const at::Tensor silu = gate * sigmoid;
+      return {silu * up, sigmoid * (1 + gate * (1 - sigmoid)) * up, silu};
     }
     case Activation::kGelu:
     case Activation::kGeluTanh: {
       const char* approximate = activation == Activation::kGelu ? "none" : "tanh";
-      return {at::gelu(gate, approximate),
-              at::gelu_backward(at::ones_like(gate), gate, approximate)};
+      const at::Tensor gelu = at::gelu(gate, approximate);
+      return {gelu * up, at::gelu_backward(up.expand_as(gate), gate, approximate), gelu};
+    }
+    case Activation::kSwigluOai: {
+      // As torch differentiates clamp: at a limit the gradient passes, beyond it there is none.
+      const at::Tensor g = at::clamp_max(gate, kSwigluLimit);
+      const at::Tensor sigmoid = at::sigmoid(g * kSwigluAlpha);
+      const at::Tensor swish = g * sigmoid;
+      const at::Tensor factor = at::clamp(up, -kSwigluLimit, kSwigluLimit) + 1;
+      const at::Tensor by_gate = factor * sigmoid * (1 + kSwigluAlpha * g * (1 - sigmoid));
+      return {factor * swish, at::where(gate <= kSwigluLimit, by_gate, 0.0f),
+              at::where(up.abs() <= kSwigluLimit, swish, 0.0f)};
     }
   }
   TORCH_INTERNAL_ASSERT(false, "unknown activation");
@@ -156,8 +174,8 @@ void expert_backward(const Engine& engine, const std::byte* record, const at::Te
   const at::Tensor gate = products.narrow(1, 0, layout.intermediate);
   const at::Tensor up = layout.gated ? products.narrow(1, layout.intermediate, layout.intermediate)
                                      : at::ones({}, options);
-  const auto [activated, derivative] = activate(*engine.options().activation, gate);
-  at::Tensor y = at::mm(activated * up, down.t());
+  const Activated activated = activate(*engine.options().activation, gate, up);
+  at::Tensor y = at::mm(activated.value, down.t());
   if (layout.bias) y = y + down_bias;
 
   const at::Tensor row_grad = grad.index_select(0, tokens);
@@ -165,9 +183,9 @@ void expert_backward(const Engine& engine, const std::byte* record, const at::Te
 
   const at::Tensor weight = routing.index_select(0, places).unsqueeze(1);
   const at::Tensor hidden_grad = at::mm(row_grad * weight, down);
-  const at::Tensor gate_grad = hidden_grad * up * derivative;
+  const at::Tensor gate_grad = hidden_grad * activated.by_gate;
   const at::Tensor product_grad =
-      layout.gated ? at::cat({gate_grad, hidden_grad * activated}, 1) : gate_grad;
+      layout.gated ? at::cat({gate_grad, hidden_grad * activated.by_up}, 1) : gate_grad;
   gradients.x.index_add_(0, tokens, at::mm(product_grad, gate_up));
 }
 

@@ -83,8 +83,10 @@ Activation activation_from_name(std::string_view name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
-  throw Error(ErrorKind::kInvalid, "unknown activation \"" + std::string(name) +
-                                       "\"; there are \"silu\", \"gelu\" and \"gelu_tanh\"");
+  if (name == "swigluoai") return Activation::kSwigluOai;
+  throw Error(ErrorKind::kInvalid,
+              "unknown activation \"" + std::string(name) +
+                  "\"; there are \"silu\", \"gelu\", \"gelu_tanh\" and \"swigluoai\"");
 }
 
 }  // namespace torch_mesh

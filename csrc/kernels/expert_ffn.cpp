@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/error.h"
 #include "kernels/kernel_table.h"
 #include "kernels/linear.h"
 #include "kernels/task_products.h"
@@ -65,7 +66,14 @@ void project(const RecordLayout& layout, const KernelTable& table, const TaskPro
 
 ExpertFfn::ExpertFfn(const RecordLayout& layout, Activation activation, const Runtime& runtime,
                      const KernelTable& table)
-    : layout_(layout), activation_(activation), runtime_(runtime), table_(table) {}
+    : layout_(layout), activation_(activation), runtime_(runtime), table_(table) {
+  if (activation == Activation::kSwigluOai && !layout.gated) {
+    throw Error(
+        ErrorKind::kInvalid,
+        "\"swigluoai\" combines gate and up, and these experts have no gate; allowed there: "
+        "\"silu\", \"gelu\", \"gelu_tanh\"");
+  }
+}
 
 int64_t ExpertFfn::prepared_bytes(int32_t rows) const {
   return rows * operand_shape(layout_.gate_up).row_bytes;

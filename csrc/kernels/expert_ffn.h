@@ -1,5 +1,6 @@
-// One expert: act(x · gate) * (x · up) · down * routing weight, on packed bytes, cut into tasks
-// that any thread may run in any order. All gate_up tasks of an expert come before its down tasks.
+// One expert: (x · gate and x · up combined by its activation) · down * routing weight, on packed
+// bytes, cut into tasks that any thread may run in any order. All gate_up tasks of an expert come
+// before its down tasks.
 //
 // A product's bits depend on the weights, the row and the number of rows of the expert, never on
 // which thread ran it, what else ran, or where the record stands.
@@ -18,7 +19,8 @@
 
 namespace torch_mesh {
 
-Activation activation_from_name(std::string_view name);  // "silu", "gelu", "gelu_tanh"
+// "silu", "gelu", "gelu_tanh", "swigluoai".
+Activation activation_from_name(std::string_view name);
 
 // One instruction set's kernels; opaque here, see kernel_table.h.
 struct KernelTable;
@@ -44,6 +46,7 @@ struct ExpertRows {
 
 class ExpertFfn {
  public:
+  // Error(kInvalid) for an activation that needs a gate, where the layout has none.
   ExpertFfn(const RecordLayout& layout, Activation activation, const Runtime& runtime,
             const KernelTable& table);
 

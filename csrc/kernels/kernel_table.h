@@ -86,7 +86,8 @@ struct KernelTable {
   void (*store_operands)(const float* values, int32_t column, int32_t count,
                          const OperandShape& shape, std::byte* row);
 
-  // gate = act(gate) * up; up may be nullptr. `count` is a multiple of 64.
+  // gate = gate and up combined; up is nullptr for experts without a gate. `count` is a multiple of
+  // 64.
   void (*activate)(Activation activation, float* gate, const float* up, int32_t count);
   // sums = weight * (sums + bias) over kBlockColumns columns; bias may be nullptr.
   void (*finish)(float* sums, const float* bias, float weight);

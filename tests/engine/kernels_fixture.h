@@ -86,6 +86,9 @@ class Bytes {
   std::unique_ptr<std::byte, Free> data_;
 };
 
+inline constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGelu,
+                                              Activation::kGeluTanh, Activation::kSwigluOai};
+
 struct Shape {
   Format format = Format::kBf16;
   int32_t group = 64;
@@ -205,19 +208,25 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
   return products;
 }
 
-inline double activation_reference(Activation activation, double x) {
+// Gate and up combined; an expert without a gate has up = 1.
+inline double activation_reference(Activation activation, double x, double up) {
   switch (activation) {
     case Activation::kSilu:
-      return x / (1 + std::exp(-x));
+      return x / (1 + std::exp(-x)) * up;
     case Activation::kGelu:
-      return x * 0.5 * std::erfc(-x / std::sqrt(2.0));
+      return x * 0.5 * std::erfc(-x / std::sqrt(2.0)) * up;
     case Activation::kGeluTanh:
-      return x / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+      return x / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) * up;
+    case Activation::kSwigluOai: {
+      const double gate = x > 7 ? 7 : x;
+      const double limited = up > 7 ? 7 : up < -7 ? -7 : up;
+      return (limited + 1) * gate / (1 + std::exp(-1.702 * gate));
+    }
   }
   return 0;
 }
 
-// weight * (act(x gate + b) * (x up + b) down + b) in float64, [all rows][hidden] at the rows'
+// weight * (combined(x gate + b, x up + b) down + b) in float64, [all rows][hidden] at the rows'
 // places.
 inline std::vector<double> ffn_reference(const Shape& shape, const Unpacked& weights,
                                          const Rows& rows) {
@@ -236,8 +245,8 @@ inline std::vector<double> ffn_reference(const Shape& shape, const Unpacked& wei
       return dot(w, x, hidden) + (shape.bias ? weights.gate_up_bias[row] : 0.0f);
     };
     for (int32_t i = 0; i < intermediate; ++i) {
-      h[i] = activation_reference(shape.activation, project(i));
-      if (shape.gated) h[i] *= project(intermediate + i);
+      const double up = shape.gated ? project(intermediate + i) : 1;
+      h[i] = activation_reference(shape.activation, project(i), up);
     }
     for (int32_t c = 0; c < hidden; ++c) {
       const double sum =

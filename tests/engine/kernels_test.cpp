@@ -16,9 +16,10 @@ std::vector<Shape> shapes() {
     for (int32_t hidden : hiddens) {
       for (int32_t intermediate : intermediates) {
         // Walks through groups, halves, biases and activations with periods that meet in all
-        // combinations.
-        all.push_back({format, groups[n % 3], hidden, intermediate, n % 2 == 0, n % 5 < 2,
-                       static_cast<Activation>(n / 2 % 3)});
+        // combinations, but that one activation needs both halves.
+        const Activation activation = kActivations[n / 2 % std::size(kActivations)];
+        const bool gated = n % 2 == 0 || activation == Activation::kSwigluOai;
+        all.push_back({format, groups[n % 3], hidden, intermediate, gated, n % 5 < 2, activation});
         ++n;
       }
     }
@@ -104,6 +105,35 @@ TEST(ExpertFfn, AgreesWithFloat64) {
   }
 }
 
+// Gate and up beyond swigluoai's limit on both sides, about every second one.
+TEST(ExpertFfn, ClampsWhatIsBeyondTheLimit) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+    const Shape shape{format, 32, 200, 100, true, true, Activation::kSwigluOai};
+    SCOPED_TRACE(name_of(shape));
+    Weights weights(shape.layout(), random);
+    for (auto* matrix : {&weights.gate, &weights.up}) {
+      for (float& weight : *matrix) weight *= 14;
+    }
+    const Bytes record = weights.pack(kernel_table());
+    const Rows rows(shape.layout(), 1 + random.below(9), random);
+    const auto expected = ffn_reference(shape, Unpacked(shape.layout(), record), rows);
+    const auto scalar = run_ffn(kScalarTable, shape, record, rows);
+    for (const KernelTable* table : all_tables()) {
+      const auto products = run_ffn(*table, shape, record, rows);
+      EXPECT_LT(relative_error(products, expected, rows), typical_error(format)) << table->name;
+      if (rounds_alike(*table, format)) {
+        EXPECT_TRUE(same_bits(products, scalar)) << table->name;
+      }
+    }
+  }
+}
+
+TEST(ExpertFfn, RefusesAnActivationOfGateAndUpWithoutAGate) {
+  const Shape shape{Format::kBf16, 64, 64, 64, false, false, Activation::kSwigluOai};
+  EXPECT_THROW(ExpertFfn(shape.layout(), shape.activation, {}, kernel_table()), Error);
+}
+
 // Row counts run through every tile shape; few rows and many use the same order of additions.
 TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
   Random random;
@@ -154,30 +184,36 @@ TEST(ExpertFfn, WritesItsPlacesOnly) {
   }
 }
 
+void expect_spoils_itself_alone(const Shape& shape, Random& random) {
+  SCOPED_TRACE(name_of(shape));
+  const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
+  Rows rows(shape.layout(), 7, random);
+  const auto clean = run_ffn(kernel_table(), shape, record, rows);
+  rows.row(rows.tokens[2])[random.below(shape.hidden)] = std::numeric_limits<float>::quiet_NaN();
+  rows.row(rows.tokens[5])[random.below(shape.hidden)] = std::numeric_limits<float>::infinity();
+  for (const KernelTable* table : all_tables()) {
+    SCOPED_TRACE(table->name);
+    const auto products = run_ffn(*table, shape, record, rows);
+    for (int32_t r = 0; r < rows.count(); ++r) {
+      for (int32_t c = 0; c < shape.hidden; ++c) {
+        const int64_t i = int64_t{rows.places[r]} * shape.hidden + c;
+        if (r == 2 || r == 5) {
+          EXPECT_TRUE(std::isnan(products[i]) || (r == 5 && std::isinf(products[i])));
+        } else if (rounds_alike(*table, shape.format)) {
+          EXPECT_EQ(products[i], clean[i]);
+        } else {
+          EXPECT_TRUE(std::isfinite(products[i]));
+        }
+      }
+    }
+  }
+}
+
 TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
   Random random;
   for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
-    const Shape shape{format, 64, 200, 100};
-    const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
-    Rows rows(shape.layout(), 7, random);
-    const auto clean = run_ffn(kernel_table(), shape, record, rows);
-    rows.row(rows.tokens[2])[random.below(shape.hidden)] = std::numeric_limits<float>::quiet_NaN();
-    rows.row(rows.tokens[5])[random.below(shape.hidden)] = std::numeric_limits<float>::infinity();
-    for (const KernelTable* table : all_tables()) {
-      SCOPED_TRACE(table->name);
-      const auto products = run_ffn(*table, shape, record, rows);
-      for (int32_t r = 0; r < rows.count(); ++r) {
-        for (int32_t c = 0; c < shape.hidden; ++c) {
-          const int64_t i = int64_t{rows.places[r]} * shape.hidden + c;
-          if (r == 2 || r == 5) {
-            EXPECT_TRUE(std::isnan(products[i]) || (r == 5 && std::isinf(products[i])));
-          } else if (rounds_alike(*table, format)) {
-            EXPECT_EQ(products[i], clean[i]);
-          } else {
-            EXPECT_TRUE(std::isfinite(products[i]));
-          }
-        }
-      }
+    for (Activation activation : {Activation::kSilu, Activation::kSwigluOai}) {
+      expect_spoils_itself_alone({format, 64, 200, 100, true, false, activation}, random);
     }
   }
 }
@@ -431,24 +467,35 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
     Activation activation;
     double limit;
     float low;
-  } limits[] = {
-      {Activation::kSilu, 3, -200}, {Activation::kGelu, 4, -40}, {Activation::kGeluTanh, 15, -4}};
+  } limits[] = {{Activation::kSilu, 3, -200},
+                {Activation::kGelu, 4, -40},
+                {Activation::kGeluTanh, 15, -4},
+                {Activation::kSwigluOai, 14, -9}};
   for (const auto& limit : limits) {
     std::vector<float> x;
     for (float value = limit.low; value < 40; value += 0x1p-11f * 1.37f) x.push_back(value);
     for (float tiny = 1; tiny > 1e-30f; tiny /= 3) x.insert(x.end(), {tiny, -tiny});
     x.resize(static_cast<size_t>(round_up(static_cast<int64_t>(x.size()), 64)), 0.0f);
-    std::vector<float> oracle = x;
     const auto count = static_cast<int32_t>(x.size());
-    kScalarTable.activate(limit.activation, oracle.data(), nullptr, count);
+    // Ones for those that only multiply with it: what is left is the function's own error.
+    std::vector<float> up(x.size(), 1.0f);
+    if (limit.activation == Activation::kSwigluOai) {
+      for (size_t i = 0; i < up.size(); ++i) up[i] = static_cast<float>(i % 1009) * 0.0171f - 8.6f;
+    }
+    std::vector<float> oracle = x;
+    kScalarTable.activate(limit.activation, oracle.data(), up.data(), count);
     double worst = 0;
     for (size_t i = 0; i < x.size(); ++i) {
-      worst = std::max(worst, ulps(oracle[i], activation_reference(limit.activation, x[i])));
+      worst = std::max(worst, ulps(oracle[i], activation_reference(limit.activation, x[i], up[i])));
     }
     std::printf("activation %d: %.2f ulp\n", static_cast<int>(limit.activation), worst);
     EXPECT_LT(worst, limit.limit);
     for (const KernelTable* table : all_tables()) {
       std::vector<float> values = x;
+      table->activate(limit.activation, values.data(), up.data(), count);
+      EXPECT_TRUE(same_bits(values, oracle)) << table->name;
+      if (limit.activation == Activation::kSwigluOai) continue;
+      values = x;
       table->activate(limit.activation, values.data(), nullptr, count);
       EXPECT_TRUE(same_bits(values, oracle)) << table->name;
     }
@@ -467,6 +514,39 @@ TEST(Activations, KeepNanAndInfinity) {
   }
 }
 
+// As torch's: clamp lets NaN pass and makes numbers of infinities; a gate of -inf has no clamp and
+// is -inf * 0.
+TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const double most = activation_reference(Activation::kSwigluOai, 7, 7);
+  const double least = activation_reference(Activation::kSwigluOai, 7, -7);
+  const struct {
+    float gate, up;
+    double expected;
+  } cases[] = {{kNan, 1, kNan},      {1, kNan, kNan},       {kNan, kNan, kNan},
+               {kNan, -1, kNan},     {0, kNan, kNan},       {HUGE_VALF, 7, most},
+               {7, HUGE_VALF, most}, {1e30f, 1e30f, most},  {HUGE_VALF, -HUGE_VALF, least},
+               {7, -1e30f, least},   {-HUGE_VALF, 1, kNan}, {-HUGE_VALF, kNan, kNan},
+               {-1e30f, 1, -0.0},    {-1e30f, -1e30f, 0.0}, {7.5f, -1, 0.0}};
+  for (const KernelTable* table : all_tables()) {
+    SCOPED_TRACE(table->name);
+    std::vector<float> gate(64), up(64);
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      gate[i] = cases[i].gate;
+      up[i] = cases[i].up;
+    }
+    table->activate(Activation::kSwigluOai, gate.data(), up.data(), 64);
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      SCOPED_TRACE(i);
+      if (std::isnan(cases[i].expected)) {
+        EXPECT_TRUE(std::isnan(gate[i])) << gate[i];
+      } else {
+        EXPECT_LE(ulps(gate[i], cases[i].expected), 4) << gate[i];
+      }
+    }
+  }
+}
+
 TEST(KernelTables, AreFoundByName) {
   EXPECT_EQ(kernel_tables().front(), "scalar");
   for (std::string_view name : kernel_tables()) {
@@ -475,6 +555,7 @@ TEST(KernelTables, AreFoundByName) {
   EXPECT_THROW(kernel_table("sse9"), Error);
   EXPECT_THROW(activation_from_name("swish9"), Error);
   EXPECT_EQ(activation_from_name("gelu_tanh"), Activation::kGeluTanh);
+  EXPECT_EQ(activation_from_name("swigluoai"), Activation::kSwigluOai);
 }
 
 void exit_with_the_table_that(const char* isa, const char* expected) {

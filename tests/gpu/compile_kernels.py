@@ -24,7 +24,7 @@ POINTERS = {
     **dict.fromkeys(("table", "records"), "*i32"),
     **dict.fromkeys(("ids", "order", "starts", "tile_experts", "tile_rows"), "*i64"),
 }
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 
 def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:

@@ -39,12 +39,14 @@ ODD = [
     Spec(weights="int4", hidden=41, intermediate=70, group_size=32),
     Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2, bias=True),
     Spec(weights="lut4", hidden=41, intermediate=70, group_size=32, gated=False),
+    Spec(weights="int4", hidden=65, intermediate=70, group_size=32, bias=True, activation="swigluoai"),
 ]
 SPLIT = [
     Spec(weights="bf16", hidden=136, intermediate=130, experts=3, bias=True),
     Spec(weights="int8", hidden=200, intermediate=136, group_size=64, experts=3),
     Spec(weights="int4", hidden=136, intermediate=200, group_size=32, experts=3),
     Spec(weights="lut4", hidden=200, intermediate=136, group_size=128, experts=3, gated=False, bias=True),
+    Spec(weights="int8", hidden=136, intermediate=130, group_size=32, experts=3, bias=True, activation="swigluoai"),
 ]
 
 
@@ -127,6 +129,24 @@ def test_each_activation(experts_of: Experts, activation: str, tokens: int) -> N
     ids, weights = routing(spec, tokens, 2)
     out = _run(device_layer(experts, range(8)), x, ids, weights)
     assert relative_error(out, experts.reference(x.bfloat16(), ids, weights)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_swigluoai_takes_what_is_not_finite_as_torch_does(seed: int, tokens: int) -> None:
+    """Biases make gate and up of one column what a case says."""
+    spec = Spec(weights="bf16", experts=1, intermediate=4, bias=True, activation="swigluoai")
+    experts = TinyExperts(spec, seed)
+    gate_up, down, bias, down_bias = ops.unpack(experts.records[0][0], *spec.record_layout)
+    x, ids, weights = torch.randn(tokens, spec.hidden), torch.zeros(tokens, 1, dtype=torch.long), torch.ones(tokens, 1)
+    nan, inf = float("nan"), float("inf")
+    for case in ((inf, 1.0), (1.0, inf), (1.0, -inf), (inf, -inf), (-1e30, 1.0), (-inf, 1.0), (nan, 1.0), (1.0, nan)):
+        bias.view(2, 4)[:, 2] = torch.tensor(case)
+        experts.records[0][0] = ops.pack(*gate_up.chunk(2), down, *bias.chunk(2), down_bias, "bf16", 32)
+        experts.__dict__.pop("unpacked", None)
+        out = _run(device_layer(experts, [0]), x, ids, weights)
+        expected = experts.reference(x.bfloat16(), ids, weights)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert expected.isnan().all() or relative_error(out, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

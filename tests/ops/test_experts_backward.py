@@ -16,6 +16,7 @@ SPECS += [
     Spec(weights="bf16", gated=False, bias=True),
     Spec(weights="int4", gated=False),
     Spec(weights="int8", bias=True),
+    Spec(weights="bf16", bias=True, activation="swigluoai"),
 ]
 
 
@@ -47,6 +48,19 @@ def test_agrees_with_autograd_in_float64(open_pool: OpenPool, spec: Spec) -> Non
         for gradient, expected in zip(gradients, _expected(pool, x, ids, weights, grad), strict=True):
             assert gradient.shape == expected.shape
             assert relative_error(gradient, expected) < 1e-5
+
+
+def test_beyond_the_limit_of_swigluoai_there_is_no_gradient(open_pool: OpenPool) -> None:
+    spec = Spec(weights="bf16", bias=True, activation="swigluoai")
+    pool = open_pool(spec, in_memory=True)
+    x, grad = torch.randn(2, 9, spec.hidden)
+    ids, weights = routing(spec, 9, 3)
+    gradients = _gradients(pool, x * 8, ids, weights, grad)
+    for gradient, expected in zip(gradients, _expected(pool, x * 8, ids, weights, grad), strict=True):
+        assert relative_error(gradient, expected) < 1e-5
+    # As is a gate that is far below zero.
+    x_grad, weights_grad = _gradients(pool, x * 1e9, ids, weights, grad)
+    assert not x_grad.any() and weights_grad.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -29,11 +29,15 @@ ODD = [
     Spec(weights="bf16", bias=True),
     Spec(weights="int8", bias=True, gated=False),
     Spec(weights="int4", gated=False),
+    Spec(weights="bf16", hidden=65, intermediate=63, bias=True, activation="swigluoai"),
+    Spec(weights="int8", hidden=129, intermediate=31, group_size=64, bias=True, activation="swigluoai"),
+    Spec(weights="int4", hidden=71, intermediate=130, group_size=128, activation="swigluoai"),
+    Spec(weights="lut4", hidden=200, intermediate=72, group_size=32, bias=True, activation="swigluoai"),
 ]
 
 
 def _name(spec: Spec) -> str:
-    parts = [spec.weights, f"{spec.hidden}x{spec.intermediate}", f"e{spec.experts}"]
+    parts = [spec.weights, f"{spec.hidden}x{spec.intermediate}", f"e{spec.experts}", str(spec.activation)]
     return "-".join(parts + ["bias"] * spec.bias + ["ungated"] * (not spec.gated))
 
 

@@ -19,10 +19,19 @@ from torch_mesh.store.writer import StorePlan, write_store
 
 ops = torch.ops.torch_mesh
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+
+def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
+    """As GptOssExperts has it."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+# What each makes of gate and up; an expert without a gate has up = 1.
+ACTIVATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "swigluoai": swigluoai,
 }
 
 # Values of torch.ops.torch_mesh.residency.
@@ -118,8 +127,8 @@ class TinyExperts:
     def expert(self, rows: Tensor, expert: int, layer: int = 0) -> Tensor:
         gate, *up = self.linear(rows, expert, 0, layer).split(self.spec.intermediate, dim=1)
         assert self.spec.activation is not None
-        hidden = ACTIVATIONS[self.spec.activation](gate)
-        return self.linear(hidden * up[0] if up else hidden, expert, 1, layer)
+        hidden = ACTIVATIONS[self.spec.activation](gate, up[0] if up else 1)
+        return self.linear(hidden, expert, 1, layer)
 
     def linear(self, rows: Tensor, expert: int, projection: int, layer: int = 0) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = self.unpacked[layer][expert]
