@@ -238,8 +238,8 @@ class Engine:
         intermediate: int,
         gated: bool,
         bias: bool,
-        activation: str
-        | None,  # 'silu', 'gelu', 'gelu_tanh', 'swigluoai' (needs gated); None: only grouped_linear is used
+        # 'silu', 'gelu', 'gelu_tanh', 'swigluoai' (needs gated); None: only grouped_linear is used
+        activation: str | None,
         slots: int,
         policy: str,
         verify: str,

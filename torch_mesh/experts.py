@@ -13,7 +13,7 @@ from transformers.integrations import moe
 
 from . import _C
 from .config import MeshConfig
-from .families import find_experts
+from .families import SWIGLUOAI, find_experts
 from .lossy import check_lossy
 from .modules import MeshExperts, install
 from .patching import patch
@@ -22,7 +22,8 @@ from .pool import ExpertPool, pool_slots
 from .profiles import check_profile
 from .store.manifest import Shape, open_store
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# By their names in transformers; swigluoai is a gate, and has none.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "swigluoai": None}
 
 
 class Experts(nn.Module):
@@ -33,7 +34,8 @@ class Experts(nn.Module):
         down: [experts, hidden, intermediate].
         gate_up_bias: [experts, 2 * intermediate], together with ``down_bias`` or not at all.
         down_bias: [experts, hidden].
-        activation: "silu", "gelu" or "gelu_tanh".
+        activation: "silu", "gelu" or "gelu_tanh"; or "swigluoai", gpt-oss's, which takes
+            ``(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 * g)`` of ``g = min(gate, 7)`` in the place of ``act(gate) * up``.
         top_k: experts per token that a small pool must have room for.
         expert_map: int [ids]; the ids that ``forward`` gets are looked up in it, which gives the expert.
         config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and beat it.
@@ -56,7 +58,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         _check_shapes(gate_up, down, gate_up_bias, down_bias)
-        self.experts = StandardExperts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+        self.experts = standard_experts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
         self._set_expert_map(expert_map)
         patch(self, config, **fields)
 
@@ -78,13 +80,18 @@ class Experts(nn.Module):
         manifest, shape = opened.manifest, opened.manifest.shape
         if not 0 <= layer < shape.layers:
             raise ValueError(f"layer={layer} is not in {store}, which has the layers 0 to {shape.layers - 1}.")
-        if shape.activation is None or not shape.gated:
-            raise ValueError(f"The experts in {store} have a gate of their model's own; open the model instead.")
+        if not shape.gated:
+            raise ValueError(f"The experts in {store} have no gate; open the model instead.")
+        if shape.activation is None:
+            raise ValueError(
+                f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a build that did "
+                "not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert --force)."
+            )
         config = (config or MeshConfig()).replace(**fields)
         _check_single_layer(config)
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.experts = StandardExperts(*_meta_parameters(shape), shape.activation, shape.top_k)
+        self.experts = standard_experts(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
         [described] = find_experts(self)
         check_lossy(self, [described], config)
@@ -158,18 +165,43 @@ class StandardExperts(nn.Module):
             raise ValueError(
                 f"activation={activation!r} is unknown; it is one of {', '.join(map(repr, _ACTIVATIONS))}."
             )
+        named = _ACTIVATIONS[activation]
         self.num_experts = gate_up.size(0)
         if not 1 <= top_k <= self.num_experts:
             raise ValueError(f"top_k={top_k} must be in [1, {self.num_experts}], the number of experts.")
         self.has_gate, self.is_concatenated, self.is_transposed = True, True, False
         self.has_bias = gate_up_bias is not None
         self.config = SimpleNamespace(num_experts_per_tok=top_k)
-        self.act_fn = ACT2FN[_ACTIVATIONS[activation]]
+        self.act_fn = None if named is None else ACT2FN[named]
         self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
         self.down_proj = nn.Parameter(down, requires_grad=False)
         if gate_up_bias is not None and down_bias is not None:
             self.gate_up_proj_bias = nn.Parameter(gate_up_bias, requires_grad=False)
             self.down_proj_bias = nn.Parameter(down_bias, requires_grad=False)
+
+
+class SwigluOaiExperts(StandardExperts):
+    """``StandardExperts`` with the gate of gpt-oss."""
+
+    alpha, limit = SWIGLUOAI
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+def standard_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    top_k: int,
+) -> StandardExperts:
+    """Raises ValueError for an unknown activation and a top_k that does not fit."""
+    cls = SwigluOaiExperts if activation == "swigluoai" else StandardExperts
+    return cls(gate_up, down, gate_up_bias, down_bias, activation, top_k)
 
 
 def _check_single_layer(config: MeshConfig) -> None:

@@ -31,20 +31,31 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
+# Alpha and limit of the fused kernel's "swigluoai" (csrc/kernels/activation.h), the defaults of every config that has them.
+SWIGLUOAI = (1.702, 7.0)
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """What the decorator's flags do not say about an experts class.
+    """What an experts class's own ``_apply_gate`` computes, where the fused kernel may replace it.
 
-    ``plain_gate``: its own ``_apply_gate`` computes act(gate) * up and nothing else, so the fused kernel may replace it.
+    ``plain_gate``: act(gate) * up and nothing else. ``swigluoai``: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) of
+    g = min(gate, limit), alpha and limit being the attributes of these names.
     """
 
     plain_gate: bool = False
+    swigluoai: tuple[str, str] | None = None
 
 
-# By the name of the experts class; a class that is not listed has the standard behaviour.
+# By the name of the class that defines ``_apply_gate``: one that overrides it is not taken for its base. A gate of a class that
+# is not listed runs as it is, between two calls of grouped_linear.
 ADAPTERS: dict[str, Adapter] = {
     # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
     "BeamExperts": Adapter(plain_gate=True),
+    "GptOssExperts": Adapter(swigluoai=("alpha", "limit")),
+    "MiniMaxM3VLExperts": Adapter(swigluoai=("swiglu_alpha", "swiglu_limit")),
+    "OpenAIPrivacyFilterExperts": Adapter(swigluoai=("alpha", "limit")),
+    "SwigluOaiExperts": Adapter(swigluoai=("alpha", "limit")),
 }
 
 # Families with experts that do not follow the decorated layout, by model type: why not.
@@ -113,7 +124,7 @@ class ExpertsLayer:
     has_bias: bool
     is_transposed: bool  # weights are [experts, in, out]
     is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
-    activation: str | None  # 'silu', 'gelu', 'gelu_tanh'; None: the module's own gate or activation must run
+    activation: str | None  # of the fused kernel, by name; None: the module's own gate or activation must run
     has_post_expert_norm: bool
     expert_parallel: bool  # router ids >= num_experts are sentinels to skip
 
@@ -248,13 +259,6 @@ def _describe(path: str, module: Any) -> ExpertsLayer:
     )
 
 
-def _adapter(module: nn.Module) -> Adapter:
-    for cls in type(module).__mro__:
-        if cls.__name__ in ADAPTERS:
-            return ADAPTERS[cls.__name__]
-    return Adapter()
-
-
 def _top_k(path: str, config: Any) -> int:
     for name in _TOP_K_NAMES:
         value = getattr(config, name, None)
@@ -268,10 +272,14 @@ def _top_k(path: str, config: Any) -> int:
 
 
 def _activation(module: Any) -> str | None:
-    own_gate = module.has_gate and type(module)._apply_gate is not moe._default_apply_gate
-    if own_gate and not _adapter(module).plain_gate:
-        return None
-    return _activation_name(module.act_fn)
+    if not module.has_gate or type(module)._apply_gate is moe._default_apply_gate:
+        return _activation_name(module.act_fn)
+    owner = next(cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls))
+    adapter = ADAPTERS.get(owner.__name__, Adapter())
+    if adapter.swigluoai is not None:
+        values = tuple(getattr(module, name) for name in adapter.swigluoai)
+        return "swigluoai" if values == SWIGLUOAI else None
+    return _activation_name(module.act_fn) if adapter.plain_gate else None
 
 
 def _activation_name(function: Any) -> str | None:

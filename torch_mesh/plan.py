@@ -19,7 +19,7 @@ from . import _C
 from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
-from .families import ExpertsLayer, find_experts
+from .families import ExpertsLayer, common_geometry, find_experts
 from .gpu import GPU_POOL_SLOTS, GpuPlan, check_beside_gpu, check_gpu_weights, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
@@ -276,13 +276,17 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
             "original checkpoint."
         )
     dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    shape = manifest.shape
     if (folder / "config.json").is_file():
         described = read_config(folder)
         dtype = getattr(described.get_text_config(), "dtype", None)
         model = meta_model(described)
-        dense = _dense_bytes(model, find_experts(model), config, dtype or torch.bfloat16)
+        layers = find_experts(model)
+        dense = _dense_bytes(model, layers, config, dtype or torch.bfloat16)
+        # What this build fuses; the one that wrote the store may have fused less.
+        shape = dataclasses.replace(shape, activation=common_geometry(layers).activation)
     return _sizes(
-        manifest.shape,
+        shape,
         manifest.weights,
         manifest.group_size,
         dense,

@@ -35,9 +35,10 @@ def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _expected(gate_up, down, x, ids, routing, activation, gate_up_bias=None, down_bias=None) -> torch.Tensor:
     """In float64, expert by expert."""
     functions = {
-        "silu": torch.nn.functional.silu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
+        "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+        "gelu": lambda gate, up: torch.nn.functional.gelu(gate) * up,
+        "gelu_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+        "swigluoai": lambda gate, up: (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid(),
     }
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (experts, shares) in enumerate(zip(ids.tolist(), routing.double(), strict=True)):
@@ -45,7 +46,7 @@ def _expected(gate_up, down, x, ids, routing, activation, gate_up_bias=None, dow
             product = gate_up[expert].double() @ x[token].double()
             product += 0 if gate_up_bias is None else gate_up_bias[expert].double()
             gate, up = product.chunk(2)
-            row = down[expert].double() @ (functions[activation](gate) * up)
+            row = down[expert].double() @ functions[activation](gate, up)
             row += 0 if down_bias is None else down_bias[expert].double()
             out[token] += share * row
     return out
@@ -55,7 +56,7 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
 @pytest.mark.parametrize(("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.2), ("lut4", 0.2)])
 @pytest.mark.parametrize("resident", [1.0, 0.5])
 def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:
@@ -81,8 +82,9 @@ def test_expert_map_gives_the_expert_of_each_id(weights, routed) -> None:
     assert torch.equal(mapped(x, ids, routing), torch_mesh.Experts(*weights)(x, expert_map[ids], routing))
 
 
-def test_layer_from_a_store(tmp_path: Path) -> None:
-    model = TINY_MODELS["Qwen3MoeExperts"].build()
+@pytest.mark.parametrize("family", ["Qwen3MoeExperts", "GptOssExperts"])
+def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
+    model = TINY_MODELS[family].build()
     model.save_pretrained(tmp_path / "raw")
     convert(tmp_path / "raw", tmp_path / "store", "int8")
     torch_mesh.patch(model, weights="int8")
@@ -102,7 +104,7 @@ def test_layer_from_a_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation": "relu"}, "activation='relu'.*'silu', 'gelu', 'gelu_tanh'"),
+        ({"activation": "relu"}, "activation='relu'.*'silu', 'gelu', 'gelu_tanh', 'swigluoai'"),
         ({"top_k": 7}, r"top_k=7 must be in \[1, 6\]"),
         ({"down": torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN)}, r"down must be \[6, 72, 40\].*\[6, 40, 72\]"),
         ({"gate_up": torch.zeros(EXPERTS, HIDDEN)}, r"gate_up must be \[experts, 2 \* intermediate, hidden\]"),

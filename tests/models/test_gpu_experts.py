@@ -79,9 +79,11 @@ def _random_mask() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("card")
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_a_model_gives_the_logits_of_the_cpu(weights: str) -> None:
-    original, ids = _build(), _ids()
+@pytest.mark.parametrize(
+    ("family", "weights"), [("Qwen3MoeExperts", "bf16"), ("Qwen3MoeExperts", "int8"), ("GptOssExperts", "bf16")]
+)
+def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
+    original, ids = _build(family), _ids()
     expected = _logits(torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights), ids)
     for wanted in (3, _random_mask(), "auto"):
         model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights, gpu_experts=wanted)
@@ -551,7 +553,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("card")
 def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
-    model = _build("GptOssExperts")
+    model = _build("DeepseekV4Experts")
     with pytest.raises(UnsupportedModelError, match="run by projection, on the CPU"):
         torch_mesh.patch(model, gpu_experts=1)
     with pytest.warns(UserWarning, match="gpu_experts='auto' places none"):

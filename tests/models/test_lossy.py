@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,8 +24,8 @@ from torch_mesh.store.convert import convert
 
 ops = torch.ops.torch_mesh
 
-# MoE in every layer, in every other one, and after a dense one with groups and shared experts.
-FAMILIES = ("Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts")
+# MoE in every layer, in every other one, after a dense one with groups and shared experts, and with biases and a gate of gpt-oss.
+FAMILIES = ("Qwen3MoeExperts", "JambaExperts", "DeepseekV3Experts", "GptOssExperts")
 
 
 @dataclass
@@ -69,12 +68,17 @@ def _record(model: nn.Module) -> list[list[Call]]:
     return recorded
 
 
-def _products(parameters: dict[str, Tensor], call: Call) -> Tensor:
-    """[tokens, k, hidden] in float64, weighted."""
-    x = call.x.double()
-    gate_up, down = parameters["gate_up_proj"].double()[call.ids], parameters["down_proj"].double()[call.ids]
-    gate, up = torch.einsum("th,tkih->tki", x, gate_up).chunk(2, dim=-1)
-    return torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, down) * call.weights.double().unsqueeze(-1)
+def _products(experts: Any, call: Call) -> Tensor:
+    """[tokens, k, hidden] in float64, weighted, by the module of transformers."""
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name).detach().double()[call.ids]
+        out = (rows.unsqueeze(-2) @ (weight if experts.is_transposed else weight.mT)).squeeze(-2)
+        return out + getattr(experts, f"{name}_bias").detach().double()[call.ids] if experts.has_bias else out
+
+    x = call.x.double().unsqueeze(1).expand(-1, call.ids.size(1), -1)
+    rows = experts._apply_gate(project(x, "gate_up_proj"))
+    return project(rows, "down_proj") * call.weights.double().unsqueeze(-1)
 
 
 def _deferred(call: Call, count: int) -> Tensor:
@@ -91,9 +95,7 @@ def _deferred(call: Call, count: int) -> Tensor:
 @pytest.mark.parametrize("count", [1, 3])
 def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> None:
     model = TINY_MODELS[family].build()
-    parameters = [
-        {name: value.detach().clone() for name, value in layer.parameters.items()} for layer in find_experts(model)
-    ]
+    originals = [copy.deepcopy(layer.module) for layer in find_experts(model)]
     recorded = _record(_patched(model, deferred_experts=count))
     prompt = torch.randint(3, 120, (3, 20))
     model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -103,7 +105,7 @@ def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> N
         carried = torch.zeros(0)
         for layer, calls in enumerate(recorded):
             call = calls[step]
-            products = _products(parameters[layer], call)
+            products = _products(originals[layer], call)
             late = torch.zeros_like(call.ids, dtype=torch.bool)
             if len(call.ids) == 3 and layer < len(recorded) - 1:
                 late = _deferred(call, count)
@@ -323,7 +325,7 @@ def test_wrong_values() -> None:
     with pytest.raises(ValueError, match="deferred_experts=4, but a token of this model takes 3 experts"):
         torch_mesh.patch(model, deferred_experts=4)
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
-        torch_mesh.patch(TINY_MODELS["GptOssExperts"].build(), deferred_experts=1)
+        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), deferred_experts=1)
     assert next(patched_modules(model), None) is None
     weights = torch.randn(4, 32, 16), torch.randn(4, 16, 16)
     with pytest.raises(ValueError, match="one layer of experts"):

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,11 @@ class StorePlan:
 
     def is_plan_of(self, manifest: Manifest) -> bool:
         mine = (self.shape, self.modules, self.weights, self.group_size, self.source_fingerprint)
+        shape = manifest.shape
+        if shape.activation is None:  # perhaps one that was not fused yet when the same records were written
+            shape = replace(shape, activation=self.shape.activation)
         return mine == (
-            manifest.shape,
+            shape,
             manifest.modules,
             manifest.weights,
             manifest.group_size,

@@ -1,0 +1,208 @@
+"""Experts with the gate of gpt-oss run on the fused kernels, and do all that others do."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.families import find_experts
+from torch_mesh.modules import patched_modules
+from torch_mesh.plan import plan
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, _digest, open_store
+
+FAMILIES = {
+    "GptOssExperts": ("alpha", "limit"),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit"),
+    "OpenAIPrivacyFilterExperts": ("alpha", "limit"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _build(name: str = "GptOssExperts") -> PreTrainedModel:
+    return TINY_MODELS[name].build()
+
+
+def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)]) if tokens else torch.empty(0, 3, dtype=torch.long)
+    return torch.randn(tokens, 72).bfloat16(), ids, torch.rand(tokens, 3).bfloat16()
+
+
+def _call(module: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return module(*inputs)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_families_with_this_gate_are_fused(name: str) -> None:
+    model = _build(name)
+    assert {layer.fused_activation for layer in find_experts(model)} == {"swigluoai"}
+    torch_mesh.patch(model)
+    assert all(module._mesh_fused for module in patched_modules(model))
+    assert {layer.fused_activation for layer in find_experts(model)} == {"swigluoai"}
+
+
+@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 10.0)])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_other_parameters_run_the_gate_as_it_is(name: str, index: int, value: float) -> None:
+    model = _build(name)
+    for layer in find_experts(model):
+        setattr(layer.module, FAMILIES[name][index], value)
+    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+    original = copy.deepcopy(find_experts(model)[0].module)
+    torch_mesh.patch(model)
+    inputs = _inputs(9)
+    assert _error(_call(find_experts(model)[0].module, *inputs), _call(original, *inputs)) < 0.015
+
+
+def test_a_subclass_with_another_gate_runs_it() -> None:
+    model = _build()
+    module: Any = find_experts(model)[0].module
+    gate = type(module)._apply_gate
+    for layer in find_experts(model):
+        halved = type(
+            "HalvedExperts", (type(layer.module),), {"_apply_gate": lambda self, value: gate(self, value) / 2}
+        )
+        layer.module.__class__ = halved
+    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+    original = copy.deepcopy(module)
+    torch_mesh.patch(model)
+    inputs = _inputs(5)
+    assert _error(_call(module, *inputs), _call(original, *inputs)) < 0.015
+
+
+@torch.no_grad()
+def _exact(module: Any, x: torch.Tensor, ids: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    """In float64, with the gate of transformers."""
+    weights = {name: parameter.double() for name, parameter in module.named_parameters()}
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, experts in enumerate(ids.tolist()):
+        for expert, share in zip(experts, routing[token].double(), strict=True):
+            gate_up = x[token].double() @ weights["gate_up_proj"][expert] + weights["gate_up_proj_bias"][expert]
+            row = module._apply_gate(gate_up) @ weights["down_proj"][expert] + weights["down_proj_bias"][expert]
+            out[token] += share * row
+    return out
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+@pytest.mark.parametrize(("weights", "bound"), [("bf16", 0.015), ("int8", 0.06)])
+def test_a_layer_is_that_of_transformers(tokens: int, weights: str, bound: float) -> None:
+    """With weights that take about half of gate and up beyond the limit."""
+    model = _build()
+    for layer in find_experts(model):
+        layer.parameters["gate_up_proj"].data *= 8
+    original = copy.deepcopy(find_experts(model)[0].module)
+    torch_mesh.patch(model, weights=weights, resident=0.5, io="threads")
+    x, ids, routing = _inputs(tokens)
+    out = _call(find_experts(model)[0].module, x, ids, routing)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+    if tokens:
+        assert _error(out, _exact(original, x, ids, routing)) < bound
+
+
+def test_what_is_not_finite_is_as_in_transformers() -> None:
+    """Of a gate or up that is infinite or no number, in one column of each of seven experts."""
+    nan, inf = float("nan"), float("inf")
+    cases = ((inf, 1.0), (1.0, inf), (1.0, -inf), (inf, -inf), (-inf, 1.0), (nan, 1.0), (1.0, nan))
+    model = _build()
+    for layer in find_experts(model):
+        bias = layer.parameters["gate_up_proj_bias"].data
+        for expert, case in enumerate(cases):
+            bias[expert, 10:12] = torch.tensor(case)
+    module = find_experts(model)[0].module
+    x, ids, routing = torch.randn(8, 72).bfloat16(), torch.arange(8).unsqueeze(1), torch.ones(8, 1).bfloat16()
+    expected = _call(module, x, ids, routing)
+    torch_mesh.patch(model, weights="bf16")
+    out = _call(module, x, ids, routing)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert out.isnan().all(dim=1).tolist() == [False] * 4 + [True] * 3 + [False]
+    finite = ~expected.isnan()
+    assert _error(out[finite], expected[finite]) < 0.015
+
+
+def test_generate_chooses_what_transformers_chooses() -> None:
+    """Greedily and in bf16. A model of random weights has near ties, of tokens and of experts, which rounding may tip; most are none."""
+    original, prompt = _build(), torch.randint(3, 100, (2, 9))
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
+    expected = original.generate(prompt, eos_token_id=None, **settings)
+    whole, quarter = (torch_mesh.patch(copy.deepcopy(original), resident=part, io="threads") for part in (1.0, 0.25))
+    with torch.no_grad():
+        chosen = quarter(expected, use_cache=False).logits[:, 8:-1].argmax(-1)
+    assert (chosen == expected[:, 9:]).float().mean() > 0.75
+    tokens = quarter.generate(prompt, eos_token_id=None, **settings)
+    assert torch.equal(tokens, whole.generate(prompt, eos_token_id=None, **settings))
+    assert torch_mesh.stats(quarter).cold_misses > 0 and torch_mesh.stats(quarter).evicted > 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"deferred_experts": 1}, {"fallback": "int4"}, {"routing_bias": 0.2}, {"prefetch": "auto"}], ids=str
+)
+def test_modes_of_fused_experts(fields: dict[str, Any]) -> None:
+    model = torch_mesh.patch(_build(), weights="int8", resident=0.5, io="threads", **fields)
+    model.generate(torch.randint(3, 100, (1, 4)), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    stats = torch_mesh.stats(model)
+    used = {"deferred_experts": stats.deferred, "fallback": stats.stand_ins, "routing_bias": stats.rerouted}
+    assert used.get(next(iter(fields)), stats.prefetches_used) > 0
+
+
+def test_gradients_are_those_of_transformers() -> None:
+    model = _build()
+    original = copy.deepcopy(find_experts(model)[0].module).float()
+    module = find_experts(torch_mesh.patch(model, weights="bf16", resident=0.5, io="threads").float())[0].module
+    x, ids, routing = _inputs(11)
+    inputs = x.float().requires_grad_(), ids, routing.float().requires_grad_()
+    grad = torch.randn(11, 72)
+    expected = torch.autograd.grad(original(*inputs), (inputs[0], inputs[2]), grad)
+    for gradient, theirs in zip(
+        torch.autograd.grad(module(*inputs), (inputs[0], inputs[2]), grad), expected, strict=True
+    ):
+        assert _error(gradient, theirs) < 0.01
+
+
+def _as_an_earlier_build_wrote_it(store: Store) -> Store:
+    """With no activation named: the experts ran by projection then."""
+    path = store.folder / MANIFEST_NAME
+    table = json.loads(path.read_text())
+    assert table["shape"]["activation"] == "swigluoai"
+    table["shape"]["activation"] = None
+    table["digest"] = _digest(table)
+    path.write_text(json.dumps(table))
+    return open_store(store.folder)
+
+
+def test_a_store_of_an_earlier_build_is_fused_too(tmp_path: Path) -> None:
+    _build().save_pretrained(tmp_path / "raw")
+    store = convert(tmp_path / "raw", tmp_path / "store", "int4").store
+    prompt = torch.randint(3, 100, (2, 9))
+
+    def logits() -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(store.folder, quantization_config=MeshConfig(resident=0.5))
+        assert all(module._mesh_fused for module in patched_modules(model))
+        with torch.no_grad():
+            return model(prompt, use_cache=False).logits
+
+    expected, planned = logits(), plan(store.folder, MeshConfig())
+    store = _as_an_earlier_build_wrote_it(store)
+    assert torch.equal(logits(), expected)
+    assert plan(store.folder, MeshConfig()).tokens_per_chunk == planned.tokens_per_chunk is not None
+    again = convert(tmp_path / "raw", store.folder, "int4")
+    assert again.existed and again.store.manifest.store_id == store.manifest.store_id, "nothing is written"
+    with pytest.raises(ValueError, match="names no activation.*Open the model instead, or convert .* again"):
+        torch_mesh.Experts.from_store(store.folder, 1)
