@@ -42,9 +42,9 @@ constexpr int32_t kMostLearned = 32;
 constexpr size_t kLargestTable = size_t{1} << 26;
 // Of a prompt: the longest window has all but forgotten what was before.
 constexpr size_t kMostPromptTokens = 512;
-// Of those, the last ones teach the table: a tick costs microseconds, and all of them together held
-// the pool's lock for a millisecond per layer.
-constexpr size_t kMostPromptTicks = 32;
+// Of those, the last ones teach the table of what follows what. A tick costs microseconds, and the
+// pool's lock is held for all of them: half a millisecond per layer.
+constexpr size_t kMostPromptTicks = 256;
 // That a profile counts for, so that its weight fades within some thousand tokens.
 constexpr int64_t kMostPriorTicks = 1000;
 
