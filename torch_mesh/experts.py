@@ -58,7 +58,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         _check_shapes(gate_up, down, gate_up_bias, down_bias)
-        self.experts = standard_experts(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+        self.experts = experts_class(activation)(gate_up, down, gate_up_bias, down_bias, activation, top_k)
         self._set_expert_map(expert_map)
         patch(self, config, **fields)
 
@@ -91,7 +91,7 @@ class Experts(nn.Module):
         _check_single_layer(config)
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.experts = standard_experts(*_meta_parameters(shape), shape.activation, shape.top_k)
+        self.experts = experts_class(shape.activation)(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
         [described] = find_experts(self)
         check_lossy(self, [described], config)
@@ -191,17 +191,9 @@ class SwigluOaiExperts(StandardExperts):
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
-def standard_experts(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    top_k: int,
-) -> StandardExperts:
-    """Raises ValueError for an unknown activation and a top_k that does not fit."""
-    cls = SwigluOaiExperts if activation == "swigluoai" else StandardExperts
-    return cls(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+def experts_class(activation: str) -> type[StandardExperts]:
+    """What computes it where no kernel does."""
+    return SwigluOaiExperts if activation == "swigluoai" else StandardExperts
 
 
 def _check_single_layer(config: MeshConfig) -> None:
