@@ -285,7 +285,14 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
         assert shared.stats()["streamed"] == before, "a decode step streams nothing"
 
 
-@pytest.mark.parametrize(("there", "in_memory"), [("bf16", "int4"), ("int4", "int8"), ("lut4", "bf16")])
+@pytest.mark.parametrize(
+    ("there", "in_memory"),
+    [
+        ("bf16", "int4"),
+        pytest.param("int4", "int8", marks=pytest.mark.slow),
+        pytest.param("lut4", "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPool, there: str, in_memory: str) -> None:
     """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for another."""
     pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)

@@ -148,6 +148,7 @@ def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
     assert torch_mesh.stats(lossy).stand_ins == 0
 
 
+@pytest.mark.slow
 def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
     """A document of prose, a token at a time. Over many, all in int4 costs 1 % at most; one may be less lucky."""
     [text] = (Path(__file__).parents[1] / "data" / "text" / "prose.jsonl").read_text("utf-8").splitlines()[:1]

@@ -378,8 +378,7 @@ def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, gr
 
 
 @pytest.mark.usefixtures("card")
-@pytest.mark.parametrize(("weights", "there"), [("int4", "bf16"), ("bf16", "int8")])
-@pytest.mark.parametrize("resident", [0.5, 1.0])
+@pytest.mark.parametrize(("weights", "there", "resident"), [("int4", "bf16", 0.5), ("bf16", "int8", 1.0)])
 def test_another_format_on_the_card(weights: str, there: str, resident: float, tmp_path: Path) -> None:
     original, ids = _build(), _ids()
     options = {"resident": resident, "weights": weights, "gpu_experts": 3, "gpu_weights": there}

@@ -167,8 +167,8 @@ def test_deferred_experts_survive_compilation(open_pool: OpenPool) -> None:
         first = ops.experts_deferred(x, ids, weights, handle, 1, False)
         return first, ops.experts_deferred(x, ids, weights, next_handle, 1, True)
 
-    x, (_, weights) = torch.randn(4, SPEC.hidden), routing(SPEC, 4, 2)
-    ids = torch.randperm(SPEC.experts)[:8].view(4, 2)  # none is needed by two
+    x, (_, weights) = torch.randn(2, SPEC.hidden), routing(SPEC, 2, 2)
+    ids = torch.randperm(SPEC.experts).view(2, 2)  # none is needed by two
     results = []
     for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
         pool = open_pool(SPEC)  # all cold: the lesser choice of every token is deferred
