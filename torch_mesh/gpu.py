@@ -63,6 +63,11 @@ class GpuPlan:
     reserve_bytes: int
     loads: bool = True  # False: loading the model so would raise
 
+    @property
+    def placed(self) -> int:
+        """Experts on the card."""
+        return sum(self.counts)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -168,7 +173,7 @@ def plan_gpu(
     if slots == 0:
         spare = buffers = 0
     counts = tuple(slots // layers + (layer < slots % layers) for layer in range(layers))
-    taken = _allocated((slots + spare) * record_bytes) + _allocated(buffers * (up_bytes or record_bytes))
+    taken = _taken(slots + spare, record_bytes, buffers, up_bytes or record_bytes)
     return GpuPlan(*_verdict(slots, layers, experts, top_k, record_bytes), counts, spare, buffers, taken, reserve)
 
 
@@ -192,7 +197,7 @@ def plan_config(
     if placement.count == 0:
         return _no_plan(layers, "gpu_experts names none.", loads=not dynamic)
     spare, buffers = placement.spare_on(card[0]), 2 * placement.batch_on(card[0])
-    taken = _allocated(placement.slots_on(card[0]) * record_bytes) + _allocated(buffers * up_bytes)
+    taken = _taken(placement.slots_on(card[0]), record_bytes, buffers, up_bytes)
     if taken > free:
         left = f"beside the rest of the model the card has {free:,} left"
         return _no_plan(layers, f"gpu_experts needs {taken:,} bytes, but {left}: give fewer, or 'auto'.", loads=False)
@@ -219,6 +224,11 @@ def _whole(size: int) -> int:
 def _allocated(size: int) -> int:
     """What an allocation of so many bytes takes."""
     return -(-size // _ALLOCATION) * _ALLOCATION
+
+
+def _taken(slots: int, record_bytes: int, buffers: int, up_bytes: int) -> int:
+    """What slots and a prompt's buffers take, each an allocation of its own."""
+    return _allocated(slots * record_bytes) + _allocated(buffers * up_bytes)
 
 
 def _batch(slots: int) -> int:
@@ -257,6 +267,11 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
     return torch.stack([_hottest(layer, per_layer) for layer in counts])
 
 
+def format_on_gpu(config: MeshConfig, weights: str) -> str:
+    """Of experts that are in ``weights`` in memory."""
+    return weights if config.gpu_weights == "auto" else config.gpu_weights
+
+
 def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
     """Raises ValueError for ``gpu_weights`` that nothing is placed in, or that the only records at hand, ``stored``, cannot give."""
     if config.gpu_weights == "auto":
@@ -292,7 +307,7 @@ def choose_experts(
     devices = tuple(_device_of(model, layer) for layer in layers)
     experts = layers[0].num_experts
     wanted = config.gpu_experts
-    there = weights if config.gpu_weights == "auto" else config.gpu_weights
+    there = format_on_gpu(config, weights)
     size = _RecordSizes(
         there=record_bytes(layers, there, checked_group_size(there, config.group_size)),
         up=record_bytes(layers, weights, group_size),

@@ -20,7 +20,15 @@ from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, common_geometry, find_experts
-from .gpu import GPU_POOL_SLOTS, GpuPlan, check_beside_gpu, check_gpu_weights, plan_by_projection, plan_config
+from .gpu import (
+    GPU_POOL_SLOTS,
+    GpuPlan,
+    check_beside_gpu,
+    check_gpu_weights,
+    format_on_gpu,
+    plan_by_projection,
+    plan_config,
+)
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
 from .store.convert import checked_group_size
@@ -118,11 +126,6 @@ class Plan:
         table["sizes"]["files"] = [str(file) for file in self.sizes.files]
         return table
 
-    @property
-    def on_gpu(self) -> int:
-        """Experts on the card."""
-        return 0 if self.gpu is None else sum(self.gpu.counts)
-
 
 def plan(
     folder: Path,
@@ -156,7 +159,7 @@ def plan(
     sizes_in_memory = sizes if gpu is None else dataclasses.replace(sizes, dense_bytes=0, dense_bytes_loading=0)
     available = None if sizes.dense_bytes is None else whole - process - (sizes_in_memory.dense_bytes or 0)
     check_fallback_config(config, sizes.weights)
-    on_gpu = 0 if gpu is None else sum(gpu.counts)
+    on_gpu = 0 if gpu is None else gpu.placed
     gpu_pool = _gpu_pool_bytes(sizes, config) if on_gpu else 0
     slots, fallback_slots, problem = _slots(sizes, config, available, on_gpu, gpu_pool)
     if gpu is not None and not gpu.loads:
@@ -360,17 +363,18 @@ def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 
 def _bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
-    """Of a record in another format."""
+    """Of a record in that format."""
     return sizes.shape.record_bytes(weights, checked_group_size(weights, sizes.group_size or config.group_size))
 
 
 def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    return sizes.expert_bytes if config.gpu_weights == "auto" else _bytes_in(sizes, config, config.gpu_weights)
+    return _bytes_in(sizes, config, format_on_gpu(config, sizes.weights))
 
 
 def _gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
     """Of the pool through which records in another format go to a card."""
-    return 0 if config.gpu_weights in ("auto", sizes.weights) else GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config)
+    other = format_on_gpu(config, sizes.weights) != sizes.weights
+    return GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config) if other else 0
 
 
 def _on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
@@ -389,7 +393,7 @@ def _on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: i
     there = _gpu_record_bytes(sizes, config)
     left = free - sizes.dense_bytes_loading
     planned = plan_config(config, left, total, shape.layers, shape.experts, shape.top_k, there, sizes.expert_bytes)
-    if sum(planned.counts) > 0:
+    if planned.placed > 0:
         check_beside_gpu(config)
     return planned
 

@@ -143,7 +143,7 @@ def _print_table(planned: Plan) -> None:
         table.add_row("resident", share)
     if planned.gpu is not None:
         style = _STATUS_STYLE.get(planned.gpu.status, "yellow")
-        text = f"{planned.on_gpu} experts, {format_bytes(planned.gpu.expert_bytes)} with their buffers"
+        text = f"{planned.gpu.placed} experts, {format_bytes(planned.gpu.expert_bytes)} with their buffers"
         table.add_row("on the card", f"{text}; [{style}]{planned.gpu.status}[/]: {escape(planned.gpu.advice)}")
     share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
     table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")
