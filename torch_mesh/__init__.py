@@ -32,6 +32,7 @@ __all__ = [
     "ForkedProcessError",
     "MeshConfig",
     "MeshError",
+    "PackedWeight",
     "PoolClosedError",
     "ReadError",
     "ReadTimeoutError",
@@ -87,6 +88,7 @@ else:
     from .device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .experts import Experts
     from .gpu import hottest_experts
+    from .packed_weight import PackedWeight
     from .patching import patch, unpatch
     from .stats import reset_stats, save_profile, stats
     from .traces import record_trace

@@ -15,22 +15,26 @@ from .config import MeshConfig
 from .errors import UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer
 from .modules import PackedModule, change_class, restore_class
+from .packed_weight import PackedLinearWeight, as_parameter
 from .store.convert import checked_group_size
 
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
 
+# Linear layers, by the class that holds them, whose weights that class multiplies with itself in every forward: packed, they would be
+# unpacked each time.
+WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",)}
+
 
 class MeshLinear(PackedModule, nn.Linear):
     """An ``nn.Linear`` whose weight is packed. Frozen; gradients reach the input and the bias.
 
-    The ``weight`` parameter stays, on the meta device, so that the module still says what it stands for.
+    The ``weight`` parameter stays as a PackedWeight, so that the module still says what it stands for.
     """
 
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
     _mesh_format: str
     _mesh_group_size: int
-    _mesh_exact: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.ops.torch_mesh.linear(
@@ -46,14 +50,16 @@ class MeshLinear(PackedModule, nn.Linear):
     @property
     def exact(self) -> bool:
         """Whether unpacking gives back the very weights that were packed."""
-        return self._mesh_exact
+        return self._packed_weight.exact
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
-        weight = torch.ops.torch_mesh.unpack_linear(
-            self._mesh_packed, self.in_features, self.out_features, self._mesh_format, self._mesh_group_size
-        )
-        return weight.to(self.weight.dtype)
+        return self._packed_weight.unpacked()
+
+    @property
+    def _packed_weight(self) -> PackedLinearWeight:
+        weight: Any = self.weight
+        return weight
 
     def extra_repr(self) -> str:
         group = "" if self._mesh_format == "bf16" else f" (group {self._mesh_group_size})"
@@ -77,6 +83,7 @@ def find_dense(model: Any, layers: Sequence[ExpertsLayer], loaded: bool = True) 
         and min(module.in_features, module.out_features) >= _SMALLEST
         and id(module) not in routers
         and not _kept_in_fp32(model, path)
+        and not _read_by_its_owner(model, path)
         and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
     ]
     if not found:
@@ -101,14 +108,15 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
     dtypes = {linear.weight.dtype for _, linear in found} - {torch.bfloat16}
     if config.dense == "bf16" and dtypes:
         warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
-    for _, linear in found:
+    for path, linear in found:
         module: Any = linear
         weight = module.weight
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_format, module._mesh_group_size = config.dense, group_size
-        module._mesh_exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
+        exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}
-        module._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact
+        module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
 
 
@@ -158,6 +166,11 @@ def _routing_modules(model: nn.Module, layer: ExpertsLayer) -> Iterator[nn.Modul
         rows = {parameter.size(0) for parameter in child.parameters() if parameter.dim() == 2}
         if child is not layer.module and layer.num_experts in rows:
             yield from child.modules()
+
+
+def _read_by_its_owner(model: nn.Module, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name in WEIGHT_READERS.get(type(model.get_submodule(owner)).__name__, ())
 
 
 def _kept_in_fp32(model: nn.Module, path: str) -> bool:

@@ -22,6 +22,7 @@ from .families import ExpertsLayer
 from .ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
 from .ops.streaming import Costs
 from .other_format import BITS, Records, open_other
+from .packed_weight import PackedWeight
 from .pool import ExpertPool, record_bytes
 from .profiles import check_fits, load_profile
 from .store.convert import checked_group_size
@@ -635,7 +636,7 @@ def _device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:
     beside = model.get_submodule(layer.path.rpartition(".")[0])
     for module in (layer.module, beside, model):
         for parameter in module.parameters():
-            if not parameter.is_meta:
+            if not parameter.is_meta and not isinstance(parameter, PackedWeight):
                 return parameter.device
     return torch.device("cpu")
 

@@ -12,16 +12,17 @@ from torch import nn
 from .families import ExpertsLayer
 from .lookahead import NextLayer
 from .ops.device import find
+from .packed_weight import as_parameter, packed_experts
 from .pool import ExpertPool, refuse_to_pickle
 
 
 class PackedModule(nn.Module):
-    """A module whose parameters ``_mesh_parameters`` stay on the meta device, while their values are packed elsewhere."""
+    """A module with a PackedWeight in the place of each of the parameters ``_mesh_parameters``."""
 
     _mesh_parameters: dict[str, bool]  # their names, and whether they wanted gradients
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype, for ``unpatch``."""
+        """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype."""
         taken = take_parameters(self, self._mesh_parameters)
         try:
             super()._apply(fn, recurse)
@@ -31,15 +32,40 @@ class PackedModule(nn.Module):
             parameter: Any = self._parameters[name]
             dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
             if dtype != parameter.dtype:
-                self._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+                self._parameters[name] = as_parameter(parameter.alias(dtype))
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses another value for a packed parameter, with which the module would not compute."""
+        if name in self.__dict__.get("_mesh_parameters", ()):
+            self._check_assigned(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _check_assigned(self, name: str, value: Any) -> None:
+        weight: Any = self._parameters[name]
+        if value is not weight:
+            weight.accept(value)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        """A checkpoint may leave the packed parameters out, for they are frozen; those that it has must be what is there."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        packed = {f"{prefix}{name}" for name in self._mesh_parameters}
+        missing_keys[:] = [key for key in missing_keys if key not in packed]
 
 
 class MeshExperts(PackedModule):
     """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
 
-    The expert parameters stay, on the meta device, so that the module still says what it stands for; the weights are in
-    the pool.
+    The expert parameters stay as PackedWeights, so that the module still says what it stands for; the weights are in the pool.
     """
 
     # What the decorator and the class that is mixed into have put there.
@@ -175,8 +201,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     """Makes ``layer.module`` compute with layer ``index`` of the pool, and drops its weights."""
     module: Any = layer.module
     parameters = layer.parameters
-    for name, parameter in parameters.items():
-        module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    module._parameters.update(packed_experts(layer, pool, index))
     module._mesh_pool = pool
     module._mesh_layer = index
     module._mesh_handle = pool.handle(index)
@@ -202,7 +227,7 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
     """The expert parameters of a patched module with their values, in the layout and dtype of the module's own."""
     module: Any = layer.module
     values = {
-        name: torch.empty_like(module._parameters[name], device=device, requires_grad=False)
+        name: torch.empty(module._parameters[name].shape, dtype=module._parameters[name].dtype, device=device)
         for name in layer.parameter_names
     }
     for expert in range(layer.num_experts):

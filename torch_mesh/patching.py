@@ -25,6 +25,7 @@ from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, install, patched_modules, restore
 from .other_format import Records, open_other, other_config
+from .packed_weight import PackedWeight
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
@@ -243,6 +244,6 @@ def _cpu_bytes(layers: list[ExpertsLayer]) -> int:
 def _device(model: nn.Module) -> torch.device:
     """Where the model computes: the device of the first parameter that has one."""
     for parameter in model.parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and not isinstance(parameter, PackedWeight):
             return parameter.device
     return torch.device("cpu")

@@ -1,0 +1,196 @@
+"""PEFT's adapters on patched models: beside the experts, on packed layers, and refused where they would train nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError
+from torch_mesh.dense import MeshLinear
+from torch_mesh.packed_weight import PackedWeight
+
+QWEN = "Qwen3MoeExperts"
+ATTENTION = ["q_proj", "v_proj"]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+def _build(name: str = QWEN, **fields: object) -> PreTrainedModel:
+    tiny = TINY_MODELS[name]
+    return dataclasses.replace(tiny, fields=tiny.fields | fields).build()
+
+
+def _logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def _with_adapter(model: PreTrainedModel, seed: int = 0, **fields: object) -> PeftModel:
+    torch.manual_seed(seed)
+    fields = {"r": 4, "target_modules": ATTENTION, "init_lora_weights": False} | fields
+    return get_peft_model(model, LoraConfig(**fields))
+
+
+def _train(model: PeftModel, ids: torch.Tensor, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dense", ["none", "bf16", "int8"])
+def test_an_adapter_changes_the_output_as_it_does_without_torch_mesh(dense: str, ids: torch.Tensor) -> None:
+    plain = _build()
+    patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3, dense=dense)
+    base = _logits(patched, ids)
+    plain, patched = _with_adapter(plain), _with_adapter(patched)
+    assert {p.device.type for p in patched.parameters() if p.requires_grad} == {"cpu"}
+    assert not any(isinstance(p, PackedWeight) for p in patched.parameters() if p.requires_grad)
+    expected, value = _logits(plain, ids), _logits(patched, ids)
+    assert torch.equal(value, _logits(patched, ids))  # no uninitialised memory
+    with patched.disable_adapter():
+        assert torch.equal(_logits(patched, ids), base)
+    assert (value - base).norm() > 5 * (value - expected).norm(dim=-1).median()
+
+
+@pytest.mark.parametrize("dense", ["none", "int8"])
+@pytest.mark.parametrize("source", ["patched", "converted"])
+def test_an_adapter_trains_and_its_file_opens_elsewhere(
+    source: str, dense: str, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    original = _build()
+    if source == "patched":
+        model = torch_mesh.patch(copy.deepcopy(original), resident=0.3, dense=dense)
+    else:
+        original.save_pretrained(tmp_path / "model")
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model",
+            quantization_config=MeshConfig(resident=0.3, dense=dense, weights="int8", store=tmp_path / "store"),
+            dtype=torch.bfloat16,
+        )
+    model = _with_adapter(model, init_lora_weights=True)
+    losses = _train(model, ids, steps=6)
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(original, tmp_path / "adapter")
+    trained = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert trained and all(torch.equal(p, again.get_parameter(name)) for name, p in trained.items())
+
+
+@pytest.mark.parametrize("dense", ["none", "bf16"])
+def test_all_layers_beside_the_experts_can_be_adapted(dense: str, ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.3, dense=dense)
+    model = _with_adapter(
+        model, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"], init_lora_weights=True
+    )
+    adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert len(adapted) == 4 * 3 + 1
+    assert all(isinstance(module.base_layer, MeshLinear) == (dense != "none") for module in adapted)
+    losses = _train(model, ids, steps=6)
+    assert losses[-1] < losses[0]
+
+
+def test_all_linear_adapts_a_model_whose_experts_peft_leaves_alone(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build("GptOssExperts"), resident=0.3, dense="bf16")
+    model = _with_adapter(model, target_modules="all-linear", init_lora_weights=True)
+    assert any(hasattr(module, "lora_A") and isinstance(module.base_layer, MeshLinear) for module in model.modules())
+    losses = _train(model, ids, steps=6)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+        {"target_modules": "all-linear"},  # PEFT takes Qwen's experts for linear layers
+    ],
+    ids=["gate_up", "both", "by module", "all-linear"],
+)
+def test_adapters_on_experts_are_refused_by_name(fields: dict, ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.3)
+    expected = _logits(model, ids)
+    adapted = _with_adapter(model, **fields)
+    assert not any(p.is_meta for p in adapted.parameters())
+    for _ in range(2):
+        with pytest.raises(MeshError, match=r"An adapter on experts.*target_modules.*experts\.(gate_up|down)_proj"):
+            _train(adapted, ids)
+    assert torch.equal(_logits(adapted.unload(), ids), expected)
+
+
+def test_several_adapters_switch(ids: torch.Tensor) -> None:
+    model = _with_adapter(torch_mesh.patch(_build(), resident=0.3, dense="bf16"))
+    first = _logits(model, ids)
+    torch.manual_seed(1)
+    model.add_adapter("second", LoraConfig(r=8, target_modules=["k_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    assert not torch.equal(_logits(model, ids), first)
+    model.set_adapter("default")
+    assert torch.equal(_logits(model, ids), first)
+
+
+def test_variants_that_read_the_base_weight_get_its_values(ids: torch.Tensor) -> None:
+    plain = _build()
+    patched = torch_mesh.patch(copy.deepcopy(plain), dense="bf16")
+    for fields in ({"use_dora": True}, {"init_lora_weights": "olora"}):
+        if "use_dora" in fields:
+            plain_adapted, adapted = (_with_adapter(copy.deepcopy(model), **fields) for model in (plain, patched))
+            by_token = (_logits(adapted, ids) - _logits(plain_adapted, ids)).norm(dim=-1)
+            assert by_token.median() < 0.2 * _logits(plain_adapted, ids).norm(dim=-1).median()
+        else:  # takes part of the base weight away
+            with pytest.raises(MeshError, match=r"_proj\.weight, which is packed \(bf16\) and frozen"):
+                _with_adapter(copy.deepcopy(patched), **fields)
+
+
+def test_merging_into_a_packed_layer_is_refused_and_into_another_one_works(ids: torch.Tensor) -> None:
+    model = _with_adapter(torch_mesh.patch(_build(), resident=0.3, dense="int8"))
+    with pytest.raises(MeshError, match=r"q_proj\.weight, which is packed \(int8\) and frozen.*dense='none'"):
+        model.merge_and_unload()
+    model = _with_adapter(torch_mesh.patch(_build(), resident=0.3))
+    expected = _logits(model, ids)
+    merged = _logits(model.merge_and_unload(), ids)
+    by_token = (merged - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.median() < 0.2
+
+
+def test_modules_to_save_train_unless_they_are_packed(ids: torch.Tensor) -> None:
+    model = _with_adapter(torch_mesh.patch(_build(), resident=0.3), modules_to_save=["lm_head"], init_lora_weights=True)
+    losses = _train(model, ids, steps=6)
+    assert losses[-1] < losses[0]
+    with pytest.raises(MeshError, match=r"Gradients were asked for lm_head\.weight"):
+        _with_adapter(torch_mesh.patch(_build(), dense="int8"), modules_to_save=["lm_head"])
+
+
+def test_an_adapter_is_loaded_into_a_packed_model(ids: torch.Tensor, tmp_path: Path) -> None:
+    plain = _build()
+    patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3, dense="bf16")
+    adapted = _with_adapter(plain)
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = _logits(patched, ids)
+    patched.load_adapter(str(tmp_path / "adapter"))
+    value = _logits(patched, ids)
+    assert not torch.equal(value, base) and torch.equal(value, _logits(patched, ids))
+    patched.disable_adapters()
+    assert torch.equal(_logits(patched, ids), base)

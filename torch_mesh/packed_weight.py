@@ -1,0 +1,372 @@
+"""What stands in a patched module for a parameter whose values are packed: its shape and dtype, without its memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
+
+from .errors import MeshError
+from .memory import available_bytes
+
+if TYPE_CHECKING:
+    from .families import ExpertsLayer
+    from .pool import ExpertPool
+
+aten = torch.ops.aten
+
+
+class PackedWeight(torch.Tensor):
+    """A frozen weight on the CPU without memory of its own.
+
+    Code around a model reads a parameter's shape, dtype and device, and sometimes computes with its values; a bare meta tensor
+    answers the first and computes garbage in silence for the second. Any op on this one either gets the values or raises
+    MeshError. Another tensor may be copied into it as a whole (``accept``), and nothing else changes it: a view is one of a copy.
+
+    Pickling and ``contiguous()``, by which savers get at memory, give an ordinary tensor where the values are ``exact``, and raise
+    where they were rounded: in a file they would pass for the original's.
+    """
+
+    path: str  # as in model.named_parameters(), for errors
+    format: str
+    exact: bool  # whether unpacking gives back the very values that were packed
+    _identity: torch.Tensor  # the same one in all that stand for one weight
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *_: Any) -> Any:
+        # To torch's C++ code a meta tensor, or `other.data = weight` would be let through and end the process; to everybody who asks,
+        # and while torch.compile traces, one of the CPU.
+        hidden = type(inner) is torch.Tensor
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=torch.device("meta" if hidden else "cpu"), dispatch_device=hidden
+        )
+
+    def unpacked(self) -> torch.Tensor:
+        """An ordinary tensor of the same shape and dtype, on the CPU."""
+        raise NotImplementedError
+
+    def accept(self, source: torch.Tensor) -> None:
+        """What ``copy_`` does: ``source`` is packed, or else compared with what is packed; MeshError where neither can be."""
+        raise NotImplementedError
+
+    def alias(self, dtype: torch.dtype | None = None) -> PackedWeight:
+        """The same weight in another tensor."""
+        raise NotImplementedError
+
+    def _for_arithmetic(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def to_save(self) -> torch.Tensor:
+        """``unpacked``, or MeshError if they are not those of the original."""
+        if not self.exact:
+            raise MeshError(
+                f"{self.path} was rounded to {self.format}, and the original is not in memory: a file of these values would pass for "
+                "it. model.save_pretrained(folder) saves the model, torch_mesh.unpatch(model, lossy=True) makes the rounded "
+                "values ordinary weights."
+            )
+        return self.unpacked()
+
+    def _same_storage(self, other: Any) -> bool:
+        return isinstance(other, PackedWeight) and other._identity is self._identity
+
+    def _refuse(self, what: str) -> MeshError:
+        return MeshError(
+            f"{what} {self.path}, which is packed ({self.format}) and frozen. torch_mesh.unpatch(model) makes it an ordinary weight "
+            "again; where dense= packs it, dense='none' leaves it one."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        copied = self._deep_copy(memo)
+        return memo.setdefault(id(self), as_parameter(copied) if isinstance(self, nn.Parameter) else copied)
+
+    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_save().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.path}, {list(self.shape)}, {self.dtype}, {self.format})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        special = _FUNCTIONS.get(func)
+        if special is not None:
+            return special(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0].alias()
+        if func is aten._to_copy.default and _is_cast(kwargs):
+            return args[0].alias(kwargs["dtype"])
+        if func is aten.copy_.default and isinstance(args[0], PackedWeight):
+            args[0].accept(args[1])
+            return args[0]
+        for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]:
+            if argument.is_write:
+                for weight in pytree.tree_leaves(value):
+                    if isinstance(weight, PackedWeight):
+                        raise weight._refuse(f"{func} would change")
+        args, kwargs = pytree.tree_map_only(PackedWeight, lambda weight: weight._for_arithmetic(), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class PackedLinearWeight(PackedWeight):
+    """Of a ``MeshLinear``. Arithmetic on it unpacks it each time: right, and much slower than the module."""
+
+    packed: torch.Tensor
+    group_size: int
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        name: str,
+        format: str,
+        group_size: int,
+        exact: bool,
+    ) -> None:
+        self.packed = packed
+        self.path, self.format, self.group_size, self.exact = name, format, group_size, exact
+        self._identity = packed
+
+    def unpacked(self) -> torch.Tensor:
+        out_features, in_features = self.shape
+        unpacked = torch.ops.torch_mesh.unpack_linear(
+            self.packed, in_features, out_features, self.format, self.group_size
+        )
+        return unpacked.to(self.dtype)
+
+    def accept(self, source: torch.Tensor) -> None:
+        if self._same_storage(source):
+            return
+        if source.shape != self.shape:
+            raise self._refuse(f"A tensor of shape {list(source.shape)} was to be put into")
+        weight = source.detach().to("cpu", self.dtype)
+        packed = torch.ops.torch_mesh.pack_linear(weight, self.format, self.group_size)
+        if self.exact and not torch.equal(self._of(packed, self.dtype).unpacked(), weight):
+            raise self._refuse(f"Values that {self.format} would round were to be put into")
+        self.packed.copy_(packed)
+
+    def alias(self, dtype: torch.dtype | None = None) -> PackedLinearWeight:
+        return self._of(self.packed, dtype or self.dtype)
+
+    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
+        return self._of(copy.deepcopy(self.packed, memo), self.dtype)
+
+    def _for_arithmetic(self) -> torch.Tensor:
+        return self.unpacked()
+
+    def _of(self, packed: torch.Tensor, dtype: torch.dtype) -> PackedLinearWeight:
+        return PackedLinearWeight(packed, self.shape, dtype, self.path, self.format, self.group_size, self.exact)
+
+    # torch.compile takes the weight apart into the tensors that it is made of, and puts it together again.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["packed"], (self.shape, self.dtype, self.path, self.format, self.group_size, self.exact)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> PackedLinearWeight:
+        return PackedLinearWeight(inner["packed"], *context)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Place:
+    """Where the values of an experts parameter are."""
+
+    pool: ExpertPool
+    index: int  # of the pool's layers
+    layer: ExpertsLayer  # without its module
+    parameter: str
+    shapes: dict[str, torch.Tensor]  # of all of the layer's parameters, on the meta device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return self  # deep copies of a model share its pool
+
+
+class PackedExpertsWeight(PackedWeight):
+    """A parameter of a ``MeshExperts``: that of all experts of the layer. Arithmetic on it raises: it would read the whole layer."""
+
+    handle: torch.Tensor
+    place: _Place
+
+    def __init__(self, handle: torch.Tensor, shape: torch.Size, dtype: torch.dtype, place: _Place) -> None:
+        self.handle = self._identity = handle
+        self.place = place
+        self.path = f"{place.layer.path}.{place.parameter}"
+        self.format, self.exact = place.pool.weights, place.pool.exact
+
+    def unpacked(self) -> torch.Tensor:
+        """Reads every expert of the layer. Raises MemoryError where they do not fit into memory."""
+        if self.nbytes > (free := available_bytes()):
+            raise MemoryError(
+                f"{self.path} takes {self.nbytes:,} bytes as an ordinary tensor, and the machine and its memory cgroups have {free:,} "
+                "left. It is frozen: leave it out of what you save, or let model.save_pretrained(folder) write it piece by piece."
+            )
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for expert in range(self.place.layer.num_experts):
+            self._unpack(expert, values)
+        return values
+
+    def accept(self, source: torch.Tensor) -> None:
+        """Lets a checkpoint of the model itself be loaded: the experts are frozen, so they have to be what they are already."""
+        if not self._same_storage(source) and not self._equals(source):
+            raise self._refuse("Other values were to be put into")
+
+    def _equals(self, source: torch.Tensor) -> bool:
+        if source.shape != self.shape:
+            return False
+        one = torch.empty((1, *self.shape[1:]), dtype=self.dtype)
+        for expert in range(self.place.layer.num_experts):
+            self._unpack(expert, one.expand(self.shape))
+            if not torch.equal(one[0], source[expert].detach().to("cpu", self.dtype)):
+                return False
+        return True
+
+    def alias(self, dtype: torch.dtype | None = None) -> PackedExpertsWeight:
+        return PackedExpertsWeight(self.handle, self.shape, dtype or self.dtype, self.place)
+
+    def _deep_copy(self, memo: dict[int, Any]) -> PackedWeight:
+        return self.alias()
+
+    def _unpack(self, expert: int, values: torch.Tensor) -> None:
+        """Writes one expert into its place in ``values``; the layer's other parameters go nowhere."""
+        place = self.place
+        place.pool.unpack_into(
+            place.index, expert, place.layer.expert(expert, place.shapes | {place.parameter: values})
+        )
+
+    def _for_arithmetic(self) -> torch.Tensor:
+        raise self._refuse(
+            "An adapter on experts, which PEFT's target_parameters and 'all-linear' make, cannot be trained; name other layers, such as "
+            "target_modules=['q_proj', 'v_proj']. It, or something else, was to compute with"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["handle"], (self.shape, self.dtype, self.place)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> PackedExpertsWeight:
+        return PackedExpertsWeight(inner["handle"], *context)
+
+
+def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[str, nn.Parameter]:
+    """What stands for the parameters of ``layer``, whose values are those of the pool's layer ``index``."""
+    shapes = {name: parameter.detach().to("meta") for name, parameter in layer.parameters.items()}
+    described = dataclasses.replace(layer, module=nn.Module())  # lest every weight keep the module
+    packed = {}
+    for name, shape in shapes.items():
+        place = _Place(pool, index, described, name, shapes)
+        packed[name] = as_parameter(PackedExpertsWeight(pool.handle(index), shape.shape, shape.dtype, place))
+    return packed
+
+
+def as_parameter(weight: PackedWeight) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _is_cast(kwargs: dict[str, Any]) -> bool:
+    """Whether ``_to_copy`` changes the dtype and nothing else."""
+    others = {name: value for name, value in kwargs.items() if value is not None and name != "dtype"}
+    others.pop("memory_format", None)
+    device = others.pop("device", torch.device("cpu"))
+    return bool(kwargs.get("dtype")) and torch.device(device).type == "cpu" and not any(others.values())
+
+
+def _named(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+
+
+def _contiguous(weight: PackedWeight, *_: Any, **__: Any) -> torch.Tensor:
+    return weight.to_save()
+
+
+class _Storage:
+    """What savers ask for, since a tensor without memory has no storage with an address, to learn which tensors share theirs.
+
+    safetensors passes over address 0; accelerate takes equal pairs of address and size for one tensor, so no two weights have equal
+    sizes here.
+    """
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._identity = weight._identity
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._identity.data_ptr()
+
+
+def _untyped_storage(weight: PackedWeight) -> Any:
+    if TracingContext.try_get() is None:
+        raise NotImplementedError(f"{weight.path} has no storage.")  # savers ask for storage() then
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.untyped_storage()
+
+
+def _no_address(weight: PackedWeight) -> int:
+    raise MeshError(
+        f"{weight.path} is packed ({weight.format}) and has no memory of its own to point to: .contiguous() makes an ordinary tensor "
+        "of it; model.save_pretrained(folder) saves the model."
+    )
+
+
+def _set_data(weight: PackedWeight, value: torch.Tensor) -> None:
+    if not weight._same_storage(value):
+        raise weight._refuse("Other data was to be put into")
+
+
+def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    if isinstance(tensor, PackedWeight):
+        raise tensor._refuse("Values were to be put into a part of")
+    tensor[index] = value._for_arithmetic()
+
+
+def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
+    _requires_grad_(weight, value)  # whatever a setter returns here, torch never lets go of
+
+
+def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
+    if requires_grad:
+        raise weight._refuse("Gradients were asked for")
+    return weight
+
+
+def _by_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda weight, *args, **kwargs: function(weight._for_arithmetic(), *args, **kwargs)
+
+
+_Tensor: Any = torch.Tensor
+
+# What reaches a tensor's memory without an op, or through a view of it.
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    _Tensor.contiguous: _contiguous,
+    _Tensor.device.__get__: lambda weight: torch.device("cpu"),  # torch.compile's mode would take the op for its own
+    _Tensor.storage: _Storage,
+    _Tensor.untyped_storage: _untyped_storage,
+    _Tensor.data_ptr: _no_address,
+    _Tensor.share_memory_: _no_address,
+    _Tensor.data.__set__: _set_data,
+    _Tensor.__setitem__: _set_item,
+    _Tensor.requires_grad.__set__: _set_requires_grad,
+    _Tensor.requires_grad_: _requires_grad_,
+    _Tensor.numpy: _by_values(_Tensor.numpy),
+    _Tensor.tolist: _by_values(_Tensor.tolist),
+    _Tensor.__array__: _by_values(_Tensor.__array__),
+    _Tensor.__dlpack__: _by_values(_Tensor.__dlpack__),
+}
