@@ -251,9 +251,10 @@ class PackedExpertsWeight(PackedWeight):
         )
 
     def _for_arithmetic(self) -> torch.Tensor:
-        raise self._refuse(
-            "An adapter on experts, which PEFT's target_parameters and 'all-linear' make, cannot be trained; name other layers, such as "
-            "target_modules=['q_proj', 'v_proj']. It, or something else, was to compute with"
+        raise MeshError(
+            f"{self.path} is packed ({self.format}) and frozen, and something was to compute with it: an adapter on experts, such as PEFT's "
+            "target_parameters and 'all-linear' make, which cannot be trained (name other layers: target_modules=['q_proj', 'v_proj']); "
+            "DistributedDataParallel; or code that reads expert weights. torch_mesh.unpatch(model) makes it an ordinary weight again."
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

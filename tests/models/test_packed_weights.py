@@ -87,9 +87,7 @@ def test_arithmetic_with_packed_experts_raises(use: str) -> None:
         "where": lambda: torch.where(torch.tensor(True), weight, 0.0),
         "equal": lambda: torch.equal(weight, torch.zeros(weight.shape)),
     }
-    with pytest.raises(
-        MeshError, match=rf"{re.escape(EXPERTS)}, which is packed \(bf16\) and frozen. torch_mesh.unpatch"
-    ):
+    with pytest.raises(MeshError, match=rf"{re.escape(EXPERTS)} is packed \(bf16\) and frozen.*torch_mesh.unpatch"):
         uses[use]()
 
 
