@@ -241,7 +241,9 @@ def _decorated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _describe(path: str, module: Any) -> ExpertsLayer:
     gate_up = module.gate_up_proj if module.has_gate else module.up_proj
-    num_experts, rows, hidden = gate_up.transpose(-2, -1).shape if module.is_transposed else gate_up.shape
+    num_experts, rows, hidden = gate_up.shape  # of a patched module's there is nothing but the shape
+    if module.is_transposed:
+        rows, hidden = hidden, rows
     return ExpertsLayer(
         path=path,
         module=module,
