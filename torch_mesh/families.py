@@ -58,7 +58,37 @@ ADAPTERS: dict[str, Adapter] = {
     "SwigluOaiExperts": Adapter(swigluoai=("alpha", "limit")),
 }
 
-# Families with experts that do not follow the decorated layout, by model type: why not.
+
+@dataclass(frozen=True)
+class RouterAdapter:
+    """Where a router has the matrix [experts, hidden] that scores what its experts take in, or why it has none.
+
+    ``matrix``: the linear layer in it that has the weight, empty for the router itself; rows beyond the experts' are not theirs.
+    ``experts_norm``: the router normalises its input without a weight, scales it and asks the matrix, where the experts' input is
+    normalised by this module beside it.
+    """
+
+    matrix: str = ""
+    experts_norm: str | None = None
+    why_none: str = ""
+
+
+_GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
+
+# By the name of the router's class, which stands beside the experts. All others are the one module there whose weight is
+# [experts, hidden]. The README names those that have none.
+ROUTERS: dict[str, RouterAdapter] = {
+    "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
+    "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
+    "DiffusionGemmaTextRouter": _GEMMA_ROUTER,
+    "Gemma4TextRouter": _GEMMA_ROUTER,
+    "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
+    "InklingTopkRouter": RouterAdapter(),
+    "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
+    "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
+}
+
+# Families with experts that do not follow the decorated layout, by their folder of transformers.models: why not.
 UNDECORATED: dict[str, str] = {
     "dbrx": "its experts are stacked into matrices without an expert dimension",
     "doge": "its experts are rows of embedding tables",
@@ -191,15 +221,76 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     return layers
 
 
-def find_router(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
-    """The module beside the experts whose weight is [experts, hidden]; None if there is no such one or several."""
+@dataclass(frozen=True)
+class Router:
+    """What chooses the experts of a layer.
+
+    The modules and not their weights, which ``.to()`` may replace.
+    """
+
+    module: nn.Module
+    matrix: Any  # has the weight
+    num_experts: int
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[experts, hidden]: by how it scores what the experts take in they are ranked, but for biases of their choice."""
+        return self.matrix.weight[: self.num_experts]
+
+
+def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
+    """The router beside the experts; None where no matrix ranks them, see ``why_no_router``."""
+    found = _router(model, layer)
+    return found if isinstance(found, Router) else None
+
+
+def why_no_router(model: nn.Module, layer: ExpertsLayer) -> str:
+    """Where ``find_router`` finds none."""
+    found = _router(model, layer)
+    assert isinstance(found, str)
+    return found
+
+
+def router_adapter(module: nn.Module) -> RouterAdapter | None:
+    """The entry of ``ROUTERS`` for a module, if it has one."""
+    return next((ROUTERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ROUTERS), None)
+
+
+def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
+    """What chooses the experts, whether or not a matrix of it ranks them; None if it is not known."""
     parent = model.get_submodule(layer.path.rpartition(".")[0])
-    routers = [
-        child
-        for child in parent.children()
-        if child is not layer.module and _shape(child) == (layer.num_experts, layer.hidden)
+    beside = [child for child in parent.children() if child is not layer.module]
+    wanted = (layer.num_experts, layer.hidden)
+    routers = [child for child in beside if router_adapter(child) is not None] or [
+        child for child in beside if _shape(child) == wanted
     ]
     return routers[0] if len(routers) == 1 else None
+
+
+def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
+    module = router_module(model, layer)
+    if module is None:
+        return f"not one module beside the experts has a weight of {[layer.num_experts, layer.hidden]}"
+    adapter = router_adapter(module) or RouterAdapter()
+    return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
+
+
+def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router:
+    matrix: Any = router.get_submodule(adapter.matrix)
+    if adapter.experts_norm is not None:
+        # Both normalise the same states: dividing by the experts' norm gives what the router scales. A copy, as a product with
+        # [experts, hidden] in each forward would cost more than the hint; only hints see whether it is up to date.
+        norm: Any = parent.get_submodule(adapter.experts_norm)
+        with torch.no_grad():
+            weight = norm.weight.float()
+            scale = torch.where(weight == 0, 0.0, router.scale.float() * router.scalar_root_size / weight)
+            matrix = _Matrix((matrix.weight.float() * scale).to(matrix.weight.dtype))
+    return Router(router, matrix, layer.num_experts)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    weight: torch.Tensor
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:
@@ -295,9 +386,10 @@ def _activation_name(function: Any) -> str | None:
 
 
 def _no_experts_message(model: nn.Module) -> str:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
     name = type(model).__name__ if model_type is None else f"{type(model).__name__} (model type {model_type!r})"
-    reason = UNDECORATED.get(
-        str(model_type).removesuffix("_text"), "it has no module with the experts layout of transformers"
-    )
+    # Model types of one family differ between its parts, and from the folder's name.
+    folder = type(config).__module__.rpartition(".")[0].rpartition(".")[2]
+    reason = UNDECORATED.get(folder, "it has no module with the experts layout of transformers")
     return f"torch_mesh cannot run {name}: {reason}. Supported families: {', '.join(supported_families())}."
