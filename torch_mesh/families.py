@@ -181,6 +181,16 @@ class ExpertsLayer:
         return {name: owned[name] for name in self.parameter_names}
 
     @property
+    def kind(self) -> str:
+        """Its path without numbers, which layers of one kind share: each token runs through all of them or none."""
+        return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the expert parameters, unpacked."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """The module's expert parameters, which leave it while it is patched."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
@@ -210,15 +220,40 @@ class ExpertsLayer:
 
 
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
-    """The experts layers of ``model`` in the order in which its modules are registered.
+    """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
 
-    Works on meta parameters and on patched models too. Raises UnsupportedModelError, listing the supported families,
-    if there is none or one that cannot be supported.
+    A pool's slots have one size: of layers that differ in geometry these are the ones whose geometry has most bytes, of a patched
+    model those that are patched. All others are ``layers_left_alone``.
+
+    Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
+    cannot be supported.
     """
     layers = [_describe(path, module) for path, module in _decorated_modules(model)]
     if not layers:
         raise UnsupportedModelError(_no_experts_message(model))
-    return layers
+    patched = [layer for layer in layers if "_mesh_pool" in vars(layer.module)]
+    if patched:
+        return patched
+    kinds: dict[Geometry, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.geometry, []).append(layer)
+    return max(kinds.values(), key=lambda alike: sum(layer.nbytes for layer in alike))
+
+
+def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
+    """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
+    pooled = {layer.path for layer in find_experts(model)}
+    return [_describe(path, module) for path, module in _decorated_modules(model) if path not in pooled]
+
+
+def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
+    """What those layers are and take, for a message; empty for none."""
+    kinds: dict[str, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    return ", ".join(
+        f"{kind} ({len(alike)} layers, {sum(layer.nbytes for layer in alike):,} bytes)" for kind, alike in kinds.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -299,16 +334,10 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
-    """The geometry shared by all ``layers``; UnsupportedModelError if they differ, for one pool has slots of one size."""
-    first = layers[0]
-    for layer in layers[1:]:
-        if layer.geometry != first.geometry:
-            raise UnsupportedModelError(
-                f"torch_mesh needs experts of one shape in all layers, but {first.path} has {first.geometry} and "
-                f"{layer.path} has {layer.geometry}. Load the part of the model that you need "
-                "(for instance its text model) on its own."
-            )
-    return first.geometry
+    """The geometry of layers that ``find_experts`` gave, which is one."""
+    geometry = layers[0].geometry
+    assert all(layer.geometry == geometry for layer in layers), "layers of one pool have one geometry"
+    return geometry
 
 
 def supported_families() -> list[str]:

@@ -166,6 +166,12 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCo
             f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
             "since the fused kernel does not know their activation. Leave deferred_experts at 0."
         )
+    if config.deferred_experts and len({layer.kind for layer in layers}) > 1:
+        raise UnsupportedModelError(
+            f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: not every token runs through all of its "
+            f"layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), so that what one defers might be "
+            "lost. Leave deferred_experts at 0."
+        )
     if config.routing_bias and top_k == 1:
         raise ValueError(
             f"routing_bias={config.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
