@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch_mesh.families import (
     why_no_router,
 )
 from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
+from torch_mesh.store.convert import convert
 
 _CLASSES = sorted({name for _, name in decorated_classes()})
 
@@ -144,6 +147,31 @@ def test_adapted_classes_exist(name: str) -> None:
         importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in supported_families()
     ]
     assert any(isinstance(vars(module).get(name), type) for module in [*modules, torch_mesh.experts])
+
+
+def test_experts_that_are_tied_to_others_are_patched_after_loading(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 120}
+    text = {"moe_intermediate_size": 40, "intermediate_size": 40, "num_experts": 8, "top_k_experts": 3}
+    config = transformers.DiffusionGemmaConfig(
+        text_config={**sizes, **text, "num_hidden_layers": 2, "global_head_dim": 16, "num_global_key_value_heads": 2},
+        vision_config={**sizes, "intermediate_size": 32, "num_hidden_layers": 1},
+    )
+    model_class: Any = transformers.DiffusionGemmaForBlockDiffusion
+    model = model_class._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        torch_mesh.UnsupportedModelError, match=r"is tied to model\.decoder.*then patch it with torch_mesh.patch"
+    ):
+        model_class.from_pretrained(tmp_path, quantization_config=torch_mesh.MeshConfig(resident=0.5))
+    with pytest.raises(torch_mesh.UnsupportedModelError, match=r"is tied to model\.decoder"):
+        convert(tmp_path, tmp_path / "converted", "int8")
+    loaded = model_class.from_pretrained(tmp_path)
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    torch_mesh.unpatch(torch_mesh.patch(loaded, resident=0.5, io="threads"))
+    after = loaded.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    inner = loaded.model
+    assert inner.encoder.language_model.layers[1].experts.down_proj is inner.decoder.layers[1].experts.down_proj
 
 
 def _tiny_unsupported(family: str) -> nn.Module:

@@ -43,7 +43,7 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
 
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
     stats = torch_mesh.stats(model)
-    assert dict(stats.no_lookahead) == expected
+    assert stats.no_lookahead == expected
     assert stats.to_dict()["no_lookahead"] == {reason: list(numbers) for reason, numbers in expected.items()}
     for reason in expected:
         assert f"no lookahead: {reason}" in repr(model)

@@ -301,6 +301,7 @@ class _ParameterStacks:
             for layer in (*find_experts(model), *layers_left_alone(model))
             for name in layer.parameter_names
         }
+        self._tied: Mapping[str, str] = model.all_tied_weights_keys
         self._tensors = self._tensors_by_name(headers)
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
@@ -316,6 +317,10 @@ class _ParameterStacks:
     def stack(self, parameter: str) -> _Stack:
         """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
         sources = self._sources.get(parameter)
+        if not sources and parameter in self._tied:
+            raise UnsupportedModelError(
+                self._cannot_follow(parameter, f"it is tied to {self._tied[parameter]} and has no tensors of its own")
+            )
         if not sources:
             raise store_error(
                 self._folder, f"no tensor of the checkpoint holds {parameter}: incomplete, or of another model"
