@@ -172,6 +172,9 @@ class Stats(PhaseCounters):
     grows: int = 0  # and larger again
     device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
     lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
+    # Why the experts of a layer's next one are not foretold, and the layers of which that is so; empty: all are, or nobody wants
+    # them to be. None: not known, as in a ``stats_file``, which counts a pool and knows no modules.
+    no_lookahead: Mapping[str, tuple[int, ...]] | None = None
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
     prefetch_error: Exception | None = None
@@ -186,6 +189,9 @@ class Stats(PhaseCounters):
             **{name: getattr(self, name) for name in SIZES},
             "device": None if self.device is None else self.device.to_dict(),
             "lossy": self.lossy,
+            "no_lookahead": None
+            if self.no_lookahead is None
+            else {reason: list(layers) for reason, layers in self.no_lookahead.items()},
             "prefetch_error": _error_dict(self.prefetch_error),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
@@ -211,6 +217,8 @@ class Stats(PhaseCounters):
             lines.append(str(self.device))
         if self.lossy:
             lines.append(f"lossy: {self.lossy}")
+        for reason, layers in (self.no_lookahead or {}).items():
+            lines.append(f"no lookahead from {_ranges(layers)}: {reason}")
         if self.stand_ins:
             lines.append(f"{self.stand_ins} of {self.accesses} accesses were to stand-ins")
         if self.prefetch_error is not None:
@@ -338,6 +346,14 @@ def _row(name: str, counters: Counters) -> tuple[str, ...]:
         str(counters.promoted),
         str(counters.evicted),
     )
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """``layers 0-2, 5`` for 0, 1, 2 and 5."""
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(runs)}"
 
 
 def percent(share: float | None) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import WEIGHT_DTYPES, ExpertsLayer
+from .families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from .modules import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
 from .store.convert import checked_group_size
@@ -161,10 +161,10 @@ def _stack(path: str) -> str:
 
 
 def _routing_modules(model: nn.Module, layer: ExpertsLayer) -> Iterator[nn.Module]:
-    """What chooses the experts: the modules beside them that have a matrix with a row for each expert, and all below those."""
+    """What chooses the experts: known routers, modules beside them that have a matrix with a row for each expert, all below those."""
     for child in model.get_submodule(layer.path.rpartition(".")[0]).children():
         rows = {parameter.size(0) for parameter in child.parameters() if parameter.dim() == 2}
-        if child is not layer.module and layer.num_experts in rows:
+        if child is not layer.module and (router_adapter(child) is not None or layer.num_experts in rows):
             yield from child.modules()
 
 

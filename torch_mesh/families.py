@@ -58,7 +58,37 @@ ADAPTERS: dict[str, Adapter] = {
     "SwigluOaiExperts": Adapter(swigluoai=("alpha", "limit")),
 }
 
-# Families with experts that do not follow the decorated layout, by model type: why not.
+
+@dataclass(frozen=True)
+class RouterAdapter:
+    """Where a router has the matrix [experts, hidden] that scores what its experts take in, or why it has none.
+
+    ``matrix``: the linear layer in it that has the weight, empty for the router itself; rows beyond the experts' are not theirs.
+    ``experts_norm``: the router normalises its input without a weight, scales it and asks the matrix, where the experts' input is
+    normalised by this module beside it.
+    """
+
+    matrix: str = ""
+    experts_norm: str | None = None
+    why_none: str = ""
+
+
+_GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
+
+# By the name of the router's class, which stands beside the experts. All others are the one module there whose weight is
+# [experts, hidden]. The README names those that have none.
+ROUTERS: dict[str, RouterAdapter] = {
+    "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
+    "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
+    "DiffusionGemmaTextRouter": _GEMMA_ROUTER,
+    "Gemma4TextRouter": _GEMMA_ROUTER,
+    "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
+    "InklingTopkRouter": RouterAdapter(),
+    "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
+    "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
+}
+
+# Families with experts that do not follow the decorated layout, by their folder of transformers.models: why not.
 UNDECORATED: dict[str, str] = {
     "dbrx": "its experts are stacked into matrices without an expert dimension",
     "doge": "its experts are rows of embedding tables",
@@ -151,6 +181,16 @@ class ExpertsLayer:
         return {name: owned[name] for name in self.parameter_names}
 
     @property
+    def kind(self) -> str:
+        """Its path without numbers, which layers of one kind share: each token runs through all of them or none."""
+        return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the expert parameters, unpacked."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """The module's expert parameters, which leave it while it is patched."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
@@ -180,26 +220,112 @@ class ExpertsLayer:
 
 
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
-    """The experts layers of ``model`` in the order in which its modules are registered.
+    """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
 
-    Works on meta parameters and on patched models too. Raises UnsupportedModelError, listing the supported families,
-    if there is none or one that cannot be supported.
+    A pool's slots have one size: of layers that differ in geometry these are the ones whose geometry has most bytes, of a patched
+    model those that are patched. All others are ``layers_left_alone``.
+
+    Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
+    cannot be supported.
     """
     layers = [_describe(path, module) for path, module in _decorated_modules(model)]
     if not layers:
         raise UnsupportedModelError(_no_experts_message(model))
-    return layers
+    patched = [layer for layer in layers if "_mesh_pool" in vars(layer.module)]
+    if patched:
+        return patched
+    kinds: dict[Geometry, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.geometry, []).append(layer)
+    return max(kinds.values(), key=lambda alike: sum(layer.nbytes for layer in alike))
 
 
-def find_router(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
-    """The module beside the experts whose weight is [experts, hidden]; None if there is no such one or several."""
+def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
+    """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
+    pooled = {layer.path for layer in find_experts(model)}
+    return [_describe(path, module) for path, module in _decorated_modules(model) if path not in pooled]
+
+
+def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
+    """What those layers are and take, for a message; empty for none."""
+    kinds: dict[str, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    return ", ".join(
+        f"{kind} ({len(alike)} layers, {sum(layer.nbytes for layer in alike):,} bytes)" for kind, alike in kinds.items()
+    )
+
+
+@dataclass(frozen=True)
+class Router:
+    """What chooses the experts of a layer.
+
+    The modules and not their weights, which ``.to()`` may replace.
+    """
+
+    module: nn.Module
+    matrix: Any  # has the weight
+    num_experts: int
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[experts, hidden]: by how it scores what the experts take in they are ranked, but for biases of their choice."""
+        return self.matrix.weight[: self.num_experts]
+
+
+def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
+    """The router beside the experts; None where no matrix ranks them, see ``why_no_router``."""
+    found = _router(model, layer)
+    return found if isinstance(found, Router) else None
+
+
+def why_no_router(model: nn.Module, layer: ExpertsLayer) -> str:
+    """Where ``find_router`` finds none."""
+    found = _router(model, layer)
+    assert isinstance(found, str)
+    return found
+
+
+def router_adapter(module: nn.Module) -> RouterAdapter | None:
+    """The entry of ``ROUTERS`` for a module, if it has one."""
+    return next((ROUTERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ROUTERS), None)
+
+
+def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
+    """What chooses the experts, whether or not a matrix of it ranks them; None if it is not known."""
     parent = model.get_submodule(layer.path.rpartition(".")[0])
-    routers = [
-        child
-        for child in parent.children()
-        if child is not layer.module and _shape(child) == (layer.num_experts, layer.hidden)
+    beside = [child for child in parent.children() if child is not layer.module]
+    wanted = (layer.num_experts, layer.hidden)
+    routers = [child for child in beside if router_adapter(child) is not None] or [
+        child for child in beside if _shape(child) == wanted
     ]
     return routers[0] if len(routers) == 1 else None
+
+
+def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
+    module = router_module(model, layer)
+    if module is None:
+        return f"not one module beside the experts has a weight of {[layer.num_experts, layer.hidden]}"
+    adapter = router_adapter(module) or RouterAdapter()
+    return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
+
+
+def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router:
+    matrix: Any = router.get_submodule(adapter.matrix)
+    if adapter.experts_norm is not None:
+        # Both normalise the same states: dividing by the experts' norm gives what the router scales. A copy, as a product with
+        # [experts, hidden] in each forward would cost more than the hint; only hints see whether it is up to date.
+        norm: Any = parent.get_submodule(adapter.experts_norm)
+        with torch.no_grad():
+            weight = norm.weight.float()
+            scale = torch.where(weight == 0, 0.0, router.scale.float() * router.scalar_root_size / weight)
+            matrix = _Matrix((matrix.weight.float() * scale).to(matrix.weight.dtype))
+    return Router(router, matrix, layer.num_experts)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    weight: torch.Tensor
 
 
 def _shape(module: nn.Module) -> tuple[int, ...] | None:
@@ -208,16 +334,10 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
-    """The geometry shared by all ``layers``; UnsupportedModelError if they differ, for one pool has slots of one size."""
-    first = layers[0]
-    for layer in layers[1:]:
-        if layer.geometry != first.geometry:
-            raise UnsupportedModelError(
-                f"torch_mesh needs experts of one shape in all layers, but {first.path} has {first.geometry} and "
-                f"{layer.path} has {layer.geometry}. Load the part of the model that you need "
-                "(for instance its text model) on its own."
-            )
-    return first.geometry
+    """The geometry of layers that ``find_experts`` gave, which is one."""
+    geometry = layers[0].geometry
+    assert all(layer.geometry == geometry for layer in layers), "layers of one pool have one geometry"
+    return geometry
 
 
 def supported_families() -> list[str]:
@@ -297,9 +417,10 @@ def _activation_name(function: Any) -> str | None:
 
 
 def _no_experts_message(model: nn.Module) -> str:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
     name = type(model).__name__ if model_type is None else f"{type(model).__name__} (model type {model_type!r})"
-    reason = UNDECORATED.get(
-        str(model_type).removesuffix("_text"), "it has no module with the experts layout of transformers"
-    )
+    # Model types of one family differ between its parts, and from the folder's name.
+    folder = type(config).__module__.rpartition(".")[0].rpartition(".")[2]
+    reason = UNDECORATED.get(folder, "it has no module with the experts layout of transformers")
     return f"torch_mesh cannot run {name}: {reason}. Supported families: {', '.join(supported_families())}."

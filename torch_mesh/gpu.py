@@ -305,7 +305,7 @@ def choose_experts(
     whose experts run by projection, ValueError for a mask or number that does not fit the model, MemoryError for more than
     the device holds. "auto" takes none instead, and says so where the model is on a GPU.
     """
-    devices = tuple(_device_of(model, layer) for layer in layers)
+    devices = tuple(device_of(model, layer) for layer in layers)
     experts = layers[0].num_experts
     wanted = config.gpu_experts
     there = format_on_gpu(config, weights)
@@ -631,7 +631,7 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
-def _device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:
+def device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:
     """Where a layer computes: that of its experts or, when those are nowhere, of its router, or of the model."""
     beside = model.get_submodule(layer.path.rpartition(".")[0])
     for module in (layer.module, beside, model):

@@ -26,6 +26,7 @@ from .errors import StoreError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, common_geometry, find_experts
 from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
+from .left_alone import LeftAlone, announce_left_alone
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy
 from .modules import install, put_back, take_parameters
@@ -76,18 +77,22 @@ class MeshQuantizer(PatchedModelQuantizer):
         check_lossy(model, layers, self.quantization_config)
         self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
         self._layers = layers
-        self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
-        for layer in layers:
+        assert checkpoint_files
+        self._left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
+        self._taken = [*layers, *self._left_alone.layers]
+        self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in self._taken]
+        for layer in self._taken:
             vars(layer.module)["_is_hf_initialized"] = True
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in layers)}
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in self._taken)}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         layers, records, config = self._layers, self._records, self.quantization_config
-        for layer, parameters in zip(layers, self._parameters, strict=True):
+        for layer, parameters in zip(self._taken, self._parameters, strict=True):
             put_back(layer.module, parameters)
-        del self._layers, self._parameters, self._records
+        self._left_alone.load(model)
+        del self._layers, self._left_alone, self._taken, self._parameters, self._records
         pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         placement = choose_experts(
             model, layers, config, records.weights, records.group_size, records.layers, records.places
@@ -102,6 +107,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         make_lossy(model, layers, config)
         take_attention(model, config)
         move_experts(layers, pool, placement, gpu_pool)
+        announce_left_alone(model, layers)
         _forget_quantization(model)
         return model
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .config import MeshConfig
-from .families import ExpertsLayer, find_router
+from .families import ExpertsLayer, find_router, why_no_router
 from .predictor import FittedRouter, load_predictor
 
 
@@ -35,7 +35,7 @@ class NextLayer:
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Tells each patched layer, in the order in which they run, of the next one. Layers without a router get no hints.
+    """Tells each patched layer, in the order in which they run, of the next one, or why it cannot look ahead.
 
     Raises MeshError for a predictor that was fitted to another model.
     """
@@ -49,6 +49,8 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
         following: Any = layers[index].module
         if router is not None:
             module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
+        elif index > 0:  # the first one is foretold by nobody in any model
+            module._mesh_no_lookahead = f"of the next layer, {why_no_router(model, layers[index])}"
 
 
 def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:

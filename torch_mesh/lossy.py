@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import ExpertsLayer, find_router
+from .families import ExpertsLayer, router_module
 from .modules import change_class, restore_class
 
 # Model types whose routers select in a way that routing_bias can lean; tests keep it true.
@@ -35,6 +35,7 @@ ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "diffusion_gemma_text",
     "dots1",
     "dots3_note_text",
     "ernie4_5_moe",
@@ -42,6 +43,7 @@ ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
     "exaone_moe",
     "flex_olmo",
     "flint",
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "glm4v_moe_text",
@@ -52,8 +54,10 @@ ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
+    "hunyuan_v1_moe",
     "hy_v4",
     "inkling2_text",
+    "inkling_text",
     "jamba",
     "kimi_linear",
     "kolibri1",
@@ -162,6 +166,12 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCo
             f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
             "since the fused kernel does not know their activation. Leave deferred_experts at 0."
         )
+    if config.deferred_experts and len({layer.kind for layer in layers}) > 1:
+        raise UnsupportedModelError(
+            f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: not every token runs through all of its "
+            f"layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), so that what one defers might be "
+            "lost. Leave deferred_experts at 0."
+        )
     if config.routing_bias and top_k == 1:
         raise ValueError(
             f"routing_bias={config.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
@@ -202,12 +212,13 @@ def undo_lossy(model: nn.Module) -> None:
             restore_class(module)
 
 
-def _selects(router: Any, layer: ExpertsLayer) -> bool:
+def _selects(router: nn.Module, layer: ExpertsLayer) -> bool:
     probe = _Probe(layer.num_experts, layer.top_k)
-    weight = router.weight  # on the meta device while a model is loaded
+    weight = next(router.parameters())  # on the meta device while a model is loaded
+    hidden = weight.size(-1) if weight.dim() == 2 else layer.hidden  # some see other states than their experts
     try:
         with torch.no_grad(), probe:
-            given = router(torch.ones(2, layer.hidden, dtype=weight.dtype, device=weight.device))
+            given = router(torch.ones(2, hidden, dtype=weight.dtype, device=weight.device))
     except (TypeError, RuntimeError):  # it wants more than hidden states
         return False
     outputs = given if isinstance(given, tuple) else (given,)
@@ -217,7 +228,7 @@ def _selects(router: Any, layer: ExpertsLayer) -> bool:
 
 def _selecting_router(model: nn.Module, layer: ExpertsLayer, bias: float) -> nn.Module:
     """The router of a layer, if it selects experts by one topk over all of them, and hands on what that gives."""
-    router: Any = find_router(model, layer)
+    router = router_module(model, layer)
     if router is not None and _selects(router, layer):
         return router
     raise UnsupportedModelError(

@@ -83,6 +83,7 @@ class MeshExperts(PackedModule):
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
     _mesh_next: NextLayer | None  # whose experts to prefetch
+    _mesh_no_lookahead: str  # why there is none, where one was wanted
     _mesh_deferred: int  # of each token's experts, at most; 0: exact
     _mesh_defers: bool  # not the last layer, whose experts have no later one
     _mesh_fallback: torch.Tensor | None  # the handle of the layer's stand-ins
@@ -150,8 +151,20 @@ class MeshExperts(PackedModule):
             gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
         return self._apply_gate(gate_up)
 
+    @property
+    def mesh_no_lookahead(self) -> str:
+        """Why the experts of the next layer are not foretold by its router; empty: they are, or nobody wants them to be."""
+        if self._mesh_device is not None:
+            return ""
+        following = self._mesh_next
+        if following is not None and following.router.weight.device.type != "cpu":
+            return f"of the next layer, the router is on {following.router.weight.device}"
+        return self._mesh_no_lookahead
+
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), self._mesh_pool.describe()]
+        if self.mesh_no_lookahead:
+            parts.append(f"no lookahead: {self.mesh_no_lookahead}")
         if self._mesh_device is not None:
             there = find(self._mesh_handle)
             other = "" if there.record.format == self._mesh_pool.weights else f" in {there.record.format}"
@@ -207,6 +220,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_handle = pool.handle(index)
     module._mesh_fused = pool.geometry.activation is not None
     module._mesh_next = None
+    module._mesh_no_lookahead = ""
     module._mesh_deferred = 0
     module._mesh_defers = False
     module._mesh_fallback = None if pool.fallback is None else pool.fallback.handle(index)

@@ -21,6 +21,7 @@ from .errors import MeshError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
+from .left_alone import announce_left_alone
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, install, patched_modules, restore
@@ -81,6 +82,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     make_lossy(model, layers, config)
     pack_dense(model, layers, config)
     take_attention(model, config)
+    announce_left_alone(model, layers)
     move_experts(layers, pool, placement, gpu_pool)  # last: should it fail, the model is patched without them
     return model
 

@@ -19,7 +19,7 @@ from . import _C
 from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
-from .families import ExpertsLayer, common_geometry, find_experts
+from .families import ExpertsLayer, common_geometry, describe_left_alone, find_experts, layers_left_alone
 from .gpu import (
     GPU_POOL_SLOTS,
     GpuPlan,
@@ -88,7 +88,9 @@ class Sizes:
         int | None
     )  # all other weights in memory, after ``dense=`` has packed them; None: no config.json says what
     dense_bytes_loading: int | None  # the same before
-    dense_bytes_per_token: int | None  # those that a token reads: without the embedding
+    dense_bytes_per_token: int | None  # those that a token reads: without the embedding and experts that are left alone
+    left_alone_bytes: int | None  # of the rest: experts of other shapes, which no pool takes
+    left_alone: str  # which those are
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
 
@@ -279,6 +281,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
             "original checkpoint."
         )
     dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    others: list[ExpertsLayer] | None = None
     shape = manifest.shape
     if (folder / "config.json").is_file():
         described = read_config(folder)
@@ -286,6 +289,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         model = meta_model(described)
         layers = find_experts(model)
         dense = _dense_bytes(model, layers, config, dtype or torch.bfloat16)
+        others = layers_left_alone(model)
         # What this build fuses; the one that wrote the store may have fused less.
         shape = dataclasses.replace(shape, activation=common_geometry(layers).activation)
     return _sizes(
@@ -293,6 +297,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         manifest.weights,
         manifest.group_size,
         dense,
+        others,
         staging_bytes=0,
         files=tuple(folder / file.name for file in manifest.record_files),
     )
@@ -316,6 +321,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         weights,
         checked_group_size(weights, config.group_size),
         _dense_bytes(model, layers, config, TORCH_DTYPES[experts.dtype]),
+        layers_left_alone(model),
         staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
         files=tuple(Path(experts.files[index][0]) for index in used),
     )
@@ -326,6 +332,7 @@ def _sizes(
     weights: str,
     group_size: int,
     dense: tuple[int | None, int | None, int | None],
+    others: list[ExpertsLayer] | None,
     staging_bytes: int,
     files: tuple[Path, ...],
 ) -> Sizes:
@@ -339,6 +346,8 @@ def _sizes(
         dense_bytes=dense[0],
         dense_bytes_loading=dense[1],
         dense_bytes_per_token=dense[2],
+        left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
+        left_alone=describe_left_alone(others or ()),
         staging_bytes=staging_bytes,
         files=files,
     )
@@ -355,7 +364,8 @@ def _dense_bytes(
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding and config.dense == "none"
-    return packed, loading, packed - (0 if tied else embedding.nbytes)
+    left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
+    return packed, loading, packed - left_alone - (0 if tied else embedding.nbytes)
 
 
 def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:

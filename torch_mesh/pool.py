@@ -93,6 +93,7 @@ class ExpertPool:
         self.exact = exact
         self.top_k = least_slots
         self.lossy = config.lossy
+        self.left_alone = ""  # the experts of the model that are not in it
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
@@ -179,7 +180,8 @@ class ExpertPool:
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}"
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
-        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}"
+        left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
+        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

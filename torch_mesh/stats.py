@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -25,9 +26,10 @@ def stats(model: nn.Module) -> Stats:
     shared = shared_devices_of(model)
     for device in shared:
         device.host.check()
-    return engine_stats(
+    counted = engine_stats(
         engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model), device=_device_counters(shared)
     )
+    return dataclasses.replace(counted, no_lookahead=_no_lookahead(model))
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -73,6 +75,14 @@ def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
 def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
     """What the layers share on each GPU that holds some of their experts. Raises MeshError for a model that is not patched."""
     return [device for pool in _pools(model) for device in pool.shared_devices]
+
+
+def _no_lookahead(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    layers: dict[str, tuple[int, ...]] = {}
+    for module in patched_modules(model):
+        if reason := module.mesh_no_lookahead:
+            layers[reason] = (*layers.get(reason, ()), module._mesh_layer)
+    return layers
 
 
 def _device_counters(shared: list[SharedDevice]) -> DeviceCounters | None:

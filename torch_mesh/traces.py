@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .errors import MeshError
-from .families import find_experts, find_router
+from .families import find_experts, find_router, why_no_router
 from .files import new_file
 from .predictor import load_predictor
 
@@ -166,9 +166,9 @@ class _Recorder:
         by_router = scores or (lookahead and predictor is None)
         routers: list[Any] = [find_router(model, layer) if by_router else None for layer in self.layers]
         if by_router and None in routers:
-            lacking = self.layers[routers.index(None)].path
+            lacking = self.layers[routers.index(None)]
             raise MeshError(
-                f"{lacking} has no router with a plain weight beside it: record without scores and lookahead."
+                f"No matrix ranks the experts of {lacking.path}: {why_no_router(model, lacking)}. Record without scores and lookahead."
             )
         # The weights and not the modules, which may be hooked.
         self.routers = [None if router is None else router.weight for router in routers]

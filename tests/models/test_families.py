@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
-from tiny_models import SKIPPED, TINY_MODELS, decorated_classes, inputs_for, output_of
+from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, inputs_for, level_routers, output_of
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import torch_mesh
-from torch_mesh.families import find_experts, supported_families
+import torch_mesh.experts
+from torch_mesh.families import (
+    ADAPTERS,
+    ROUTERS,
+    UNDECORATED,
+    find_experts,
+    find_router,
+    supported_families,
+    why_no_router,
+)
+from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
+from torch_mesh.store.convert import convert
 
 _CLASSES = sorted({name for _, name in decorated_classes()})
 
@@ -45,14 +61,33 @@ def test_supported_families_are_those_with_a_decorated_class() -> None:
     assert supported_families() == sorted({family for family, _ in decorated_classes()})
 
 
+def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> None:
+    """Each layer of ``model`` has a router whose matrix names the experts that were chosen, or, ``without``, says why not."""
+    layers = find_experts(model)
+    assert {index for index, layer in enumerate(layers) if find_router(model, layer) is None} == without
+    for index, layer in enumerate(layers):
+        router = find_router(model, layer)
+        if router is None:
+            assert why_no_router(model, layer) in {adapter.why_none for adapter in ROUTERS.values()} - {""}
+            continue
+        assert router.weight.shape == (layer.num_experts, layer.hidden)
+        if layer.module in recorder.calls:
+            hidden, ids = recorder.calls[layer.module][0][:2]
+            ranked = (hidden.float() @ router.weight.detach().float().T).topk(ids.size(-1)).indices
+            # All but choices between scores that are equal in bf16, and those that a bias of the matrix tips.
+            assert (ranked.unsqueeze(1) == ids.unsqueeze(2)).any(-1).float().mean() > 0.85, layer.path
+
+
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
     model = TINY_MODELS[name].build()
     assert name in {type(layer.module).__name__ for layer in find_experts(model)}
+    level_routers(model)
     inputs = inputs_for(model)
     recorder = _Recorder(model)
     expected = output_of(model, inputs)
     recorder.remove()
+    _check_routers(model, recorder, NO_LOOKAHEAD.get(name, set()))
 
     torch_mesh.patch(model, resident=0.5, io="threads")
     assert recorder.calls
@@ -88,6 +123,55 @@ def test_unpatch_gives_back_every_bit(name: str) -> None:
         assert {key: value.requires_grad for key, value in model.named_parameters()} == gradients
         assert [type(module) for module in model.modules()] == classes
         assert not any(name.startswith("_mesh_") for module in model.modules() for name in vars(module))
+
+
+@pytest.mark.parametrize("family", sorted(UNDECORATED))
+def test_an_undecorated_family_is_refused_for_its_own_reason(family: str) -> None:
+    assert family not in supported_families()
+    configs = [CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES if model_type_to_module_name(name) == family]
+    assert configs
+    for config in configs:
+        model = nn.Module()
+        model.config = config()
+        with pytest.raises(torch_mesh.UnsupportedModelError, match=f"{config.model_type}.*{UNDECORATED[family]}"):
+            find_experts(model)
+
+
+def test_model_types_of_routing_bias_are_those_of_transformers() -> None:
+    assert not [name for name in ROUTING_BIAS_FAMILIES if name not in CONFIG_MAPPING_NAMES]
+
+
+@pytest.mark.parametrize("name", sorted({*ADAPTERS, *ROUTERS}))
+def test_adapted_classes_exist(name: str) -> None:
+    modules = [
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in supported_families()
+    ]
+    assert any(isinstance(vars(module).get(name), type) for module in [*modules, torch_mesh.experts])
+
+
+def test_experts_that_are_tied_to_others_are_patched_after_loading(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 120}
+    text = {"moe_intermediate_size": 40, "intermediate_size": 40, "num_experts": 8, "top_k_experts": 3}
+    config = transformers.DiffusionGemmaConfig(
+        text_config={**sizes, **text, "num_hidden_layers": 2, "global_head_dim": 16, "num_global_key_value_heads": 2},
+        vision_config={**sizes, "intermediate_size": 32, "num_hidden_layers": 1},
+    )
+    model_class: Any = transformers.DiffusionGemmaForBlockDiffusion
+    model = model_class._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        torch_mesh.UnsupportedModelError, match=r"is tied to model\.decoder.*then patch it with torch_mesh.patch"
+    ):
+        model_class.from_pretrained(tmp_path, quantization_config=torch_mesh.MeshConfig(resident=0.5))
+    with pytest.raises(torch_mesh.UnsupportedModelError, match=r"is tied to model\.decoder"):
+        convert(tmp_path, tmp_path / "converted", "int8")
+    loaded = model_class.from_pretrained(tmp_path)
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    torch_mesh.unpatch(torch_mesh.patch(loaded, resident=0.5, io="threads"))
+    after = loaded.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    inner = loaded.model
+    assert inner.encoder.language_model.layers[1].experts.down_proj is inner.decoder.layers[1].experts.down_proj
 
 
 def _tiny_unsupported(family: str) -> nn.Module:

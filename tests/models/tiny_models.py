@@ -14,6 +14,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from torch_mesh.families import find_experts
+
 # Sizes are no multiples of 64, so that padding is part of every comparison.
 _SIZES: dict[str, Any] = {
     "vocab_size": 120,
@@ -119,7 +121,9 @@ TINY_MODELS: dict[str, Tiny] = {
     "DeepseekV32Experts": Tiny(
         "deepseek_v32", "DeepseekV32Config", "DeepseekV32ForCausalLM", {"num_key_value_heads": 4}
     ),
-    "DeepseekV4Experts": Tiny("deepseek_v4", "DeepseekV4Config", "DeepseekV4ForCausalLM"),
+    "DeepseekV4Experts": Tiny(
+        "deepseek_v4", "DeepseekV4Config", "DeepseekV4ForCausalLM", {"mlp_layer_types": ["hash_moe", "hash_moe", "moe"]}
+    ),
     "DiffusionGemmaTextExperts": Tiny("diffusion_gemma", "DiffusionGemmaTextConfig", "DiffusionGemmaEncoderTextModel"),
     "Dots1Experts": Tiny("dots1", "Dots1Config", "Dots1ForCausalLM", {"n_shared_experts": 1}),
     "Dots3NoteExperts": Tiny("dots3_note", "Dots3NoteTextConfig", "Dots3NoteForCausalLM", {"num_key_value_heads": 4}),
@@ -208,7 +212,7 @@ TINY_MODELS: dict[str, Tiny] = {
         "mistral_large4", "MistralLarge4TextConfig", "MistralLarge4TextModel", {"num_key_value_heads": 4}
     ),
     "MixtralExperts": Tiny("mixtral", "MixtralConfig", "MixtralForCausalLM"),
-    "MuseSparkExperts": Tiny("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", {"moe_hidden_size": 72}),
+    "MuseSparkExperts": Tiny("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", {"moe_hidden_size": 56}),
     "NemotronHExperts": Tiny("nemotron_h", "NemotronHConfig", "NemotronHForCausalLM"),
     "OlmoeExperts": Tiny("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
     "OpenAIPrivacyFilterExperts": Tiny(
@@ -244,6 +248,20 @@ TINY_MODELS: dict[str, Tiny] = {
 
 # Decorated classes without a tiny model here, and why.
 SKIPPED: dict[str, str] = {}
+
+# Those with layers whose experts no matrix ranks, and which layers of the tiny model those are.
+NO_LOOKAHEAD = {"DeepseekV4Experts": {0, 1}, "MuseSparkExperts": {0, 1, 2}, "ZayaExperts": {0, 1, 2}}
+
+
+def level_routers(model: nn.Module) -> None:
+    """Takes out what routers add to their scores, so that their matrix alone says what they choose, and draws the scales of norms."""
+    for layer in find_experts(model):
+        block = model.get_submodule(layer.path.rpartition(".")[0])
+        for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+            if "correction_bias" in name or name.endswith("expert_bias"):
+                tensor.data.zero_()
+            elif "norm" in name or name.endswith("router.scale"):
+                tensor.data.uniform_(0.3, 3.0)
 
 
 def inputs_for(model: nn.Module) -> dict[str, torch.Tensor]:

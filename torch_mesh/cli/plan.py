@@ -133,6 +133,8 @@ def _print_table(planned: Plan) -> None:
         "bytes", f"{format_bytes(sizes.expert_bytes)} an expert, {format_bytes(sizes.all_experts_bytes)} in all"
     )
     table.add_row("the rest", _bytes(sizes.dense_bytes))
+    if sizes.left_alone:
+        table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))
     table.add_row(
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",

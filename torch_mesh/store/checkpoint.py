@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import transformers
 from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts
+from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
 from torch_mesh.store.header import Header, Tensor, read_header, store_error, weight_files
 from torch_mesh.store.manifest import Shape
 
@@ -134,7 +135,7 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
 
 
 def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
-    """Raises UnsupportedModelError if ``layers`` differ in geometry."""
+    """What layers of one geometry have in common."""
     geometry = common_geometry(layers)
     return Shape(
         layers=len(layers),
@@ -156,21 +157,43 @@ def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.
     """
     folder = Path(folder)
     check_not_quantised(model.config, folder)
-    layers = find_experts(model)
-    shape = shape_of(layers)
     headers = tuple(read_header(path) for path in weight_files(folder))
-    stacks = _ParameterStacks(folder, model, layers, headers)
+    return _experts_of(folder, find_experts(model), _ParameterStacks(folder, model, headers), headers)
+
+
+def find_left_alone(
+    folder: str | os.PathLike[str], model: transformers.PreTrainedModel
+) -> list[tuple[ExpertsLayer, CheckpointExperts]]:
+    """Each layer of experts that no pool takes, and where its own stand in the folder, which may be that of a converted checkpoint.
+
+    Raises as ``find_checkpoint_experts`` does.
+    """
+    layers = layers_left_alone(model)
+    if not layers:
+        return []
+    folder = Path(folder)
+    headers = tuple(read_header(path) for path in weight_files(folder))
+    stacks = _ParameterStacks(folder, model, headers)
+    return [(layer, _experts_of(folder, [layer], stacks, headers)) for layer in layers]
+
+
+def _experts_of(
+    folder: Path, layers: Sequence[ExpertsLayer], stacks: _ParameterStacks, headers: tuple[Header, ...]
+) -> CheckpointExperts:
+    """Those of layers that are alike."""
+    names = stacks.names_of(layers)
+    dtype = stacks.common_dtype(names)
     placed = [_layer_views(layer, stacks) for layer in layers]
     extents, raw_views = _pieces(folder, layers, placed, headers)
     return CheckpointExperts(
         folder=folder,
-        shape=shape,
+        shape=shape_of(layers),
         modules=tuple(layer.path for layer in layers),
-        dtype=stacks.dtype,
+        dtype=dtype,
         files=tuple((str(header.path), header.file_bytes) for header in headers),
         extents=extents,
         raw_views=raw_views,
-        names=frozenset(stacks.names),
+        names=names,
         headers=headers,
     )
 
@@ -271,21 +294,33 @@ _Stack = list[_Matrix]  # one per expert
 class _ParameterStacks:
     """The expert parameters of a model, each as one matrix per expert in the checkpoint's files."""
 
-    def __init__(self, folder: Path, model: Any, layers: Sequence[ExpertsLayer], headers: Sequence[Header]) -> None:
+    def __init__(self, folder: Path, model: Any, headers: Sequence[Header]) -> None:
         self._folder = folder
         self._parameters = {
-            f"{layer.path}.{name}": getattr(layer.module, name) for layer in layers for name in layer.parameter_names
+            f"{layer.path}.{name}": getattr(layer.module, name)
+            for layer in (*find_experts(model), *layers_left_alone(model))
+            for name in layer.parameter_names
         }
+        self._tied: Mapping[str, str] = model.all_tied_weights_keys
         self._tensors = self._tensors_by_name(headers)
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._sources = self._match(model, transforms)
-        self.names = {name for sources in self._sources.values() for names in sources.values() for name in names}
-        self.dtype = self._common_dtype()
+
+    def names_of(self, layers: Sequence[ExpertsLayer]) -> frozenset[str]:
+        """The tensors in the checkpoint that hold the experts of these layers."""
+        parameters = [f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names]
+        return frozenset(
+            name for parameter in parameters for names in self._sources[parameter].values() for name in names
+        )
 
     def stack(self, parameter: str) -> _Stack:
         """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
         sources = self._sources.get(parameter)
+        if not sources and parameter in self._tied:
+            raise UnsupportedModelError(
+                self._cannot_follow(parameter, f"it is tied to {self._tied[parameter]} and has no tensors of its own")
+            )
         if not sources:
             raise store_error(
                 self._folder, f"no tensor of the checkpoint holds {parameter}: incomplete, or of another model"
@@ -323,11 +358,27 @@ class _ParameterStacks:
             )
             if target not in state and name in state:
                 target, pattern = name, None
+            if pattern is not None and target in self._parameters:
+                target = self._dealt(target, pattern, name)
             if target in self._parameters:
                 matches[target][pattern].append(name)
             elif pattern is not None:
                 self._refuse_split(target, pattern, name)
         return matches
+
+    def _dealt(self, target: str, pattern: str, name: str) -> str:
+        """The parameter that an expert goes to where a converter deals one list of experts out, in equal parts, to several.
+
+        Its first target is what ``target`` names. By the number in ``name``: a converted checkpoint has only some of the list.
+        """
+        converter = next(c for c in self._converters if pattern in c.source_patterns)
+        if not isinstance(converter.operations[0], core_model_loading.ErnieFuseAndSplitTextVisionExperts):
+            return target
+        match = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+        part = None if match is None else int(match[1]) // len(self._parameters[target])
+        if part is None or part >= len(converter.target_patterns):
+            raise store_error(self._folder, f"tensor {name!r} is of more experts than the model has")
+        return target.replace(converter.target_patterns[0], converter.target_patterns[part])
 
     def _refuse_split(self, target: str, pattern: str, name: str) -> None:
         """A converter with several targets names the first alone: if any other is an experts parameter, it cannot be followed."""
@@ -338,9 +389,9 @@ class _ParameterStacks:
                 self._cannot_follow(target, f"{name} is spread over {converter.target_patterns}")
             )
 
-    def _common_dtype(self) -> str:
+    def common_dtype(self, tensors: Iterable[str]) -> str:
         dtypes: dict[str, str] = {}
-        for name in sorted(self.names):
+        for name in sorted(tensors):
             dtypes.setdefault(self._tensors[name][1].dtype, name)
         known = ", ".join(RAW_DTYPES.values())
         for dtype, name in dtypes.items():
@@ -426,8 +477,18 @@ def _merge(operation: Any, operands: _Operands, patterns: Sequence[str], expecte
 def _concatenate(
     operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
 ) -> _Operands | None:
+    return _joined(operands, patterns, operation.dim - 1)
+
+
+def _fuse_and_split(
+    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
+) -> _Operands | None:
+    """The experts of one target: ``_dealt`` has split them."""
+    return _joined(operands, patterns, operation.concat_dim - 1) if operation.stack_dim == 0 else None
+
+
+def _joined(operands: _Operands, patterns: Sequence[str], axis: int) -> _Operands | None:
     stacks = [operands[pattern] for pattern in patterns if pattern in operands]
-    axis = operation.dim - 1
     if axis not in (0, 1) or len({len(stack) for stack in stacks}) != 1:
         return None
     joined = []
@@ -475,6 +536,7 @@ _OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
     core_model_loading.Concatenate: _concatenate,
     core_model_loading.Transpose: _transpose,
     core_model_loading.Interleave: _deinterleave,
+    core_model_loading.ErnieFuseAndSplitTextVisionExperts: _fuse_and_split,
 }
 
 

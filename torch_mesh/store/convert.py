@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from torch_mesh.families import ExpertsLayer, ExpertTensors, find_experts
+from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
+    find_left_alone,
     meta_model,
     read_config,
     shape_of,
@@ -66,7 +67,13 @@ def convert(
     group_size = checked_group_size(weights, group_size)
     if destination.resolve() == source.resolve():
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    experts = find_checkpoint_experts(source, meta_model(read_config(source)))
+    model = meta_model(read_config(source))
+    experts = find_checkpoint_experts(source, model)
+    if others := [layer for layer, _ in find_left_alone(source, model)]:  # which says now what could not be read later
+        left_alone = (
+            f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
+        )
+        warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
     if weights == "bf16" and experts.dtype != "bf16":
         warnings.warn(f"The experts of {source} are {experts.dtype}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(

@@ -1,0 +1,65 @@
+"""Experts that no pool takes, of a model that has several kinds: docs/decisions/0035."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .families import ExpertsLayer, describe_left_alone, layers_left_alone
+from .gpu import device_of
+from .modules import MeshExperts
+from .store.checkpoint import CheckpointExperts, find_left_alone
+
+
+class LeftAlone:
+    """The experts of a model that is being loaded which stay in memory.
+
+    transformers cannot load them while the others are out of the model: it may make both from the same tensors. Like the others they
+    leave it with their modules' parameters, and ``load`` reads them.
+    """
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self._found = find_left_alone(folder, model)
+
+    @property
+    def layers(self) -> list[ExpertsLayer]:
+        return [layer for layer, _ in self._found]
+
+    def load(self, model: nn.Module) -> None:
+        """Fills their parameters, which are back in the model on the meta device."""
+        for layer, experts in self._found:
+            _load(layer, experts, device_of(model, layer))
+
+
+def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device) -> None:
+    parameters = layer.parameters
+    values = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for index in range(layer.num_experts):
+            read, own = vars(experts.read_expert(0, index)), vars(layer.expert(index, values))
+            for part, tensor in own.items():
+                if tensor is not None:
+                    tensor.copy_(read[part])
+    for name, parameter in parameters.items():
+        layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
+
+
+def announce_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+    """Says once, and ``print(model)`` in each patched layer, what a patched model keeps beside the pool of ``layers``."""
+    others = layers_left_alone(model)
+    if not others:
+        return
+    note = describe_left_alone(others)
+    module: Any = layers[0].module
+    assert isinstance(module, MeshExperts)
+    module._mesh_pool.left_alone = note
+    warnings.warn(
+        f"{type(model).__name__} has experts of several shapes, and a pool holds one: that of {layers[0].kind}. Left in memory as the "
+        f"model has them are {note}.",
+        stacklevel=3,
+    )
