@@ -47,6 +47,8 @@ void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32
       tensor.sizes());
 }
 
+constexpr const char* kWhose = "what this pool does on a device";
+
 // Who learns from the routing that host nodes see. They take the lock and own nothing: a mover must
 // not end on a thread of the driver's.
 struct Following {
@@ -91,7 +93,7 @@ class PyHostShare {
                  uintptr_t stream) {
     std::shared_ptr<Engine> live = live_engine(engine_);
     Engine& engine = *live;
-    engine.pool().check_process();
+    check_process();
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
                       "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
     TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
@@ -126,6 +128,7 @@ class PyHostShare {
   }
 
   void join(int32_t ticket, uintptr_t stream) {
+    check_process();
     {
       py::gil_scoped_release released;
       share_->join(ticket, stream_from(stream));
@@ -135,25 +138,33 @@ class PyHostShare {
   }
 
   void wait(int32_t ticket) {
+    check_process();
     py::gil_scoped_release released;
     share_->wait(ticket);
   }
   void synchronize() {
+    check_process();
     py::gil_scoped_release released;
     share_->synchronize();
   }
-  void check() { share_->check(); }
+  void check() {
+    check_process();
+    share_->check();
+  }
 
   void set_capture_sizes(const std::vector<int32_t>& tokens, int32_t top_k) {
+    check_process();
     py::gil_scoped_release released;
     share_->set_capture_sizes(tokens, top_k);
   }
   std::vector<int32_t> capture_sizes() {
+    check_process();
     py::gil_scoped_release released;
     return share_->capture_sizes();
   }
 
   py::dict stats() {
+    check_process();
     HostShareStats stats;
     {
       py::gil_scoped_release released;
@@ -171,11 +182,14 @@ class PyHostShare {
     return result;
   }
   void reset_stats() {
+    check_process();
     py::gil_scoped_release released;
     share_->reset_stats();
   }
 
   std::string driver() const { return driver_->description(); }
+
+  void check_process() const { process_.check(kWhose); }
 
   // Where the host is the device, what torch computes next is in no stream.
   void settle(Stream stream) const {
@@ -247,22 +261,24 @@ class PyMover {
 
   int32_t step(uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(share_.engine())->pool().check_process();
+    process_.check(kWhose);
     const int32_t entered = mover_->step(stream_from(stream));
     share_.settle(stream_from(stream));
     return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(share_.engine())->pool().check_process();
+    process_.check(kWhose);
     mover_->move(up, down, stream_from(stream));
     share_.settle(stream_from(stream));
   }
   std::vector<int32_t> slots_of() const {
+    process_.check(kWhose);
     py::gil_scoped_release released;
     return mover_->slots_of();
   }
   py::dict stats() const {
+    process_.check(kWhose);
     MoverStats stats;
     {
       py::gil_scoped_release released;
@@ -331,7 +347,10 @@ class PyUplift {
 
   int32_t batch() const { return uplift_->batch(); }
   int64_t bytes_up() const { return uplift_->bytes_up(); }
-  Uplift& uplift() { return *uplift_; }
+  Uplift& uplift() {
+    process_.check(kWhose);
+    return *uplift_;
+  }
   // Where the host is the device, what torch computes next is in no stream.
   void settle(Stream stream) const {
     if (in_process_) driver_->synchronize(stream);
@@ -360,6 +379,7 @@ class PyTurn {
     turn_.reset();
   }
   int32_t bring(int32_t layer, const std::vector<int32_t>& experts) {
+    static_cast<void>(uplift_.uplift());  // a child of the process that took the turn has none
     TORCH_CHECK_VALUE(turn_, "bring() belongs within `with uplift.turn(stream)`");
     py::gil_scoped_release released;
     const int32_t buffer = turn_->bring(layer, experts);

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -9,15 +11,26 @@ namespace torch_mesh {
 namespace {
 
 struct Registry {
+  explicit Registry(int64_t first) : first_id(first), next_id(first) {}
+
+  const OwnerProcess owner;
+  const int64_t first_id;        // those below it are of the processes that this one was forked from
+  std::atomic<int64_t> next_id;  // which a child reads without the lock
   std::mutex mutex;
   std::unordered_map<int64_t, std::shared_ptr<LiveEngine>> engines;
-  int64_t next_id = 1;
 };
 
 // Never destroyed: a forward may still run on another thread while the process ends.
+std::atomic<Registry*> current{new Registry(1)};
+
+// A child begins one of its own: at the fork another thread may have held the lock of its parent's,
+// or have been within the map.
 Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
+  Registry* all = current.load();
+  if (!all->owner.forked()) return *all;
+  auto own = std::make_unique<Registry>(all->next_id.load());
+  if (current.compare_exchange_strong(all, own.get())) return *own.release();
+  return *all;  // another thread of the child was first
 }
 
 }  // namespace
@@ -52,6 +65,7 @@ LayerHandle resolve(const at::Tensor& handle) {
   const int64_t* ids = contiguous.const_data_ptr<int64_t>();
 
   Registry& all = registry();
+  if (ids[0] < all.first_id && ids[0] > 0) throw_forked("the pool of this handle");
   std::shared_ptr<LiveEngine> live;
   {
     std::lock_guard lock(all.mutex);
@@ -64,9 +78,6 @@ LayerHandle resolve(const at::Tensor& handle) {
                     std::to_string(ids[2]) +
                     ") is closed: the model was unpatched or deleted; patch it again");
   }
-  // Before any work: in a child there are no OpenMP threads to share it with, and waiting for them
-  // would hang.
-  live->engine->pool().check_process();
   const int32_t layers = live->engine->pool().layers();
   TORCH_CHECK_VALUE(ids[1] >= 0 && ids[1] < layers, "the handle names layer ", ids[1],
                     "; its pool has layers [0, ", layers, ")");

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "engine/engine.h"
 
 namespace torch_mesh {
@@ -16,10 +17,15 @@ namespace torch_mesh {
 // What the pool of a handle is: the engine, and what its forwards share beyond it.
 struct LiveEngine {
   ~LiveEngine() {
+    if (owner.forked()) {  // its threads are the parent's, which may have held any of its locks
+      static_cast<void>(engine.release());
+      return;
+    }
     engine.reset();
     ended.set_value();
   }
 
+  const OwnerProcess owner;
   std::unique_ptr<Engine> engine;
   std::promise<void> ended;  // the last forward is done and the pool is freed
   int64_t id;

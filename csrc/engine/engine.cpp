@@ -44,7 +44,10 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
   }
 }
 
-int64_t Engine::workspace_bytes() const { return workspaces_.bytes(); }
+int64_t Engine::workspace_bytes() const {
+  pool_->check_process();
+  return workspaces_.bytes();
+}
 
 int32_t Engine::in_features(int32_t projection) const {
   return projection == 0 ? layout().hidden : layout().intermediate;
@@ -65,6 +68,7 @@ void Engine::experts(const ExpertsCall& call) {
     throw Error(ErrorKind::kInvalid,
                 "these experts have an activation of their own; use grouped_linear");
   }
+  pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
   const int32_t most = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
@@ -250,6 +254,7 @@ void Engine::grouped_linear(const LinearCall& call) {
                 "top_k is " + std::to_string(call.top_k) + "; allowed: 1 or more");
   }
   check_offsets(call.offsets, pool_->experts());
+  pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   const int64_t rows = call.offsets[pool_->experts()];
   const int64_t chunk = rows_per_chunk(call.projection);

@@ -333,12 +333,7 @@ class EngineReader final : public Reader {
  private:
   bool forked() const { return owner_.forked(); }
 
-  void check_process() const {
-    if (!forked()) return;
-    throw Error(ErrorKind::kForked,
-                "this reader belongs to the process that opened it and cannot be used in a forked "
-                "child; open the model after the fork");
-  }
+  void check_process() const { owner_.check("this reader"); }
 
   [[noreturn]] void refuse(const std::string& message) const {
     throw Error(ErrorKind::kInvalid, "a read request " + message);

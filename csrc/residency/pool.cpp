@@ -174,13 +174,7 @@ void Pool::Impl::open() {
   read_ahead();
 }
 
-void Pool::Impl::check_process() const {
-  if (!owner.forked()) return;
-  throw Error(
-      ErrorKind::kForked,
-      "this pool belongs to the process that opened it and cannot be used in a forked child; "
-      "load the model in the child, or start it with the spawn method");
-}
+void Pool::Impl::check_process() const { owner.check("this pool"); }
 
 void Pool::Impl::check_open() const {
   if (closed) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
@@ -414,6 +408,7 @@ void Pool::warm_up() {
 
 void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                            std::span<const int32_t> elsewhere, bool alone) {
+  impl_->check_process();
   impl_->check_experts(layer, {});
   const bool prompt = phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill;
   const Impl::Lock lock(impl_->mutex);
@@ -461,6 +456,7 @@ PoolStats Pool::detailed_stats() const {
 }
 
 void Pool::count_rerouted(int32_t layer, int64_t choices, Phase phase) {
+  impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
   impl_->stats_of(layer, phase).rerouted += choices;
 }

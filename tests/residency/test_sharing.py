@@ -201,6 +201,57 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, seed: int) -> None:
+    """Each fork may come while another thread holds any lock: of the registry of pools, of a pool, of a workspace."""
+    engine, ending = open_cold(), threading.Event()
+    handle, ids = torch.tensor([engine.id, 0, 1]), torch.zeros(1, 1, dtype=torch.int64)
+    scores = torch.zeros(1, 12)
+
+    def look() -> None:
+        while not ending.is_set():
+            ops.residency(handle)
+            ops.route(scores, ids, handle, 1.0, 0)
+
+    def open_and_close() -> None:
+        while not ending.is_set():
+            open_cold().close()
+
+    calls: list[Callable[[], object]] = [
+        lambda: ops.residency(handle),
+        lambda: ops.route(scores, ids, handle, 1.0, 0),
+        lambda: forward(engine.id, 0, seed),
+        engine.describe,
+        engine.close,
+    ]
+
+    def refused(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except ForkedProcessError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(3) as threads:
+        busy = [threads.submit(each) for each in (look, look, open_and_close)]
+        try:
+            for number in range(400):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        signal.alarm(int(PATIENCE))  # ends it where it hangs
+                        os._exit(0 if all(map(refused, calls)) else 1)
+                    finally:
+                        os._exit(2)
+                assert os.waitpid(child, 0)[1] == 0, f"child {number}"
+        finally:
+            ending.set()
+        for each in busy:
+            each.result(PATIENCE)
+    expect_at_rest(engine)
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_child_may_open_an_engine_of_its_own(
     experts: dict[str, TinyExperts], open_cold: Open, seed: int
 ) -> None:
