@@ -61,13 +61,11 @@ class PyHostShare {
   PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
               int32_t most_delay_us)
       : device_(device) {
-    std::shared_ptr<LiveEngine> live = resolve(handle).live;
-    // The last owner of an engine waits for reads, which it must not do with the GIL.
+    const std::shared_ptr<LiveEngine> live = resolve(handle).live;
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     driver_ = device ? open_cuda_driver(*device)
                      : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
-    engine_ = std::shared_ptr<Engine>(mine, mine->engine.get());
+    engine_ = std::shared_ptr<Engine>(live, live->engine.get());
     share_ = std::make_unique<HostShare>(
         driver_, engine_,
         [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
@@ -91,9 +89,9 @@ class PyHostShare {
   int32_t submit(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                  const at::Tensor& table, const at::Tensor& out, int32_t layer, bool sentinels,
                  uintptr_t stream) {
-    std::shared_ptr<Engine> live = live_engine(engine_);
-    Engine& engine = *live;
     check_process();
+    const std::shared_ptr<Engine> live = live_engine(engine_);
+    Engine& engine = *live;
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
                       "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
     TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
@@ -119,7 +117,6 @@ class PyHostShare {
     int32_t ticket = 0;
     {
       py::gil_scoped_release released;
-      const auto mine = std::move(live);
       ticket = share_->submit(call, stream_from(stream));
     }
     // Their memory must not become anybody else's before what copies it has run.
@@ -220,7 +217,7 @@ class PyMover {
           const std::vector<bool>& moving, int32_t batch, const std::string& policy,
           int32_t patience)
       : share_(share), records_(records), table_(table) {
-    std::shared_ptr<LiveEngine> live = resolve(source).live;
+    const std::shared_ptr<LiveEngine> live = resolve(source).live;
     TORCH_CHECK_VALUE(records.dim() == 2, "records must be [slots, record bytes]; got ",
                       records.sizes());
     check_dense(records, "records", share.device(), at::kByte,
@@ -241,9 +238,7 @@ class PyMover {
         .policy = policy,
         .patience = patience,
         .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
-    // The last owner of an engine waits for reads, which it must not do with the GIL.
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
   }
@@ -319,7 +314,7 @@ class PyUplift {
  public:
   PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second)
       : in_process_(!share.device()), driver_(share.device_driver()), buffers_{first, second} {
-    std::shared_ptr<Engine> live = live_engine(share.engine());
+    const std::shared_ptr<Engine> live = live_engine(share.engine());
     const int64_t record_bytes = live->layout().bytes;
     TORCH_CHECK_VALUE(first.dim() == 2 && first.size(0) > 0,
                       "a buffer must be [records, record bytes]; got ", first.sizes());
@@ -328,7 +323,6 @@ class PyUplift {
     check_dense(second, "the second buffer", share.device(), at::kByte, first.sizes());
     const int32_t batch = narrowed(first.size(0));
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
                                        std::array{address(first), address(second)}, batch);
   }

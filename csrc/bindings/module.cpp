@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <future>
 #include <map>
 #include <string>
 #include <vector>
@@ -318,6 +317,7 @@ class PyEngine {
 
     const Runtime& runtime = torch_runtime();
     py::gil_scoped_release released;
+    check(engine, runtime);
     std::unique_ptr<Pool> made;
     if (source == nullptr) {
       made = std::make_unique<Pool>(pool, runtime, layers, experts);
@@ -412,10 +412,9 @@ class PyEngine {
   void reset_stats() { open()->engine->pool().reset_stats(); }
 
   void warm_up() {
-    std::shared_ptr<LiveEngine> live = open();
+    const std::shared_ptr<LiveEngine> live = open();
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
-    mine->engine->pool().warm_up();
+    live->engine->pool().warm_up();
   }
 
   ProfileArrays model_use() { return profile_arrays(open()->engine->pool().model_use()); }
@@ -423,13 +422,11 @@ class PyEngine {
   int64_t forwards(int32_t layer) { return open()->engine->pool().forwards(layer); }
 
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) {
-    std::shared_ptr<LiveEngine> live = live_;
+    const std::shared_ptr<LiveEngine> live = live_;
     if (live == nullptr) return false;
     const auto milliseconds = std::chrono::milliseconds(static_cast<int64_t>(patience * 1e3));
     py::gil_scoped_release released;
-    const bool reached = live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
-    live.reset();  // without the GIL: the last owner waits for reads
-    return reached;
+    return live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
   }
 
   py::dict describe_size() {
@@ -456,17 +453,9 @@ class PyEngine {
   }
 
   int32_t resize(int32_t slots) {
-    std::shared_ptr<LiveEngine> live = open();
+    const std::shared_ptr<LiveEngine> live = open();
     py::gil_scoped_release released;
-    const auto end = [&] { live.reset(); };  // without the GIL: the last owner waits for reads
-    try {
-      const int32_t now = live->engine->pool().resize(slots);
-      end();
-      return now;
-    } catch (...) {
-      end();
-      throw;
-    }
+    return live->engine->pool().resize(slots);
   }
 
   int32_t pinned() { return open()->engine->pool().pinned(); }
@@ -485,15 +474,13 @@ class PyEngine {
     py::gil_scoped_release released;
     unregister_engine(id_);
     live->engine->pool().close();
-    const std::future<void> ended = live->ended.get_future();
-    live.reset();  // the last forward that runs, or this, waits for reads and frees the pool
-    // A signal handler runs inside the forward that it interrupts, which cannot end before it.
-    if (in_signal_handler()) return;
-    // Ctrl-C ends the wait. The last forward frees the pool all the same.
-    while (ended.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready) {
-      if (!torch_runtime().interrupted()) continue;
-      throw Error(ErrorKind::kInterrupted, "interrupted while forwards of the engine end");
-    }
+    const std::chrono::milliseconds timeout = live->engine->pool().timeout();
+    const std::shared_ptr<Freeing> freeing = live->freeing;
+    live.reset();
+    // A signal handler runs inside the forward that it interrupts, which cannot end before it. And a
+    // process that ends need not wait for what goes with it.
+    if (in_signal_handler() || !Py_IsInitialized()) return;
+    freeing->wait(timeout, torch_runtime());
   }
 
   py::dict describe() {

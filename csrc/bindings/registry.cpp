@@ -6,6 +6,9 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+
+#include "base/owner_process.h"
 
 namespace torch_mesh {
 namespace {
@@ -48,7 +51,7 @@ std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine) {
 
 void unregister_engine(int64_t id) {
   Registry& all = registry();
-  std::shared_ptr<LiveEngine> last;  // goes after the lock: its end waits for reads under way
+  std::shared_ptr<LiveEngine> last;  // goes after the lock, which nobody should wait for
   std::lock_guard lock(all.mutex);
   const auto found = all.engines.find(id);
   if (found == all.engines.end()) return;

@@ -5,29 +5,21 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <future>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "base/owner_process.h"
 #include "engine/engine.h"
+#include "engine/freeing.h"
 
 namespace torch_mesh {
 
 // What the pool of a handle is: the engine, and what its forwards share beyond it.
 struct LiveEngine {
-  ~LiveEngine() {
-    if (owner.forked()) {  // its threads are the parent's, which may have held any of its locks
-      static_cast<void>(engine.release());
-      return;
-    }
-    engine.reset();
-    ended.set_value();
-  }
+  ~LiveEngine() { freeing->begin(std::move(engine)); }
 
-  const OwnerProcess owner;
   std::unique_ptr<Engine> engine;
-  std::promise<void> ended;  // the last forward is done and the pool is freed
+  const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
   int64_t id;
   int64_t generation;
 };

@@ -28,12 +28,7 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
   return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, most));
 }
 
-Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
-    : options_(options),
-      runtime_(runtime),
-      pool_(std::move(pool)),
-      ffn_(options.layout, options.activation.value_or(Activation::kSilu), runtime,
-           kernel_table()) {
+void check(const EngineOptions& options, const Runtime& runtime) {
   if (options.threads < 1) {
     throw Error(ErrorKind::kInvalid,
                 "threads is " + std::to_string(options.threads) + "; allowed: 1 or more");
@@ -42,6 +37,17 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
     throw Error(ErrorKind::kInvalid,
                 "workspace is " + std::to_string(options.workspace) + " bytes; allowed: 1 or more");
   }
+  const Activation activation = options.activation.value_or(Activation::kSilu);
+  static_cast<void>(ExpertFfn(options.layout, activation, runtime, kernel_table()));
+}
+
+Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
+    : options_(options),
+      runtime_(runtime),
+      pool_(std::move(pool)),
+      ffn_(options.layout, options.activation.value_or(Activation::kSilu), runtime,
+           kernel_table()) {
+  check(options_, runtime_);
 }
 
 int64_t Engine::workspace_bytes() const {

@@ -35,6 +35,10 @@ struct EngineOptions {
   PrefillWindow prefill = PrefillWindow::kAuto;
 };
 
+// Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is opened,
+// which may begin to read at once.
+void check(const EngineOptions& options, const Runtime& runtime);
+
 struct ExpertsCall {
   int32_t layer;
   int32_t tokens;

@@ -558,6 +558,7 @@ int64_t Pool::slot_bytes() const {
 
 int64_t Pool::mapped_bytes() const { return impl_->mapping ? impl_->mapping->bytes() : 0; }
 
+std::chrono::milliseconds Pool::timeout() const { return impl_->options.timeout; }
 const Topology& Pool::topology() const { return impl_->options.topology; }
 const char* Pool::policy() const { return impl_->slots.policy().name(); }
 const Reader* Pool::reader() const { return impl_->reader.get(); }

@@ -155,6 +155,7 @@ class Pool {
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
   int64_t slot_bytes() const;     // those of them that resize() can give up; of a mapped store, too
   int64_t mapped_bytes() const;   // of a mapped store: in the page cache, and none of the pool's
+  std::chrono::milliseconds timeout() const;
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
