@@ -115,7 +115,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
-  forward.late = call.late;
+  if (call.late) forward.kind = ClaimKind::kLate;
   forward.stood_in = call.stood_in;
   forward.deferred = static_cast<int32_t>(call.deferred.size());
   grouping.experts.insert(grouping.experts.end(), call.deferred.begin(), call.deferred.end());

@@ -87,11 +87,11 @@ class Engine {
   void grouped_linear(const LinearCall& call);
 
   // Calls visit(expert, record) for each of the distinct `experts`, in whatever order they become
-  // ready, one at a time.
+  // ready, one at a time. No forward: see ClaimKind.
   template <typename Visit>
   void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
     std::vector<Claim::Entry> entries(experts.size());
-    Claim claim(*pool_, layer, experts, entries);
+    Claim claim(*pool_, layer, experts, entries, {.kind = ClaimKind::kVisit});
     ReadyExpert ready;
     while (claim.next({&ready, 1}) > 0) {
       visit(experts[ready.index], ready.record);

@@ -169,6 +169,15 @@ class Pool {
 // Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
 struct ForwardPart {
   Phase phase = Phase::kNone;
+// What a claim is to the pool.
+enum class ClaimKind : uint8_t {
+  kForward,  // a use: it counts, teaches the policy, and begins its layer
+  kLate,     // of a forward, for what an earlier claim of it deferred and counted
+  // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
+  // teaches nothing, and leaves what is foretold of the layer alone.
+  kVisit,
+};
+
   bool last = true;
   // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
   // the claim is one use of each of its experts, else each token is one of those it chose.
@@ -182,8 +191,7 @@ struct ForwardPart {
   // What would be deferred is computed from another pool instead: this one learns of it, and reads
   // what is worth a slot ahead of its next use. Neither an access nor waited for.
   bool stood_in = false;
-  // For what an earlier claim deferred and counted; this one is no forward and no access.
-  bool late = false;
+  ClaimKind kind = ClaimKind::kForward;
 };
 
 struct ReadyExpert {
