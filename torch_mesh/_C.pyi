@@ -35,6 +35,8 @@ def tokens_per_chunk(
 ) -> int:
     """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
 
+MOST_THREADS: int  # of an engine
+LONGEST_TIMEOUT: float  # in seconds
 MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
 HEAD_DIM_STEP: int  # sizes of attention heads are its multiples
 MOST_HEAD_DIM: int
@@ -299,7 +301,10 @@ class Engine:
     def validate(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None:
-        """Refuses new forwards, waits for those that run and for reads under way. Idempotent."""
+        """Refuses new forwards, waits for those that run and for reads under way. Idempotent.
+
+        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on.
+        """
 
     def describe_size(self) -> dict[str, int]:
         """'slots' and 'slot_bytes' (what they take; of 'mapped_bytes', in the page cache) now, 'least_slots', 'most_slots', 'record_bytes', 'segment_slots' (memory goes and comes in so many)."""

@@ -101,7 +101,7 @@ class ExpertCounters:
 
 @dataclass(frozen=True)
 class PhaseCounters(Counters):
-    """Counters over all phases, and those of each. What belongs to neither phase, such as a backward, is in the sum alone."""
+    """Counters over all phases, and those of each. What belongs to neither phase, such as the reads of a backward, is in the sum alone."""
 
     prefill: Counters = field(default_factory=Counters)  # forwards of more than MOST_DECODE_ROWS rows
     decode: Counters = field(default_factory=Counters)

@@ -12,7 +12,7 @@ import torch
 
 from . import _C
 from .config import MeshConfig
-from .errors import MeshError
+from .errors import MeshError, ReadTimeoutError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .guard import MemoryGuard
 from .memory import resident_slots
@@ -221,6 +221,8 @@ def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, o
     ]
     try:
         engine.close()
+    except ReadTimeoutError as error:  # nobody could catch it here
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     finally:
         for thread in threads:
             if thread is not None:

@@ -5,8 +5,18 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
+
+#include "base/error.h"
 
 namespace torch_mesh {
+
+[[noreturn]] inline void throw_forked(const char* what) {
+  throw Error(ErrorKind::kForked,
+              std::string(what) +
+                  " belongs to the process that opened it and cannot be used in a forked child; "
+                  "load the model in the child, or start it with the spawn method");
+}
 
 // Asked several times in every forward, so it counts forks: getpid() is a system call, up to a
 // microsecond each in a virtual machine.
@@ -14,6 +24,12 @@ class OwnerProcess {
  public:
   OwnerProcess() : forks_(forks()) {}
   bool forked() const { return forks() != forks_; }
+
+  // Throws Error(kForked) in a child. To be called before any lock is taken: one that another
+  // thread held at the fork is never released in the child.
+  void check(const char* what) const {
+    if (forked()) throw_forked(what);
+  }
 
  private:
   static uint32_t forks() {

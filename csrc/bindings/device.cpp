@@ -47,6 +47,8 @@ void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32
       tensor.sizes());
 }
 
+constexpr const char* kWhose = "what this pool does on a device";
+
 // Who learns from the routing that host nodes see. They take the lock and own nothing: a mover must
 // not end on a thread of the driver's.
 struct Following {
@@ -59,13 +61,11 @@ class PyHostShare {
   PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
               int32_t most_delay_us)
       : device_(device) {
-    std::shared_ptr<LiveEngine> live = resolve(handle).live;
-    // The last owner of an engine waits for reads, which it must not do with the GIL.
+    const std::shared_ptr<LiveEngine> live = resolve(handle).live;
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     driver_ = device ? open_cuda_driver(*device)
                      : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
-    engine_ = std::shared_ptr<Engine>(mine, mine->engine.get());
+    engine_ = std::shared_ptr<Engine>(live, live->engine.get());
     share_ = std::make_unique<HostShare>(
         driver_, engine_,
         [following = following_](int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
@@ -89,9 +89,9 @@ class PyHostShare {
   int32_t submit(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                  const at::Tensor& table, const at::Tensor& out, int32_t layer, bool sentinels,
                  uintptr_t stream) {
-    std::shared_ptr<Engine> live = live_engine(engine_);
+    check_process();
+    const std::shared_ptr<Engine> live = live_engine(engine_);
     Engine& engine = *live;
-    engine.pool().check_process();
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
                       "x must be contiguous [tokens, hidden], not empty; got ", x.sizes());
     TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0, "topk_ids must be [tokens, k]; got ",
@@ -117,7 +117,6 @@ class PyHostShare {
     int32_t ticket = 0;
     {
       py::gil_scoped_release released;
-      const auto mine = std::move(live);
       ticket = share_->submit(call, stream_from(stream));
     }
     // Their memory must not become anybody else's before what copies it has run.
@@ -126,6 +125,7 @@ class PyHostShare {
   }
 
   void join(int32_t ticket, uintptr_t stream) {
+    check_process();
     {
       py::gil_scoped_release released;
       share_->join(ticket, stream_from(stream));
@@ -135,25 +135,33 @@ class PyHostShare {
   }
 
   void wait(int32_t ticket) {
+    check_process();
     py::gil_scoped_release released;
     share_->wait(ticket);
   }
   void synchronize() {
+    check_process();
     py::gil_scoped_release released;
     share_->synchronize();
   }
-  void check() { share_->check(); }
+  void check() {
+    check_process();
+    share_->check();
+  }
 
   void set_capture_sizes(const std::vector<int32_t>& tokens, int32_t top_k) {
+    check_process();
     py::gil_scoped_release released;
     share_->set_capture_sizes(tokens, top_k);
   }
   std::vector<int32_t> capture_sizes() {
+    check_process();
     py::gil_scoped_release released;
     return share_->capture_sizes();
   }
 
   py::dict stats() {
+    check_process();
     HostShareStats stats;
     {
       py::gil_scoped_release released;
@@ -171,11 +179,14 @@ class PyHostShare {
     return result;
   }
   void reset_stats() {
+    check_process();
     py::gil_scoped_release released;
     share_->reset_stats();
   }
 
   std::string driver() const { return driver_->description(); }
+
+  void check_process() const { process_.check(kWhose); }
 
   // Where the host is the device, what torch computes next is in no stream.
   void settle(Stream stream) const {
@@ -206,7 +217,7 @@ class PyMover {
           const std::vector<bool>& moving, int32_t batch, const std::string& policy,
           int32_t patience)
       : share_(share), records_(records), table_(table) {
-    std::shared_ptr<LiveEngine> live = resolve(source).live;
+    const std::shared_ptr<LiveEngine> live = resolve(source).live;
     TORCH_CHECK_VALUE(records.dim() == 2, "records must be [slots, record bytes]; got ",
                       records.sizes());
     check_dense(records, "records", share.device(), at::kByte,
@@ -227,9 +238,7 @@ class PyMover {
         .policy = policy,
         .patience = patience,
         .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
-    // The last owner of an engine waits for reads, which it must not do with the GIL.
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
     follow(mover_.get());
   }
@@ -247,22 +256,24 @@ class PyMover {
 
   int32_t step(uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(share_.engine())->pool().check_process();
+    process_.check(kWhose);
     const int32_t entered = mover_->step(stream_from(stream));
     share_.settle(stream_from(stream));
     return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
-    live_engine(share_.engine())->pool().check_process();
+    process_.check(kWhose);
     mover_->move(up, down, stream_from(stream));
     share_.settle(stream_from(stream));
   }
   std::vector<int32_t> slots_of() const {
+    process_.check(kWhose);
     py::gil_scoped_release released;
     return mover_->slots_of();
   }
   py::dict stats() const {
+    process_.check(kWhose);
     MoverStats stats;
     {
       py::gil_scoped_release released;
@@ -303,7 +314,7 @@ class PyUplift {
  public:
   PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second)
       : in_process_(!share.device()), driver_(share.device_driver()), buffers_{first, second} {
-    std::shared_ptr<Engine> live = live_engine(share.engine());
+    const std::shared_ptr<Engine> live = live_engine(share.engine());
     const int64_t record_bytes = live->layout().bytes;
     TORCH_CHECK_VALUE(first.dim() == 2 && first.size(0) > 0,
                       "a buffer must be [records, record bytes]; got ", first.sizes());
@@ -312,7 +323,6 @@ class PyUplift {
     check_dense(second, "the second buffer", share.device(), at::kByte, first.sizes());
     const int32_t batch = narrowed(first.size(0));
     py::gil_scoped_release released;
-    const auto mine = std::move(live);
     uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
                                        std::array{address(first), address(second)}, batch);
   }
@@ -331,7 +341,10 @@ class PyUplift {
 
   int32_t batch() const { return uplift_->batch(); }
   int64_t bytes_up() const { return uplift_->bytes_up(); }
-  Uplift& uplift() { return *uplift_; }
+  Uplift& uplift() {
+    process_.check(kWhose);
+    return *uplift_;
+  }
   // Where the host is the device, what torch computes next is in no stream.
   void settle(Stream stream) const {
     if (in_process_) driver_->synchronize(stream);
@@ -360,6 +373,7 @@ class PyTurn {
     turn_.reset();
   }
   int32_t bring(int32_t layer, const std::vector<int32_t>& experts) {
+    static_cast<void>(uplift_.uplift());  // a child of the process that took the turn has none
     TORCH_CHECK_VALUE(turn_, "bring() belongs within `with uplift.turn(stream)`");
     py::gil_scoped_release released;
     const int32_t buffer = turn_->bring(layer, experts);

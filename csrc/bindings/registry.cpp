@@ -2,22 +2,38 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+
+#include "base/owner_process.h"
 
 namespace torch_mesh {
 namespace {
 
 struct Registry {
+  explicit Registry(int64_t first) : first_id(first), next_id(first) {}
+
+  const OwnerProcess owner;
+  const int64_t first_id;  // those below it are of the processes that this one was forked from
+  std::atomic<int64_t> next_id;  // which a child reads without the lock
   std::mutex mutex;
   std::unordered_map<int64_t, std::shared_ptr<LiveEngine>> engines;
-  int64_t next_id = 1;
 };
 
 // Never destroyed: a forward may still run on another thread while the process ends.
+std::atomic<Registry*> current{new Registry(1)};
+
+// A child begins one of its own: at the fork another thread may have held the lock of its parent's,
+// or have been within the map.
 Registry& registry() {
-  static auto* instance = new Registry;
-  return *instance;
+  Registry* all = current.load();
+  if (!all->owner.forked()) return *all;
+  auto own = std::make_unique<Registry>(all->next_id.load());
+  if (current.compare_exchange_strong(all, own.get())) return *own.release();
+  return *all;  // another thread of the child was first
 }
 
 }  // namespace
@@ -35,7 +51,7 @@ std::shared_ptr<LiveEngine> register_engine(std::unique_ptr<Engine> engine) {
 
 void unregister_engine(int64_t id) {
   Registry& all = registry();
-  std::shared_ptr<LiveEngine> last;  // goes after the lock: its end waits for reads under way
+  std::shared_ptr<LiveEngine> last;  // goes after the lock, which nobody should wait for
   std::lock_guard lock(all.mutex);
   const auto found = all.engines.find(id);
   if (found == all.engines.end()) return;
@@ -50,27 +66,28 @@ LayerHandle resolve(const at::Tensor& handle) {
       handle.scalar_type(), " of shape ", handle.sizes(), " on ", handle.device());
   const at::Tensor contiguous = handle.contiguous();
   const int64_t* ids = contiguous.const_data_ptr<int64_t>();
+  return resolve(HandleIds{ids[0], ids[1], ids[2]});
+}
 
+LayerHandle resolve(const HandleIds& handle) {
   Registry& all = registry();
+  if (handle.pool < all.first_id && handle.pool > 0) throw_forked("the pool of this handle");
   std::shared_ptr<LiveEngine> live;
   {
     std::lock_guard lock(all.mutex);
-    const auto found = all.engines.find(ids[0]);
+    const auto found = all.engines.find(handle.pool);
     if (found != all.engines.end()) live = found->second;
   }
-  if (live == nullptr || live->generation != ids[2]) {
+  if (live == nullptr || live->generation != handle.generation) {
     throw Error(ErrorKind::kClosed,
-                "the pool of this handle (" + std::to_string(ids[0]) + ", generation " +
-                    std::to_string(ids[2]) +
+                "the pool of this handle (" + std::to_string(handle.pool) + ", generation " +
+                    std::to_string(handle.generation) +
                     ") is closed: the model was unpatched or deleted; patch it again");
   }
-  // Before any work: in a child there are no OpenMP threads to share it with, and waiting for them
-  // would hang.
-  live->engine->pool().check_process();
   const int32_t layers = live->engine->pool().layers();
-  TORCH_CHECK_VALUE(ids[1] >= 0 && ids[1] < layers, "the handle names layer ", ids[1],
-                    "; its pool has layers [0, ", layers, ")");
-  return LayerHandle{std::move(live), static_cast<int32_t>(ids[1])};
+  TORCH_CHECK_VALUE(handle.layer >= 0 && handle.layer < layers, "the handle names layer ",
+                    handle.layer, "; its pool has layers [0, ", layers, ")");
+  return LayerHandle{std::move(live), static_cast<int32_t>(handle.layer)};
 }
 
 std::vector<SlotState> states_of(const LayerHandle& layer) {

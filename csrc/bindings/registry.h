@@ -5,25 +5,28 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <future>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/freeing.h"
 
 namespace torch_mesh {
 
 // What the pool of a handle is: the engine, and what its forwards share beyond it.
 struct LiveEngine {
-  ~LiveEngine() {
-    engine.reset();
-    ended.set_value();
-  }
+  ~LiveEngine() { freeing->begin(std::move(engine)); }
 
   std::unique_ptr<Engine> engine;
-  std::promise<void> ended;  // the last forward is done and the pool is freed
+  const std::shared_ptr<Freeing> freeing = std::make_shared<Freeing>();
   int64_t id;
   int64_t generation;
+};
+
+// What a handle holds.
+struct HandleIds {
+  int64_t pool, layer, generation;
 };
 
 struct LayerHandle {
@@ -31,6 +34,7 @@ struct LayerHandle {
   int32_t layer;
 
   Engine& engine() const { return *live->engine; }
+  HandleIds ids() const { return {live->id, layer, live->generation}; }
 };
 
 // The state of each expert of the layer, as of one moment.
@@ -43,5 +47,6 @@ void unregister_engine(int64_t id);
 // Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle, and
 // Error(kForked) in a child of the process that opened the pool.
 LayerHandle resolve(const at::Tensor& handle);
+LayerHandle resolve(const HandleIds& handle);
 
 }  // namespace torch_mesh

@@ -28,23 +28,32 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
   return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, most));
 }
 
+void check(const EngineOptions& options, const Runtime& runtime) {
+  if (options.threads < 1 || options.threads > kMostThreads) {
+    throw Error(ErrorKind::kInvalid, "threads is " + std::to_string(options.threads) +
+                                         "; allowed: 1 to " + std::to_string(kMostThreads));
+  }
+  if (options.workspace < 1) {
+    throw Error(ErrorKind::kInvalid,
+                "workspace is " + std::to_string(options.workspace) + " bytes; allowed: 1 or more");
+  }
+  const Activation activation = options.activation.value_or(Activation::kSilu);
+  static_cast<void>(ExpertFfn(options.layout, activation, runtime, kernel_table()));
+}
+
 Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
     : options_(options),
       runtime_(runtime),
       pool_(std::move(pool)),
       ffn_(options.layout, options.activation.value_or(Activation::kSilu), runtime,
            kernel_table()) {
-  if (options.threads < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "threads is " + std::to_string(options.threads) + "; allowed: 1 or more");
-  }
-  if (options.workspace < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "workspace is " + std::to_string(options.workspace) + " bytes; allowed: 1 or more");
-  }
+  check(options_, runtime_);
 }
 
-int64_t Engine::workspace_bytes() const { return workspaces_.bytes(); }
+int64_t Engine::workspace_bytes() const {
+  pool_->check_process();
+  return workspaces_.bytes();
+}
 
 int32_t Engine::in_features(int32_t projection) const {
   return projection == 0 ? layout().hidden : layout().intermediate;
@@ -65,6 +74,7 @@ void Engine::experts(const ExpertsCall& call) {
     throw Error(ErrorKind::kInvalid,
                 "these experts have an activation of their own; use grouped_linear");
   }
+  pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
   const int32_t most = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
@@ -105,7 +115,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
-  forward.late = call.late;
+  if (call.late) forward.kind = ClaimKind::kLate;
   forward.stood_in = call.stood_in;
   forward.deferred = static_cast<int32_t>(call.deferred.size());
   grouping.experts.insert(grouping.experts.end(), call.deferred.begin(), call.deferred.end());
@@ -250,6 +260,7 @@ void Engine::grouped_linear(const LinearCall& call) {
                 "top_k is " + std::to_string(call.top_k) + "; allowed: 1 or more");
   }
   check_offsets(call.offsets, pool_->experts());
+  pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   const int64_t rows = call.offsets[pool_->experts()];
   const int64_t chunk = rows_per_chunk(call.projection);

@@ -27,6 +27,9 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 // their layer, or all.
 enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
+// A team that the system has no threads for ends the process: OpenMP knows no error.
+inline constexpr int32_t kMostThreads = 1024;
+
 struct EngineOptions {
   RecordLayout layout;
   std::optional<Activation> activation;  // none: grouped_linear is the only path
@@ -34,6 +37,10 @@ struct EngineOptions {
   int64_t workspace = int64_t{256} << 20;
   PrefillWindow prefill = PrefillWindow::kAuto;
 };
+
+// Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is
+// opened, which may begin to read at once.
+void check(const EngineOptions& options, const Runtime& runtime);
 
 struct ExpertsCall {
   int32_t layer;
@@ -83,11 +90,11 @@ class Engine {
   void grouped_linear(const LinearCall& call);
 
   // Calls visit(expert, record) for each of the distinct `experts`, in whatever order they become
-  // ready, one at a time.
+  // ready, one at a time. No forward: see ClaimKind.
   template <typename Visit>
   void visit(int32_t layer, std::span<const int32_t> experts, const Visit& visit) {
     std::vector<Claim::Entry> entries(experts.size());
-    Claim claim(*pool_, layer, experts, entries);
+    Claim claim(*pool_, layer, experts, entries, {.kind = ClaimKind::kVisit});
     ReadyExpert ready;
     while (claim.next({&ready, 1}) > 0) {
       visit(experts[ready.index], ready.record);

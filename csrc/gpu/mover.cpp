@@ -1,16 +1,20 @@
 #include "gpu/mover.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "base/signals_blocked.h"
 #include "gpu/live_engine.h"
 
 namespace torch_mesh {
 namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(100);  // for Ctrl-C
 
 [[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
 
@@ -86,6 +90,7 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
   for (ExpertId id = 0; id < every && wanted_count_ < capacity_; ++id) {
     if (slots_of_[id] >= 0 && options.moving[id / experts_]) want(id);
   }
+  const SignalsBlocked guard;
   worker_ = std::thread([this] { work(); });
 }
 
@@ -104,12 +109,13 @@ Mover::~Mover() {
 }
 
 void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
-  if (!options_.moving[layer]) return;
+  // Fewer layers may move than the pool has.
+  if (layer < 0 || layer >= std::ssize(options_.moving) || !options_.moving[layer]) return;
   const std::lock_guard lock(wanted_mutex_);
   distinct_.clear();
   seen_.assign(seen_.size(), false);
   for (const int64_t id : ids) {
-    if (id >= experts_ || seen_[id]) continue;
+    if (id < 0 || id >= experts_ || seen_[id]) continue;
     seen_[id] = true;
     distinct_.push_back(static_cast<int32_t>(id));
   }
@@ -299,11 +305,18 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
   if (driver_->capturing(compute)) {
     invalid("experts are to move while a graph is captured: move them before, or between replays");
   }
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return state_ != State::kFetching; });
-  state_ =
-      State::kIdle;  // a batch that was on its way is given up: it would find other slots taken
   const auto engine = live_engine(engine_);
+  std::unique_lock lock(mutex_);
+  while (!changed_.wait_for(lock, kLook, [this] { return state_ != State::kFetching; })) {
+    lock.unlock();  // the hook may take a lock of its own, such as Python's
+    const auto interrupted = engine->runtime().interrupted;
+    if (interrupted != nullptr && interrupted()) {
+      throw Error(ErrorKind::kInterrupted, "interrupted while experts are read for the device");
+    }
+    lock.lock();
+  }
+  // A batch that was on its way is given up: it would find other slots taken.
+  state_ = State::kIdle;
   const auto wait = [&](Event event) {
     wait_for(*driver_, event, engine->runtime(), "experts on their way to the device");
   };

@@ -1,7 +1,6 @@
 #include "io/reader.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <cerrno>
 #include <condition_variable>
@@ -16,6 +15,7 @@
 
 #include "base/error.h"
 #include "base/owner_process.h"
+#include "base/signals_blocked.h"
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/file_table.h"
@@ -30,26 +30,6 @@ constexpr std::chrono::microseconds kLongestWait{500'000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
 constexpr int64_t kLargestChunk = int64_t{1} << 30;
-
-// Threads made under this guard leave signals to the application's own threads: Python expects them
-// there, and a thread that only reads has no use for them. What a thread causes itself stays open.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t blocked;
-    sigfillset(&blocked);
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT, SIGPROF}) {
-      sigdelset(&blocked, own);
-    }
-    pthread_sigmask(SIG_BLOCK, &blocked, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 struct BufferChange {
   MemoryRegion buffer;
@@ -333,12 +313,7 @@ class EngineReader final : public Reader {
  private:
   bool forked() const { return owner_.forked(); }
 
-  void check_process() const {
-    if (!forked()) return;
-    throw Error(ErrorKind::kForked,
-                "this reader belongs to the process that opened it and cannot be used in a forked "
-                "child; open the model after the fork");
-  }
+  void check_process() const { owner_.check("this reader"); }
 
   [[noreturn]] void refuse(const std::string& message) const {
     throw Error(ErrorKind::kInvalid, "a read request " + message);
@@ -403,7 +378,8 @@ void check_faults(const Faults& faults) {
                                            std::to_string(probability) + "; 0 to 1 are allowed");
     }
   }
-  check_range("longest injected delay in microseconds", faults.max_delay.count(), 0, 60'000'000);
+  check_range("longest injected delay in microseconds", faults.max_delay.count(), 0,
+              86'400'000'000);
 }
 
 void check(const ReaderOptions& options, int64_t files, const Reader::Done& done) {

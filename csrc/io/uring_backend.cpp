@@ -46,29 +46,60 @@ constexpr size_t kMostBuffers = 1 << 14;
 constexpr uint64_t kWakeUp = ~uint64_t{0};
 // How long to stay away from a ring that answers with an error nobody expects.
 constexpr std::chrono::microseconds kCoolDown{1000};
+// A request that does nothing comes back within microseconds.
+constexpr std::chrono::seconds kLongestNop{5};
 
-std::string why_no_ring(int error) {
-  const std::string reason = std::strerror(error);
-  switch (error) {
+// Why there is no ring that works: the call that the kernel refused, and its errno.
+struct Refusal {
+  const char* call = nullptr;
+  int error = 0;
+
+  explicit operator bool() const { return error != 0; }
+};
+
+std::string why_no_ring(const Refusal& refusal) {
+  const std::string reason = std::strerror(refusal.error);
+  switch (refusal.error) {
     case EPERM:
     case EACCES:
-      return "io_uring_setup is forbidden (" + reason +
+      return std::string(refusal.call) + " is forbidden (" + reason +
              "): by the seccomp profile of the container, or by sysctl kernel.io_uring_disabled";
     case ENOSYS:
-      return "this kernel has no io_uring (" + reason + ")";
+      return "this kernel has no io_uring (" + reason + " from " + refusal.call + ")";
     case ENOMEM:
       return "no memory for a ring (" + reason + "): raise the memlock limit (ulimit -l)";
     case EMFILE:
     case ENFILE:
       return "no file descriptor left for a ring (" + reason + "): raise ulimit -n";
     default:
-      return "io_uring_setup failed (" + reason + ")";
+      return std::string(refusal.call) + " failed (" + reason + ")";
   }
 }
 
-// 0 or a positive errno. Each set of flags is tried on the kernel itself; versions tell little,
-// because distributions backport.
-int make_ring(unsigned entries, io_uring* ring) {
+// 0 or a positive errno. A seccomp profile may let a ring be made that nothing can be put into:
+// reads in it would never end.
+int pass_an_entry(io_uring* ring) {
+  io_uring_prep_nop(io_uring_get_sqe(ring));
+  const auto deadline = std::chrono::steady_clock::now() + kLongestNop;
+  io_uring_cqe* completion = nullptr;
+  while (std::chrono::steady_clock::now() < deadline) {
+    __kernel_timespec span{.tv_sec = 0, .tv_nsec = 100'000'000};
+    const int status = io_uring_submit_and_wait_timeout(ring, &completion, 1, &span, nullptr);
+    if (status >= 0 && completion != nullptr) {
+      const int result = completion->res;
+      io_uring_cqe_seen(ring, completion);
+      return -result;
+    }
+    const bool passes = status >= 0 || status == -EINTR || status == -ETIME || status == -EAGAIN ||
+                        status == -EBUSY;
+    if (!passes) return -status;
+  }
+  return ETIMEDOUT;
+}
+
+// Each set of flags is tried on the kernel itself; versions tell little, because distributions
+// backport.
+Refusal make_ring(unsigned entries, io_uring* ring) {
   constexpr std::array<unsigned, 3> kFlags = {
       IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
   int error = 0;
@@ -76,13 +107,17 @@ int make_ring(unsigned entries, io_uring* ring) {
     error = -io_uring_queue_init(entries, ring, flags);
     if (error != EINVAL) break;  // the kernel knows these flags
   }
-  if (error != 0) return error;
+  if (error != 0) return {"io_uring_setup", error};
   // Without it a wait with a time-out would be a request of its own.
   if ((ring->features & IORING_FEAT_EXT_ARG) == 0) {
     io_uring_queue_exit(ring);
-    return ENOSYS;
+    return {"io_uring_setup", ENOSYS};
   }
-  return 0;
+  if (const int refused = pass_an_entry(ring); refused != 0) {
+    io_uring_queue_exit(ring);
+    return {"io_uring_enter", refused};
+  }
+  return {};
 }
 
 class UringBackend final : public Backend {
@@ -107,9 +142,9 @@ class UringBackend final : public Backend {
   void start() override {
     // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
     // overflows.
-    const int error = make_ring(static_cast<unsigned>(depth_) + 1, &ring_);
-    if (error != 0) {
-      throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(error), {}, error);
+    if (const Refusal refusal = make_ring(static_cast<unsigned>(depth_) + 1, &ring_)) {
+      throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(refusal), {},
+                  refusal.error);
     }
     if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
       notes_.push_back(
@@ -336,8 +371,7 @@ class UringBackend final : public Backend {
 
 std::string uring_unavailable() {
   io_uring ring;
-  const int error = make_ring(2, &ring);
-  if (error != 0) return why_no_ring(error);
+  if (const Refusal refusal = make_ring(2, &ring)) return why_no_ring(refusal);
   io_uring_queue_exit(&ring);
   return "";
 }

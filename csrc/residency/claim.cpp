@@ -41,7 +41,7 @@ bool Pool::Impl::reserve_one(Claim& claim, size_t index) {
   }
   const int32_t slot = present >= 0 ? present : reserve(id, claim.part_.phase);
   if (slot < 0) return false;
-  slots.pin(slot);
+  join(claim, slot);
   entry = {slot, kJoined, present < 0};
   --claim.waiting_;
   ++claim.joined_;
@@ -63,7 +63,7 @@ void Pool::Impl::join_present(Claim& claim) {
     if (slot < 0) continue;
     const bool ready = slots[slot].state == SlotState::kReady;
     if (ready && !still_there(slot)) continue;
-    slots.pin(slot);
+    join(claim, slot);
     if (!ready) hasten(slot);
     const bool ahead = std::exchange(loads[slot].unused, false);
     claim.entries_[i] = {slot, kJoined, ahead};
@@ -79,9 +79,13 @@ void Pool::Impl::join_present(Claim& claim) {
   }
 }
 
+void Pool::Impl::join(const Claim& claim, int32_t slot) {
+  claim.part_.kind == ClaimKind::kVisit ? slots.hold(slot) : slots.pin(slot);
+}
+
 void Pool::Impl::count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                               int64_t ExpertStats::*expert_how) {
-  if (claim.part_.late) return;
+  if (claim.part_.kind != ClaimKind::kForward) return;
   const ExpertId id = id_of(claim.layer_, claim.experts_[entry]);
   LayerStats& layer = stats_of(claim.layer_, claim.part_.phase);
   ExpertStats& expert = stats.experts[id];
@@ -268,13 +272,14 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
 // With the lock. `experts`: those that are deferred, too.
 void Claim::begin(std::span<const int32_t> experts) {
   Pool::Impl& impl = *pool_.impl_;
-  if (!part_.late) {
+  const bool forward = part_.kind == ClaimKind::kForward;
+  if (forward) {
     impl.expected.begin(layer_);
     impl.learn(layer_, experts, part_);
   }
   impl.reserve_for(*this, false);
   // They are pinned if they are this claim's, else of a forward broken off.
-  if (!part_.late || waiting_ == 0) impl.forget_awaited(layer_);
+  if (forward || (part_.kind == ClaimKind::kLate && waiting_ == 0)) impl.forget_awaited(layer_);
   const auto left_out = experts.last(part_.deferred);
   part_.stood_in ? impl.stand_in(*this, left_out) : impl.defer(*this, left_out);
   impl.read_next_layer(*this);

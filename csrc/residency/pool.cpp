@@ -39,9 +39,10 @@ PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts)
     throw_invalid("record_bytes must be a positive multiple of 4096; got " +
                   std::to_string(options.record_bytes));
   }
-  if (options.timeout.count() <= 0) {
-    throw_invalid("the time-out must be positive; got " + std::to_string(options.timeout.count()) +
-                  " ms");
+  constexpr auto longest = static_cast<int64_t>(kLongestTimeout * 1e3);
+  if (options.timeout.count() <= 0 || options.timeout.count() > longest) {
+    throw_invalid("the time-out must be 1 to " + std::to_string(longest) + " ms; got " +
+                  std::to_string(options.timeout.count()) + " ms");
   }
   check(options.kept, layers, experts);
   return options;
@@ -174,13 +175,7 @@ void Pool::Impl::open() {
   read_ahead();
 }
 
-void Pool::Impl::check_process() const {
-  if (!owner.forked()) return;
-  throw Error(
-      ErrorKind::kForked,
-      "this pool belongs to the process that opened it and cannot be used in a forked child; "
-      "load the model in the child, or start it with the spawn method");
-}
+void Pool::Impl::check_process() const { owner.check("this pool"); }
 
 void Pool::Impl::check_open() const {
   if (closed) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
@@ -414,6 +409,7 @@ void Pool::warm_up() {
 
 void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
                            std::span<const int32_t> elsewhere, bool alone) {
+  impl_->check_process();
   impl_->check_experts(layer, {});
   const bool prompt = phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill;
   const Impl::Lock lock(impl_->mutex);
@@ -461,6 +457,7 @@ PoolStats Pool::detailed_stats() const {
 }
 
 void Pool::count_rerouted(int32_t layer, int64_t choices, Phase phase) {
+  impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
   impl_->stats_of(layer, phase).rerouted += choices;
 }
@@ -562,6 +559,7 @@ int64_t Pool::slot_bytes() const {
 
 int64_t Pool::mapped_bytes() const { return impl_->mapping ? impl_->mapping->bytes() : 0; }
 
+std::chrono::milliseconds Pool::timeout() const { return impl_->options.timeout; }
 const Topology& Pool::topology() const { return impl_->options.topology; }
 const char* Pool::policy() const { return impl_->slots.policy().name(); }
 const Reader* Pool::reader() const { return impl_->reader.get(); }

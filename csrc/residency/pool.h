@@ -41,6 +41,9 @@
 
 namespace torch_mesh {
 
+// In seconds, 31 years: what clocks can add to the present without an overflow.
+inline constexpr double kLongestTimeout = 1e9;
+
 enum class SlotState : uint8_t { kEmpty, kLoading, kReady };
 enum class Verify : uint8_t { kFirst, kAlways, kNever };
 
@@ -155,6 +158,7 @@ class Pool {
   int64_t memory_bytes() const;   // slots and staging buffers, as of now
   int64_t slot_bytes() const;     // those of them that resize() can give up; of a mapped store, too
   int64_t mapped_bytes() const;   // of a mapped store: in the page cache, and none of the pool's
+  std::chrono::milliseconds timeout() const;
   const Topology& topology() const;
   const char* policy() const;
   const Reader* reader() const;  // nullptr in a memory-only pool
@@ -163,6 +167,15 @@ class Pool {
   friend class Claim;
   struct Impl;
   std::unique_ptr<Impl> impl_;
+};
+
+// What a claim is to the pool.
+enum class ClaimKind : uint8_t {
+  kForward,  // a use: it counts, teaches the policy, and begins its layer
+  kLate,     // of a forward, for what an earlier claim of it deferred and counted
+  // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
+  // teaches nothing, and leaves what is foretold of the layer alone.
+  kVisit,
 };
 
 // Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
@@ -181,8 +194,7 @@ struct ForwardPart {
   // What would be deferred is computed from another pool instead: this one learns of it, and reads
   // what is worth a slot ahead of its next use. Neither an access nor waited for.
   bool stood_in = false;
-  // For what an earlier claim deferred and counted; this one is no forward and no access.
-  bool late = false;
+  ClaimKind kind = ClaimKind::kForward;
 };
 
 struct ReadyExpert {

@@ -118,6 +118,7 @@ struct Pool::Impl {
   void reserve_for(Claim& claim, bool at_head_of_queue);
   bool reserve_one(Claim& claim, size_t entry);
   void join_present(Claim& claim);
+  void join(const Claim& claim, int32_t slot);
   void count_access(const Claim& claim, size_t entry, int64_t LayerStats::*how,
                     int64_t ExpertStats::*expert_how);
   void learn(int32_t layer, std::span<const int32_t> indices, const ForwardPart& part);

@@ -155,8 +155,10 @@ class Quotas final : public Policy {
   void share_out() {
     pieces_.clear();
     for (int32_t layer = 0; layer < layers_; ++layer) add_hull(layer, pieces_);
-    std::stable_sort(pieces_.begin(), pieces_.end(),
-                     [](const Piece& a, const Piece& b) { return a.gain > b.gain; });
+    // Within a layer no two gain the same, so this is an order of all; a stable sort takes memory.
+    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+      return a.gain != b.gain ? a.gain > b.gain : a.layer < b.layer;
+    });
     std::fill(quota_.begin(), quota_.end(), 0);
     int32_t left = slots_;
     for (const Piece& piece : pieces_) {

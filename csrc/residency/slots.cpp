@@ -54,7 +54,7 @@ void SlotTable::land(int32_t index) {
   slot.state = SlotState::kReady;
   --loading_;
   policy_->admit(slot.expert);
-  for (int32_t use = 0; use < slot.pins; ++use) policy_->touch(slot.expert);
+  for (; slot.uses > 0; --slot.uses) policy_->touch(slot.expert);
   if (slot.pins > 0 || kept_[slot.expert]) policy_->pin(slot.expert);
 }
 
@@ -63,6 +63,7 @@ void SlotTable::fail(int32_t index, Error error) {
   slot_of_[slot.expert] = -1;
   slot.state = SlotState::kEmpty;
   slot.expert = kNoExpert;
+  slot.uses = 0;
   --loading_;
   if (slot.pins > 0) {
     slot.error.emplace(std::move(error));
@@ -89,13 +90,20 @@ void SlotTable::hold(int32_t index) {
 }
 
 void SlotTable::pin(int32_t index) {
-  if (slots_[index].state == SlotState::kReady) policy_->touch(slots_[index].expert);
+  Slot& slot = slots_[index];
+  if (slot.state == SlotState::kReady) {
+    policy_->touch(slot.expert);
+  } else {
+    ++slot.uses;
+  }
   hold(index);
 }
 
 void SlotTable::unpin(int32_t index) {
   Slot& slot = slots_[index];
-  if (--slot.pins > 0) return;
+  --slot.pins;
+  slot.uses = std::min(slot.uses, slot.pins);  // who gave up waiting
+  if (slot.pins > 0) return;
   --pinned_;
   if (slot.state == SlotState::kReady && !kept_[slot.expert]) policy_->unpin(slot.expert);
   if (slot.state == SlotState::kEmpty) {

@@ -16,7 +16,8 @@ namespace torch_mesh {
 struct Slot {
   SlotState state = SlotState::kEmpty;
   ExpertId expert = kNoExpert;  // while LOADING or READY
-  int32_t pins = 0;  // forwards that use it, wait for its read, or have yet to see its error
+  int32_t pins = 0;  // claims that use it, wait for its read, or have yet to see its error
+  int32_t uses = 0;  // those of them, while it is LOADING, of which the policy shall learn
   // Of a failed read, until the last of those forwards has seen it; in place, so that failing takes
   // no memory.
   std::optional<Error> error;
@@ -47,8 +48,8 @@ class SlotTable {
 
   void pin(int32_t slot);    // a forward uses the expert, or waits for it
   void unpin(int32_t slot);  // the forward is done with the slot, or has seen its error
-  // A pin that is no touch: keeps a slot for a moment. Policies that count recency from the last
-  // unpin see it as one.
+  // A pin that is no touch: keeps a slot for a moment, or for who is no forward. Policies that
+  // count recency from the last unpin see it as one.
   void hold(int32_t slot);
 
   // From now on, or no longer: the policy does not give it up while it is resident.

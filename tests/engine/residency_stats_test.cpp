@@ -126,6 +126,71 @@ void forward_that_defers(Pool& pool) {
   claim.release(1);
 }
 
+constexpr ForwardPart kVisit{.kind = ClaimKind::kVisit};
+
+TEST(PoolStats, AVisitIsNoAccessAndNoForward) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(4), {}, store.source(), nullptr);
+  forward(pool, 0, {0, 1}, kDecodeStep);
+  forward(pool, 0, {1, 2, 3}, kVisit);
+  const PoolStats stats = pool.detailed_stats();
+  EXPECT_EQ(layer_of(stats, Phase::kNone).accesses, 0);
+  EXPECT_EQ(layer_of(stats, Phase::kNone).promoted, 2);  // what it cost is told all the same
+  EXPECT_EQ(layer_of(stats, Phase::kNone).bytes_read, 2 * kRecord);
+  EXPECT_EQ(layer_of(stats, Phase::kDecode).accesses, 2);
+  EXPECT_EQ(stats.experts[1].accesses, 1);
+  EXPECT_EQ(pool.forwards(0), 1);
+  EXPECT_EQ(pool.model_use().tokens[0], 1);
+  pool.validate();
+}
+
+TEST(PoolStats, VisitsTeachThePolicyNothing) {
+  const TestStore store(1, 8);
+  for (const char* policy : {"lfu", "2q", "sieve", "s3fifo", "wtinylfu", "heat"}) {
+    // Which experts are resident in the end.
+    const auto after = [&](int32_t visits) {
+      PoolOptions options = options_of(4);
+      options.policy = policy;
+      Pool pool(options, {}, store.source(), nullptr);
+      for (int32_t round = 0; round < 8; ++round) {
+        for (const int32_t expert : {0, 1, 2}) forward(pool, 0, {expert}, kDecodeStep);
+      }
+      for (int32_t visit = 0; visit < visits; ++visit) forward(pool, 0, {3}, kVisit);
+      for (const int32_t expert : {4, 5, 4, 6}) forward(pool, 0, {expert}, kDecodeStep);
+      pool.validate();
+      Experts resident;
+      for (int32_t expert = 0; expert < 8; ++expert) {
+        if (pool.state(0, expert) == SlotState::kReady) resident.push_back(expert);
+      }
+      return resident;
+    };
+    EXPECT_EQ(after(1), after(40)) << policy;
+  }
+}
+
+TEST(PoolStats, AVisitLeavesWhatIsForetoldOfItsLayer) {
+  const TestStore store(2, 16);
+  PoolOptions options = options_of(12);
+  // One read at a time, and slow ones: most of what is foretold waits.
+  options.reader.depth = 1;
+  options.reader.faults.delay = 1;
+  options.reader.faults.max_delay = 20ms;
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.expect(1, Experts{0, 1, 2, 3}, Phase::kDecode);
+  forward(pool, 1, {7}, kVisit);
+  const auto there = [&] {
+    int32_t count = 0;
+    for (int32_t expert = 0; expert < 4; ++expert) {
+      count += pool.state(1, expert) == SlotState::kReady;
+    }
+    return count;
+  };
+  for (int32_t look = 0; look < 1000 && there() < 4; ++look) {
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_EQ(there(), 4);
+}
+
 TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
   const TestStore store(2, 8);
   Pool pool(options_of(5), {}, store.source(), nullptr);
@@ -133,7 +198,7 @@ TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
   forward(pool, 1, {0, 1, 2}, kDecodeStep);  // gives up what is done with, not what is awaited
   EXPECT_EQ(pool.state(0, 2), SlotState::kReady);
   EXPECT_EQ(pool.state(0, 3), SlotState::kReady);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .late = true});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kLate});
   const PoolStats stats = pool.detailed_stats();
   const LayerStats& layer = layer_of(stats, Phase::kDecode);
   EXPECT_EQ(layer.forwards, 1);
@@ -153,7 +218,7 @@ TEST(PoolStats, WhatIsDeferredMakesRoomWhenNothingElseCan) {
   forward_that_defers(pool);
   forward(pool, 1, {0, 1, 2, 3, 4}, kDecodeStep);
   EXPECT_EQ(pool.state(0, 2), SlotState::kEmpty);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .late = true});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kLate});
   EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).promoted, 6);
   pool.validate();
 }

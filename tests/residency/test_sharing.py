@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
@@ -201,6 +200,57 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, seed: int) -> None:
+    """Each fork may come while another thread holds any lock: of the registry of pools, of a pool, of a workspace."""
+    engine, ending = open_cold(), threading.Event()
+    handle, ids = torch.tensor([engine.id, 0, 1]), torch.zeros(1, 1, dtype=torch.int64)
+    scores = torch.zeros(1, 12)
+
+    def look() -> None:
+        while not ending.is_set():
+            ops.residency(handle)
+            ops.route(scores, ids, handle, 1.0, 0)
+
+    def open_and_close() -> None:
+        while not ending.is_set():
+            open_cold().close()
+
+    calls: list[Callable[[], object]] = [
+        lambda: ops.residency(handle),
+        lambda: ops.route(scores, ids, handle, 1.0, 0),
+        lambda: forward(engine.id, 0, seed),
+        engine.describe,
+        engine.close,
+    ]
+
+    def refused(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except ForkedProcessError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(3) as threads:
+        busy = [threads.submit(each) for each in (look, look, open_and_close)]
+        try:
+            for number in range(400):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        signal.alarm(int(PATIENCE))  # ends it where it hangs
+                        os._exit(0 if all(map(refused, calls)) else 1)
+                    finally:
+                        os._exit(2)
+                assert os.waitpid(child, 0)[1] == 0, f"child {number}"
+        finally:
+            ending.set()
+        for each in busy:
+            each.result(PATIENCE)
+    expect_at_rest(engine)
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_forked_child_may_open_an_engine_of_its_own(
     experts: dict[str, TinyExperts], open_cold: Open, seed: int
 ) -> None:
@@ -218,6 +268,15 @@ def test_a_forked_child_may_open_an_engine_of_its_own(
     parents.close()
 
 
+def anonymous_bytes() -> int:
+    """What this process has that is no file's.
+
+    Not its private memory: a page of a library becomes private when the last other process that uses the library ends.
+    """
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
 @pytest.mark.parametrize("explicit", [True, False], ids=["closed", "dropped"])
 def test_nothing_is_left_of_fifty_engines(open_cold: Open, reader: str, explicit: bool, seed: int) -> None:
     def cycle() -> None:
@@ -232,9 +291,9 @@ def test_nothing_is_left_of_fifty_engines(open_cold: Open, reader: str, explicit
 
     for _ in range(5):  # what is allocated once
         cycle()
-    before, memory = counts(), psutil.Process().memory_full_info().uss
+    before, memory = counts(), anonymous_bytes()
     for _ in range(50):
         cycle()
     assert counts() == before
     # A pool has five records of 32 KiB, a workspace and the reader's tables: fifty of them would not go unnoticed.
-    assert psutil.Process().memory_full_info().uss - memory < 8 << 20
+    assert anonymous_bytes() - memory < 4 << 20

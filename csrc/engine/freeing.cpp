@@ -1,0 +1,84 @@
+#include "engine/freeing.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/signals_blocked.h"
+
+namespace torch_mesh {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kWaitSlice{100};  // between looks for Ctrl-C
+
+}  // namespace
+
+Freeing::~Freeing() {
+  if (thread_.joinable()) thread_.detach();  // nobody waited for it, or it is this one
+}
+
+void Freeing::begin(std::unique_ptr<Engine> engine) noexcept {
+  Engine* last = engine.release();
+  if (owner_.forked()) return;
+  try {
+    const std::lock_guard lock(mutex_);
+    stage_ = Stage::kFreeing;
+    changed_.notify_all();
+    const SignalsBlocked guard;
+    thread_ = std::thread([self = shared_from_this(), last] {
+      pthread_setname_np(pthread_self(), "mesh-free");
+      delete last;
+      self->end();
+    });
+    return;
+  } catch (const std::exception&) {  // no thread, or no memory for one
+  }
+  delete last;
+  end();
+}
+
+void Freeing::end() {
+  const std::lock_guard lock(mutex_);
+  stage_ = Stage::kFreed;
+  changed_.notify_all();
+}
+
+void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
+  std::unique_lock lock(mutex_);
+  Stage seen = stage_;
+  auto deadline = Clock::now() + timeout;
+  while (stage_ != Stage::kFreed) {
+    const auto now = Clock::now();
+    if (std::exchange(seen, stage_) != stage_) deadline = now + timeout;
+    if (now >= deadline) {
+      const std::string milliseconds = std::to_string(timeout.count());
+      throw Error(ErrorKind::kTimeout,
+                  seen == Stage::kUsed
+                      ? "forwards have not ended in the " + milliseconds +
+                            " ms since their engine was closed; the last of them frees it"
+                      : "reads of a closed engine take longer than the time-out of " +
+                            milliseconds +
+                            " ms; what they read into is freed when they end. Is the disk healthy "
+                            "and is the file on a local disk?");
+    }
+    changed_.wait_until(lock, std::min(deadline, now + kWaitSlice));
+    if (stage_ == Stage::kFreed || runtime.interrupted == nullptr) continue;
+    lock.unlock();  // the hook may take a lock of its own, such as Python's
+    const bool interrupted = runtime.interrupted();
+    lock.lock();
+    if (interrupted) {
+      throw Error(ErrorKind::kInterrupted, "interrupted while a closed engine is freed");
+    }
+  }
+  std::thread ended = std::move(thread_);
+  lock.unlock();
+  if (ended.joinable()) ended.join();  // so that it is no more when this returns
+}
+
+}  // namespace torch_mesh

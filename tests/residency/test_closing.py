@@ -1,0 +1,139 @@
+"""An engine is closed, a model deleted, a process ended, whatever becomes of the reads that are under way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_pools import Spec, TinyExperts, open_engine, ops
+
+from torch_mesh import _C
+from torch_mesh.pool import _close
+
+# A process imports torch first; a hang takes for ever.
+PATIENCE = 300.0
+
+PRELUDE = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from tiny_pools import Spec, TinyExperts, open_engine, ops
+from torch_mesh import _C, ReadTimeoutError
+
+experts = TinyExperts(Spec(layers=2), 0)
+source = _C.Source(**experts.store(Path(sys.argv[1])).source_arguments())
+NEVER = {"seed": 1, "delay": 1, "max_delay": 86400.0}
+
+def open_stuck(timeout):
+    engine = open_engine(experts, source, slots=8, io=sys.argv[2], timeout=timeout, threads=1, faults=NEVER)
+    ops.prefetch(torch.tensor([engine.id, 1, 1]), torch.arange(4))
+    time.sleep(1)  # what the I/O thread has not begun is dropped
+    return engine
+"""
+
+STUCK = """
+engine = open_stuck(0.5)
+try:
+    engine.close()
+except ReadTimeoutError as error:
+    assert "what they read into is freed when they end" in str(error), error
+else:
+    raise AssertionError("reads that last for a day have ended")
+
+engine = open_stuck(0.5)
+x, ids, weights = torch.randn(1, 72), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+handle, failed = torch.tensor([engine.id, 0, 1]), []
+def forward():
+    try:
+        ops.experts(x, ids, weights, handle)
+    except ReadTimeoutError as error:
+        failed.append(error)
+thread = threading.Thread(target=forward)
+thread.start()
+while engine.pinned() == 0:
+    pass
+del engine  # under a forward that waits for its own read
+thread.join()
+assert failed
+
+engine = open_stuck(1e6)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    engine.close()
+except KeyboardInterrupt:
+    print("interrupted")
+
+engine = open_stuck(1e6)
+print("at the end", flush=True)
+"""
+
+FORBID_ENTER = """
+class Filter(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
+
+# io_uring_enter, 426 everywhere, fails with EPERM; all else is allowed.
+code = (Filter * 4)(Filter(0x20, 0, 0, 0), Filter(0x15, 0, 1, 426), Filter(0x06, 0, 0, 0x00050001), Filter(0x06, 0, 0, 0x7FFF0000))
+libc = ctypes.CDLL(None, use_errno=True)
+program = Program(4, code)
+if libc.prctl(38, 1, 0, 0, 0) != 0 or libc.prctl(22, 2, ctypes.byref(program), 0, 0) != 0:
+    print("no seccomp here")
+    sys.exit()
+
+assert "io_uring_enter is forbidden" in _C.features()["uring"], _C.features()["uring"]
+try:
+    open_engine(experts, source, slots=8, io="uring")
+except ValueError as error:
+    assert "io_uring cannot be used: io_uring_enter is forbidden" in str(error), error
+else:
+    raise AssertionError("a ring that nothing can be put into was opened")
+engine = open_engine(experts, source, slots=8, io="auto")
+about = engine.describe()
+assert about["io"] == "threads" and any("io_uring_enter is forbidden" in note for note in about["notes"]), about
+ops.promote(torch.tensor([engine.id, 0, 1]), torch.arange(8))
+assert engine.stats()["promoted"][0] == 8
+engine.close()
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    """What the program printed; fails if it does not end, or not well."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PRELUDE + script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(reader: str, tmp_path: Path) -> None:
+    assert run(STUCK, str(tmp_path / "store"), reader).split("\n") == ["interrupted", "at the end", ""]
+
+
+def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> None:
+    if why := _C.features()["uring"]:
+        pytest.skip(why)
+    if "no seccomp" in run(FORBID_ENTER, str(tmp_path / "store")):
+        pytest.skip("this process may not install a seccomp filter")
+
+
+def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    experts = TinyExperts(Spec(), 0)
+    slow = {"seed": 6.0, "delay": 1.0, "max_delay": 6.0}
+    source = _C.Source(**experts.store(tmp_path / "store").source_arguments())
+    engine = open_engine(experts, source, slots=4, timeout=0.05, faults=slow)
+    ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
+    time.sleep(0.5)  # what the I/O thread has not begun is dropped
+    with pytest.warns(RuntimeWarning, match="reads of a closed engine take longer than the time-out of 50 ms"):
+        _close(engine, None, None, os.getpid())
+    deadline = time.monotonic() + PATIENCE
+    while len(os.listdir("/proc/self/fd")) > descriptors:  # the reads end, and with them what they needed
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
