@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
@@ -34,7 +34,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer
 from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
-from .store.convert import convert, convert_store
+from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 
@@ -64,6 +64,17 @@ class MeshQuantizer(PatchedModelQuantizer):
     """Keeps expert parameters out of the loading, and puts a pool in their place when the rest is loaded."""
 
     quantization_config: MeshConfig
+
+    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
+        """transformers shows the config here before it looks for files: what stops it without torch_mesh has to go."""
+        if getattr(config, "transformers_weights", None) == WITHOUT_TORCH_MESH:
+            del config.transformers_weights
+        for part in vars(config).values():
+            if isinstance(part, PretrainedConfig):
+                self.update_attn_implementation(part)
+        return config
+
+    update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -196,11 +207,20 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
 
 
 def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
-    """The store's number of a layer. A bare model has the paths of the one with a head, without their first part."""
+    """The store's number of a layer. A part of the stored model, such as one without a head or the text model, has other first names."""
     for index, module in enumerate(modules):
         if f".{module}".endswith(f".{layer.path}") or f".{layer.path}".endswith(f".{module}"):
             return index
+    alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(layer.path)]
+    if len(alike) == 1:
+        return alike[0]
     raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
+
+
+def _from_number(path: str) -> str:
+    """``layers.3.mlp.experts`` of ``model.language_model.layers.3.mlp.experts``."""
+    match = re.search(r"[^.]+\.\d+\..*", path)
+    return path if match is None else match[0]
 
 
 def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:
