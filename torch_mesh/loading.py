@@ -37,6 +37,7 @@ from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_m
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .undivided import check_forwards, check_launch, check_undivided
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class MeshQuantizer(PatchedModelQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
+        check_launch()
+        check_undivided(model)
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         check_attention(model, self.quantization_config)
@@ -96,6 +99,7 @@ class MeshQuantizer(PatchedModelQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         layers, records, config = self._layers, self._records, self.quantization_config
+        check_forwards(layers)
         for layer, parameters in zip(layers, self._parameters, strict=True):
             put_back(layer.module, parameters)
         del self._layers, self._parameters, self._records
