@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import warnings
@@ -33,7 +34,13 @@ from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer
-from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
+from .store.checkpoint import (
+    CheckpointExperts,
+    find_checkpoint_experts,
+    meta_model,
+    quantised_already,
+    read_config,
+)
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
@@ -88,7 +95,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         check_predictor(layers, self.quantization_config)
         check_profile(self.quantization_config, layers)
         check_lossy(model, layers, self.quantization_config)
-        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
+        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config)
         self._layers = layers
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in layers]
         for layer in layers:
@@ -136,7 +143,6 @@ def _find_records(
     layers: list[ExpertsLayer],
     checkpoint_files: Sequence[str] | None,
     config: MeshConfig,
-    converted: bool,
 ) -> _Records:
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
@@ -144,7 +150,8 @@ def _find_records(
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = Path(checkpoint_files[0]).parent
-    if converted or is_store(folder):
+    method = _own_quantisation(folder)
+    if is_store(folder) or method == "mesh":
         store = _local_store(model, folder)
         check_fallback(model, layers, config, store.manifest.weights)
         check_gpu_weights(config, stored=store.manifest.weights)
@@ -154,6 +161,8 @@ def _find_records(
             return _records_of(_convert_again(store, other), layers, other)
 
         return _with_others(_records_of(store, layers, config), in_format=again)
+    if method is not None:
+        raise quantised_already(folder, method)
     check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
     check_gpu_weights(config)
     experts = find_checkpoint_experts(folder, model)
@@ -170,6 +179,19 @@ def _find_records(
         raw = _raw_records(experts, layers)
         return _with_others(raw, in_format=anew, checkpoint=folder, source_is_bf16=experts.dtype == "bf16")
     return _with_others(_records_of(_convert(name, experts, config), layers, config), in_format=anew, checkpoint=folder)
+
+
+def _own_quantisation(folder: Path) -> str | None:
+    """By the checkpoint's own config.json: transformers takes a method that it does not know for none, and a config that was passed may
+    be another's."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    for part in (config, *config.values()):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            return str(part["quantization_config"].get("quant_method", "an unnamed method"))
+    return None
 
 
 def _with_others(
@@ -298,26 +320,33 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
     )
 
 
-def _refuse_other_methods(merge: Any) -> Any:
-    """For two different methods transformers raises too, but cannot say what torch_mesh would take."""
+def _merging(merge: Any) -> Any:
+    """Around what transformers makes of a checkpoint's quantisation and the one that was passed, where either is torch_mesh's."""
 
     @functools.wraps(merge)
-    def refusing(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        stored = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
-        method = stored.get("quant_method")
-        if isinstance(quantization_config_from_args, MeshConfig) and method != "mesh":
+    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored, given = quantization_config, quantization_config_from_args
+        table = stored if isinstance(stored, dict) else stored.to_dict()
+        method = table.get("quant_method")
+        if isinstance(given, dict) and given.get("quant_method") == "mesh":
+            given = MeshConfig.from_dict(given)
+        if isinstance(given, MeshConfig) and method != "mesh":
             raise UnsupportedModelError(
                 f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
                 "checkpoints and quantises them itself (weights='int8', 'int4' or 'lut4'): use the unquantised original."
             )
+        if method == "mesh" and isinstance(stored, dict):
+            stored = MeshConfig.of_checkpoint(stored)
+        if not isinstance(given, MeshConfig):
+            return merge(stored, given)
         with warnings.catch_warnings():
             # It says that what was passed is ignored, which is not so for any field of a MeshConfig.
             warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
-            return merge(quantization_config, quantization_config_from_args)
+            return merge(stored, given)
 
-    return staticmethod(refusing)
+    return staticmethod(merged)
 
 
-auto.AutoHfQuantizer.merge_quantization_configs = _refuse_other_methods(  # type: ignore[method-assign]
+auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[method-assign]
     auto.AutoHfQuantizer.merge_quantization_configs
 )
