@@ -137,6 +137,10 @@ class ExpertPool:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
 
+    def close(self) -> None:
+        """Before its last reference is gone: for a pool that no module uses."""
+        self._finalizer()
+
     @property
     def shared_devices(self) -> list[SharedDevice]:
         """Of the GPUs that hold some of its experts, in order."""
