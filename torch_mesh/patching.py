@@ -29,6 +29,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
+from .store.manifest import Store
 from .store.progress import progress_bar
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -170,7 +171,7 @@ def _patch_on_disk(
         gpu_pool = _open_gpu_pool(model, layers, config, weights, placement)
         source = _C.Source(**records.source_arguments)
         elsewhere = placement.elsewhere(records.layers, records.places)
-        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere)
+        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere, records.store)
     for index, layer in enumerate(layers):
         install(layer, pool, index)
     connect(model, layers, config)
@@ -186,6 +187,7 @@ def _open_pool(
     source: _C.Source | None,
     fallback: ExpertPool | None = None,
     elsewhere: torch.Tensor | None = None,
+    store: Store | None = None,
 ) -> ExpertPool:
     return ExpertPool(
         common_geometry(layers),
@@ -199,6 +201,7 @@ def _open_pool(
         least_slots=least_slots(layers),
         fallback=fallback,
         elsewhere=elsewhere,
+        store=store,
     )
 
 
