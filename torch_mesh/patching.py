@@ -31,6 +31,7 @@ from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
 from .store.manifest import Store
 from .store.progress import progress_bar
+from .undivided import check_forwards, check_undivided
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,6 +49,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
     """
     config = (config or MeshConfig()).replace(**fields)
+    check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)
     check_attention(model, config)
@@ -129,6 +131,7 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
             f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh "
             "takes bf16, fp16 and fp32 weights and quantises them itself: load the original without quantization_config."
         )
+    check_forwards(layers)
     for layer in layers:
         for name, parameter in layer.parameters.items():
             if parameter.is_meta:

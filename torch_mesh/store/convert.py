@@ -9,8 +9,10 @@ import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.families import ExpertsLayer, ExpertTensors, find_experts
 from torch_mesh.store.checkpoint import (
@@ -26,6 +28,9 @@ from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
 _COPY_BYTES = 8 << 20
+# Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
+# quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
+WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
 # Files of a checkpoint that hold weights in some format. All others are copied.
 _WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -211,10 +216,33 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
 
 def _mesh_config(folder: Path, plan: StorePlan) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "mesh", "weights": plan.weights}
+    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": plan.weights}
     if plan.group_size:
-        config["quantization_config"]["group_size"] = plan.group_size
+        quantization["group_size"] = plan.group_size
+    for part in _configs_with_experts(config, folder, plan.modules):
+        part["quantization_config"] = quantization
+        part["transformers_weights"] = WITHOUT_TORCH_MESH
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def _configs_with_experts(config: dict[str, Any], folder: Path, modules: Sequence[str]) -> list[dict[str, Any]]:
+    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
+    loaded = read_config(folder)
+    parts = {
+        id(module.config)
+        for path, module in meta_model(loaded).named_modules()
+        if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
+    }
+
+    def within(stored: dict[str, Any], of: Any) -> Iterator[dict[str, Any]]:
+        for name, value in stored.items():
+            part = getattr(of, name, None)
+            if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+                if id(part) in parts:
+                    yield value
+                yield from within(value, part)
+
+    return [config, *within(config, loaded)]
 
 
 def _is_copied(path: Path) -> bool:
