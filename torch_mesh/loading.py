@@ -33,7 +33,7 @@ from .modules import install, put_back, take_parameters
 from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
-from .saving import PatchedModelQuantizer
+from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
@@ -125,6 +125,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         take_attention(model, config)
         move_experts(layers, pool, placement, gpu_pool)
         _forget_quantization(model)
+        attach_quantizer(model, self)
         return model
 
 
@@ -213,6 +214,7 @@ def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> Reco
         layers=len(layers),
         places=list(range(len(layers))),
         source_arguments=experts.source_arguments(),
+        store=None,
     )
 
 
@@ -317,6 +319,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         least_slots=least_slots(layers),
         fallback=fallback,
         elsewhere=placement.elsewhere(records.layers, records.places),
+        store=records.store,
     )
 
 

@@ -29,6 +29,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
+from .store.manifest import Store
 from .store.progress import progress_bar
 from .undivided import check_forwards, check_undivided
 from .undo import Undo, undone_on_error
@@ -183,7 +184,7 @@ def _patch_on_disk(
         gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)
         source = _C.Source(**records.source_arguments)
         elsewhere = placement.elsewhere(records.layers, records.places)
-        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere)
+        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere, records.store)
         undo.pools.append(pool)
     for index, layer in enumerate(layers):
         install(layer, pool, index)
@@ -200,6 +201,7 @@ def _open_pool(
     source: _C.Source | None,
     fallback: ExpertPool | None = None,
     elsewhere: torch.Tensor | None = None,
+    store: Store | None = None,
 ) -> ExpertPool:
     return ExpertPool(
         common_geometry(layers),
@@ -213,6 +215,7 @@ def _open_pool(
         least_slots=least_slots(layers),
         fallback=fallback,
         elsewhere=elsewhere,
+        store=store,
     )
 
 
