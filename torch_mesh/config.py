@@ -467,6 +467,10 @@ class MeshConfig(QuantizationConfigMixin):
         """What a checkpoint's config.json says of it."""
         return {"quant_method": self.quant_method} | {name: getattr(self, name) for name in _OF_CHECKPOINT}
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that of a loaded model."""
+        return self.to_dict().get(name, default)
+
     def __iter__(self) -> Any:
         return iter(self.to_dict().items())
 

@@ -19,6 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from . import _C
+from .announce import announce
 from .attention import check_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
@@ -126,6 +127,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         move_experts(layers, pool, placement, gpu_pool)
         _forget_quantization(model)
         attach_quantizer(model, self)
+        announce(model, config)
         return model
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .announce import announce, withdraw
 from .attention import check_attention, give_back_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
@@ -87,6 +88,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         pack_dense(model, layers, config)
         take_attention(model, config)
         move_experts(layers, pool, placement, gpu_pool)
+        announce(model, config)
     return model
 
 
@@ -104,6 +106,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         _check_exact(model)
     device = _device(model)
     detach_quantizer(model)
+    withdraw(model)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)

@@ -38,6 +38,7 @@ from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
 from .store.checkpoint import shape_of
+from .store.convert import mark_packed, unmark_packed
 from .store.header import store_error
 from .store.manifest import MANIFEST_NAME, Manifest, OtherFile, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
@@ -225,7 +226,7 @@ def _write_folder(
         else:
             manifest = _place_records(model, pool, staging, unpacking.nbytes)
         write_plainly(unpacking, staging)
-        _set_quantization(staging / "config.json", manifest)
+        _set_quantization(staging / "config.json", model, manifest)
         if manifest is not None:
             _write_manifest(staging, manifest)
         return _move_into_place(staging, folder, variant)
@@ -364,13 +365,12 @@ def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
         ) from problem
 
 
-def _set_quantization(path: Path, manifest: Manifest | None) -> None:
+def _set_quantization(path: Path, model: Any, manifest: Manifest | None) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
+    unmark_packed(config, model.config)
     if manifest is not None:
-        config["quantization_config"] = {"quant_method": "mesh", "weights": manifest.weights}
-        if manifest.group_size:
-            config["quantization_config"]["group_size"] = manifest.group_size
+        modules = [layer.path for layer in _patched_layers(model)]
+        mark_packed(config, model, modules, manifest.weights, manifest.group_size)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

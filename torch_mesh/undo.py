@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .announce import withdraw
 from .families import ExpertsLayer
 from .modules import unpacked_parameters
 from .pool import ExpertPool
@@ -29,6 +30,7 @@ class Undo:
     def __init__(self, model: nn.Module) -> None:
         self.pools: list[ExpertPool] = []
         self.stores: list[Path] = []
+        self._model = model
         self._before = [(module, type(module), dict(vars(module))) for module in model.modules()]
         self._parameters: dict[Any, dict[str, Any]] = {
             module: dict(module._parameters) for module, _, _ in self._before
@@ -51,6 +53,7 @@ class Undo:
                 f"{rounded[0]} now: load the model anew to have the originals.",
                 stacklevel=4,
             )
+        withdraw(self._model)
         for module, cls, attributes in self._before:
             module.__class__ = cls
             now = vars(module)

@@ -108,6 +108,7 @@ STEPS = [
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
     (IN_MEMORY | ALL, patching, "pack_dense", 1),
     (IN_MEMORY | ALL, patching, "take_attention", 1),
+    (IN_MEMORY | ALL, patching, "announce", 1),
     (ON_DISK, patching, "convert_model", 1),
     (ON_DISK | {"weights": "int4"}, patching, "install", 2),
     (ON_DISK | {"weights": "int4"}, patching, "connect", 1),
@@ -145,7 +146,9 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
 class _InterruptAt:
     """Ctrl-C at the ``line``-th line that runs of what changes a model."""
 
-    FILES = tuple(f"{PACKAGE}/{name}.py" for name in ("patching", "modules", "dense", "lossy", "attention", "saving"))
+    FILES = tuple(
+        f"{PACKAGE}/{name}.py" for name in ("patching", "modules", "dense", "lossy", "attention", "saving", "announce")
+    )
 
     def __init__(self, line: int | None) -> None:
         self.lines, self._line = 0, line

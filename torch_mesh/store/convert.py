@@ -216,33 +216,45 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
 
 def _mesh_config(folder: Path, plan: StorePlan) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": plan.weights}
-    if plan.group_size:
-        quantization["group_size"] = plan.group_size
-    for part in _configs_with_experts(config, folder, plan.modules):
-        part["quantization_config"] = quantization
-        part["transformers_weights"] = WITHOUT_TORCH_MESH
+    mark_packed(config, meta_model(read_config(folder)), plan.modules, plan.weights, plan.group_size)
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-def _configs_with_experts(config: dict[str, Any], folder: Path, modules: Sequence[str]) -> list[dict[str, Any]]:
-    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
-    loaded = read_config(folder)
+def mark_packed(
+    config: dict[str, Any], model: PreTrainedModel, modules: Sequence[str], weights: str, group_size: int
+) -> None:
+    """Makes a config.json that of a folder with packed experts. ``model``: that it describes, on any device, in which ``modules`` are the experts.
+
+    Configs within it say so too if transformers opens a part with experts by them, such as the text model.
+    """
+    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
+    if group_size:
+        quantization["group_size"] = group_size
     parts = {
         id(module.config)
-        for path, module in meta_model(loaded).named_modules()
+        for path, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
     }
+    for stored, described in _configs(config, model.config):
+        if stored is config or id(described) in parts:
+            stored["quantization_config"] = quantization
+            stored["transformers_weights"] = WITHOUT_TORCH_MESH
 
-    def within(stored: dict[str, Any], of: Any) -> Iterator[dict[str, Any]]:
-        for name, value in stored.items():
-            part = getattr(of, name, None)
-            if isinstance(value, dict) and isinstance(part, PretrainedConfig):
-                if id(part) in parts:
-                    yield value
-                yield from within(value, part)
 
-    return [config, *within(config, loaded)]
+def unmark_packed(config: dict[str, Any], described: PretrainedConfig) -> None:
+    """Makes a config.json that of a folder without: the reverse of ``mark_packed``."""
+    for stored, _ in _configs(config, described):
+        stored.pop("quantization_config", None)
+        stored.pop("transformers_weights", None)
+
+
+def _configs(stored: dict[str, Any], described: PretrainedConfig) -> Iterator[tuple[dict[str, Any], PretrainedConfig]]:
+    """A config.json and all configs within it, each with what transformers makes of it."""
+    yield stored, described
+    for name, value in stored.items():
+        part = getattr(described, name, None)
+        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+            yield from _configs(value, part)
 
 
 def _is_copied(path: Path) -> bool:
