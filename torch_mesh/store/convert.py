@@ -252,7 +252,7 @@ def _configs(stored: dict[str, Any], described: PretrainedConfig) -> Iterator[tu
     """A config.json and all configs within it, each with what transformers makes of it."""
     yield stored, described
     for name, value in stored.items():
-        part = getattr(described, name, None)
+        part = vars(described).get(name)
         if isinstance(value, dict) and isinstance(part, PretrainedConfig):
             yield from _configs(value, part)
 
