@@ -6,6 +6,7 @@ import copy
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -256,21 +257,18 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 FIELDS = tuple(_CHECKS)
 
-# Of this process or machine and no property of a model: a checkpoint neither keeps them nor can set them, lest it name a file to
-# open or change what a model computes unasked.
-_LOCAL = (
-    "gpu_experts",
-    "gpu_weights",
-    "gpu_streaming",
-    "gpu_placement",
-    "predictor",
-    "profile",
-    "pins",
-    "stats_file",
-    "stats_every",
-    "deferred_experts",
-    "routing_bias",
-    "fallback",
+# What a checkpoint's config.json keeps and may set: the format of its records, and what is known of the model's routing. All else is of
+# this process or machine: a file could name files to write, take memory or threads, leave checksums out, or change what a model
+# computes unasked.
+_OF_CHECKPOINT = (
+    "weights",
+    "group_size",
+    "policy",
+    "quotas",
+    "prefetch",
+    "early_layers",
+    "early_experts",
+    "prefill",
 )
 
 _DEFAULTS: dict[str, Any] = {
@@ -312,8 +310,9 @@ _DEFAULTS: dict[str, Any] = {
 class MeshConfig(QuantizationConfigMixin):
     """How a model's experts are stored, kept resident and read. Also a ``quantization_config=`` of ``from_pretrained``.
 
-    A field that is not given comes from the environment (``TORCH_MESH_RESIDENT`` ...), then from the checkpoint's own
-    config, then from its default.
+    A field that is not given comes from the environment (``TORCH_MESH_RESIDENT`` ...), then from its default. Before the default comes
+    what a checkpoint's own config says, of the fields that it keeps: weights, group_size, policy, quotas, prefetch, early_layers,
+    early_experts and prefill. All others are of this machine and the user's to choose.
 
     Args:
         resident: how much of the experts stays in memory: ``"auto"`` (free memory less a margin; cgroup limits count),
@@ -336,9 +335,9 @@ class MeshConfig(QuantizationConfigMixin):
             while others do not use theirs; for policies other than ``heat``, which does better without. ``"off"``: one policy for all.
         prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
         profile: a file that ``torch_mesh.save_profile`` wrote: the experts that the model used most are read in the background as
-            soon as the pool is open, and ``heat`` and ``lfu`` start from what it says. Of this process: not kept in a checkpoint.
+            soon as the pool is open, and ``heat`` and ``lfu`` start from what it says.
         pins: share of the pool, in [0, 0.5], for the profile's most used experts, which are then never given up while the pool has
-            at least twice as many slots. Needs ``profile``, and is not kept in a checkpoint either.
+            at least twice as many slots. Needs ``profile``.
         early_layers: how many first MoE layers are favoured: ``early_experts`` of each, the ones used most of late, stay resident. At
             most half of the pool.
         early_experts: see ``early_layers``. Either one at 0 is off.
@@ -361,21 +360,21 @@ class MeshConfig(QuantizationConfigMixin):
         workspace: memory for products and activations, as a size or bytes.
         gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, so many of each layer,
             the most used by ``profile`` or else the first; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
-            the card holds beside a reserve, chosen likewise. They are not kept in memory as well. See docs/gpu.md. Not kept in a checkpoint.
+            the card holds beside a reserve, chosen likewise. They are not kept in memory as well. See docs/gpu.md.
         gpu_weights: their format on the GPU, ``"auto"``: as in memory, or one of ``weights``'. Their records come from a store of their own,
             in ``store``'s folder with the format behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only
-            formats of fewer bits can be had. Not kept in a checkpoint.
+            formats of fewer bits can be had.
         gpu_streaming: which of the experts that are not on the GPU a prompt brings up to be computed there, ``"auto"``: by what a copy and
             the CPU took when experts were placed; three numbers of seconds in place of those: a copy of an expert, the CPU for a row
-            of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding. Not kept in a checkpoint.
+            of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding.
         gpu_placement: ``"static"``: experts stay where they were put, or ``"dynamic"``: those that are used most move up to the GPU while
             the model runs, which makes the last bits of its output depend on when they arrive. ``torch_mesh.place_experts`` moves
-            them by hand then. Not kept in a checkpoint.
+            them by hand then.
         timeout: seconds that a read or a wait for a slot may take.
         predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
-            router, the first layer's too. None: the routers do. Needs ``prefetch``; not kept in a checkpoint.
+            router, the first layer's too. None: the routers do. Needs ``prefetch``.
         stats_file: a file to which statistics are appended, a line of JSON at a time: ``Stats.to_dict(experts=False)`` with
-            ``time`` and ``forward``. A write that fails is warned of once and disturbs nothing. Not kept in a checkpoint.
+            ``time`` and ``forward``. A write that fails is warned of once and disturbs nothing.
         stats_every: forwards of the model between two such lines.
 
     Raises ValueError for an unknown field or value, saying what is allowed.
@@ -478,9 +477,12 @@ class MeshConfig(QuantizationConfigMixin):
         return changed
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": self.quant_method} | {
-            name: getattr(self, name) for name in _CHECKS if name not in _LOCAL
-        }
+        """What a checkpoint's config.json says of it."""
+        return {"quant_method": self.quant_method} | {name: getattr(self, name) for name in _OF_CHECKPOINT}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that of a loaded model."""
+        return self.to_dict().get(name, default)
 
     def __iter__(self) -> Any:
         return iter(self.to_dict().items())
@@ -492,10 +494,25 @@ class MeshConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:
-        """The config that a checkpoint's config.json holds; the environment beats it."""
-        config = cls()
-        config._resolve({name: kwargs.pop(name) for name in list(kwargs) if name in _CHECKS}, config_dict)
+        """The config of a user who passes a dict to from_pretrained: all that it holds is given."""
+        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        given |= {name: kwargs.pop(name) for name in list(kwargs) if name in _CHECKS}
+        config = cls(**given)
         return (config, kwargs) if return_unused_kwargs else config
+
+    @classmethod
+    def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
+        """The config that a checkpoint's config.json holds; the environment beats it. Warns of fields that are not its business."""
+        refused = [name for name in stored if name in _CHECKS and name not in _OF_CHECKPOINT]
+        if refused:
+            warnings.warn(
+                f"The checkpoint's config.json sets {', '.join(refused)}, which is ignored: only you choose that, with MeshConfig or "
+                f"{_ENVIRONMENT_PREFIX}{refused[0].upper()}.",
+                stacklevel=2,
+            )
+        config = cls()
+        config._resolve({}, {name: value for name, value in stored.items() if name not in ("quant_method", *refused)})
+        return config
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """The fields that were given, which from_pretrained puts in the place of the checkpoint's own."""
@@ -504,8 +521,7 @@ class MeshConfig(QuantizationConfigMixin):
     def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         self.quant_method: Any = "mesh"
         self._given = _environment() | _checked(given)
-        stored = _checked({name: value for name, value in checkpoint.items() if name not in ("quant_method", *_LOCAL)})
-        for name, value in (_DEFAULTS | stored | self._given).items():
+        for name, value in (_DEFAULTS | _checked(checkpoint) | self._given).items():
             setattr(self, name, value)
 
 

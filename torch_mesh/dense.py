@@ -37,10 +37,16 @@ class MeshLinear(PackedModule, nn.Linear):
     _mesh_group_size: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.float64:  # as with experts
+            bias = None if self.bias is None else self.bias.float()
+            return self._product(input.float(), bias).double()
+        return self._product(input, self.bias)
+
+    def _product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.ops.torch_mesh.linear(
             input,
             self._mesh_packed,
-            self.bias,
+            bias,
             self.in_features,
             self.out_features,
             self._mesh_format,

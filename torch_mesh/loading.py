@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import warnings
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from . import _C
+from .announce import announce
 from .attention import check_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
@@ -33,11 +35,18 @@ from .modules import install, put_back, take_parameters
 from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
-from .saving import PatchedModelQuantizer
-from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
-from .store.convert import convert, convert_store
+from .saving import PatchedModelQuantizer, attach_quantizer
+from .store.checkpoint import (
+    CheckpointExperts,
+    find_checkpoint_experts,
+    meta_model,
+    quantised_already,
+    read_config,
+)
+from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .undivided import check_forwards, check_launch, check_undivided
 
 
 @dataclass(frozen=True)
@@ -66,16 +75,29 @@ class MeshQuantizer(PatchedModelQuantizer):
 
     quantization_config: MeshConfig
 
+    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
+        """transformers shows the config here before it looks for files: what stops it without torch_mesh has to go."""
+        if getattr(config, "transformers_weights", None) == WITHOUT_TORCH_MESH:
+            del config.transformers_weights
+        for part in vars(config).values():
+            if isinstance(part, PretrainedConfig):
+                self.update_attn_implementation(part)
+        return config
+
+    update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
+        check_launch()
+        check_undivided(model)
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         check_attention(model, self.quantization_config)
         check_predictor(layers, self.quantization_config)
         check_profile(self.quantization_config, layers)
         check_lossy(model, layers, self.quantization_config)
-        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config, self.pre_quantized)
+        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config)
         self._layers = layers
         assert checkpoint_files
         self._left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
@@ -89,6 +111,7 @@ class MeshQuantizer(PatchedModelQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         layers, records, config = self._layers, self._records, self.quantization_config
+        check_forwards(layers)
         for layer, parameters in zip(self._taken, self._parameters, strict=True):
             put_back(layer.module, parameters)
         self._left_alone.load(model)
@@ -109,6 +132,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)
         _forget_quantization(model)
+        attach_quantizer(model, self)
+        announce(model, config)
         return model
 
 
@@ -127,7 +152,6 @@ def _find_records(
     layers: list[ExpertsLayer],
     checkpoint_files: Sequence[str] | None,
     config: MeshConfig,
-    converted: bool,
 ) -> _Records:
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
@@ -135,7 +159,8 @@ def _find_records(
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = Path(checkpoint_files[0]).parent
-    if converted or is_store(folder):
+    method = _own_quantisation(folder)
+    if is_store(folder) or method == "mesh":
         store = _local_store(model, folder)
         check_fallback(model, layers, config, store.manifest.weights)
         check_gpu_weights(config, stored=store.manifest.weights)
@@ -145,6 +170,8 @@ def _find_records(
             return _records_of(_convert_again(store, other), layers, other)
 
         return _with_others(_records_of(store, layers, config), in_format=again)
+    if method is not None:
+        raise quantised_already(folder, method)
     check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
     check_gpu_weights(config)
     experts = find_checkpoint_experts(folder, model)
@@ -161,6 +188,19 @@ def _find_records(
         raw = _raw_records(experts, layers)
         return _with_others(raw, in_format=anew, checkpoint=folder, source_is_bf16=experts.dtype == "bf16")
     return _with_others(_records_of(_convert(name, experts, config), layers, config), in_format=anew, checkpoint=folder)
+
+
+def _own_quantisation(folder: Path) -> str | None:
+    """By the checkpoint's own config.json: transformers takes a method that it does not know for none, and a config that was passed may
+    be another's."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    for part in (config, *config.values()):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            return str(part["quantization_config"].get("quant_method", "an unnamed method"))
+    return None
 
 
 def _with_others(
@@ -182,6 +222,7 @@ def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> Reco
         layers=len(layers),
         places=list(range(len(layers))),
         source_arguments=experts.source_arguments(),
+        store=None,
     )
 
 
@@ -202,11 +243,20 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
 
 
 def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
-    """The store's number of a layer. A bare model has the paths of the one with a head, without their first part."""
+    """The store's number of a layer. A part of the stored model, such as one without a head or the text model, has other first names."""
     for index, module in enumerate(modules):
         if f".{module}".endswith(f".{layer.path}") or f".{layer.path}".endswith(f".{module}"):
             return index
+    alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(layer.path)]
+    if len(alike) == 1:
+        return alike[0]
     raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
+
+
+def _from_number(path: str) -> str:
+    """``layers.3.mlp.experts`` of ``model.language_model.layers.3.mlp.experts``."""
+    match = re.search(r"[^.]+\.\d+\..*", path)
+    return path if match is None else match[0]
 
 
 def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:
@@ -277,29 +327,37 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
         least_slots=least_slots(layers),
         fallback=fallback,
         elsewhere=placement.elsewhere(records.layers, records.places),
+        store=records.store,
     )
 
 
-def _refuse_other_methods(merge: Any) -> Any:
-    """For two different methods transformers raises too, but cannot say what torch_mesh would take."""
+def _merging(merge: Any) -> Any:
+    """Around what transformers makes of a checkpoint's quantisation and the one that was passed, where either is torch_mesh's."""
 
     @functools.wraps(merge)
-    def refusing(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        stored = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
-        method = stored.get("quant_method")
-        if isinstance(quantization_config_from_args, MeshConfig) and method != "mesh":
+    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored, given = quantization_config, quantization_config_from_args
+        table = stored if isinstance(stored, dict) else stored.to_dict()
+        method = table.get("quant_method")
+        if isinstance(given, dict) and given.get("quant_method") == "mesh":
+            given = MeshConfig.from_dict(given)
+        if isinstance(given, MeshConfig) and method != "mesh":
             raise UnsupportedModelError(
                 f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
                 "checkpoints and quantises them itself (weights='int8', 'int4' or 'lut4'): use the unquantised original."
             )
+        if method == "mesh" and isinstance(stored, dict):
+            stored = MeshConfig.of_checkpoint(stored)
+        if not isinstance(given, MeshConfig):
+            return merge(stored, given)
         with warnings.catch_warnings():
             # It says that what was passed is ignored, which is not so for any field of a MeshConfig.
             warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
-            return merge(quantization_config, quantization_config_from_args)
+            return merge(stored, given)
 
-    return staticmethod(refusing)
+    return staticmethod(merged)
 
 
-auto.AutoHfQuantizer.merge_quantization_configs = _refuse_other_methods(  # type: ignore[method-assign]
+auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[method-assign]
     auto.AutoHfQuantizer.merge_quantization_configs
 )

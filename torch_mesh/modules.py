@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -93,6 +94,10 @@ class MeshExperts(PackedModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        if (
+            hidden_states.dtype == torch.float64
+        ):  # of which the kernels know nothing; their weights have 16 bits at most
+            return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights).double()
         if self._mesh_device == hidden_states.device:
             return torch.ops.torch_mesh.experts_split(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
@@ -257,15 +262,10 @@ def restore_class(module: Any) -> None:
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
-    """accelerate keeps the bound forward of the class that a module had when it was hooked: hook it anew."""
-    hook = vars(module).get("_hf_hook")
-    if hook is not None:
-        from accelerate.hooks import (  # type: ignore[import-untyped]
-            add_hook_to_module,
-            remove_hook_from_module,
-        )
-
-        remove_hook_from_module(module)
+    """accelerate binds the forward that a module had when it was hooked, and leaves it there when the hook is removed: bind the new one."""
     module.__class__ = cls
-    if hook is not None:
-        add_hook_to_module(module, hook)
+    attributes = vars(module)
+    if "_old_forward" in attributes:
+        attributes["_old_forward"] = types.MethodType(cls.forward, module)
+    elif getattr(attributes.get("forward"), "__self__", None) is module:
+        del attributes["forward"]

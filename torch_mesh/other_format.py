@@ -31,13 +31,14 @@ class Records:
     layers: int
     places: list[int]  # the source's layer, for each layer of the model
     source_arguments: dict[str, Any]
+    store: Store | None  # that has them, if one has
 
     @classmethod
     def of_store(cls, store: Store, places: Sequence[int]) -> Records:
         """Those of a store that has the model's layers at ``places``."""
         manifest = store.manifest
         arguments = store.source_arguments()
-        return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(places), arguments)
+        return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(places), arguments, store)
 
 
 def open_other(
@@ -58,4 +59,5 @@ def open_other(
         source=_C.Source(**records.source_arguments),
         places=records.places,
         least_slots=least_slots,
+        store=records.store,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .announce import announce, withdraw
 from .attention import check_attention, give_back_attention, take_attention
 from .cache import cache_folder
 from .config import MeshConfig
@@ -31,7 +32,10 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
+from .store.manifest import Store
 from .store.progress import progress_bar
+from .undivided import check_forwards, check_undivided
+from .undo import Undo, undone_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,12 +47,14 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's parameters being freed when it is
     done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process. So are, in every case,
     those of another format (``gpu_weights``, ``fallback``).
-    No forward of the model may run meanwhile: its weights move away under it.
+    No forward of the model may run meanwhile: its weights move away under it. An error, or Ctrl-C, makes the model what it was; the originals of layers
+    that have been packed in memory and rounded are gone by then, and a warning says so.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
     """
     config = (config or MeshConfig()).replace(**fields)
+    check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)
     check_attention(model, config)
@@ -72,18 +78,20 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
         staging=gpu_pool_bytes(layers, placement, weights, config),
     )
-    if config.store is None and slots == _experts(layers) and config.io != "mmap":
-        gpu_pool = _open_gpu_pool(model, layers, config, weights, placement)  # before the weights are gone
-        pool = _patch_in_memory(layers, for_pool, weights, group_size)
-    else:
-        slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
-        pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement)
-    attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
-    make_lossy(model, layers, config)
-    pack_dense(model, layers, config)
-    take_attention(model, config)
-    announce_left_alone(model, layers)
-    move_experts(layers, pool, placement, gpu_pool)  # last: should it fail, the model is patched without them
+    with undone_on_error(model) as undo:
+        if config.store is None and slots == _experts(layers) and config.io != "mmap":
+            gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)  # before the weights are gone
+            pool = _patch_in_memory(layers, for_pool, weights, group_size, undo)
+        else:
+            slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
+            pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement, undo)
+        attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
+        make_lossy(model, layers, config)
+        pack_dense(model, layers, config)
+        take_attention(model, config)
+        move_experts(layers, pool, placement, gpu_pool)
+        announce_left_alone(model, layers)
+        announce(model, config)
     return model
 
 
@@ -101,6 +109,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
         _check_exact(model)
     device = _device(model)
     detach_quantizer(model)
+    withdraw(model)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
@@ -131,6 +140,7 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
             f"{type(model).__name__} is quantised by {quantizer.quantization_config.quant_method!s}. torch_mesh "
             "takes bf16, fp16 and fp32 weights and quantises them itself: load the original without quantization_config."
         )
+    check_forwards(layers)
     for layer in layers:
         for name, parameter in layer.parameters.items():
             if parameter.is_meta:
@@ -144,12 +154,17 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
                 )
 
 
-def _patch_in_memory(layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int) -> ExpertPool:
+def _patch_in_memory(
+    layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, undo: Undo
+) -> ExpertPool:
     pool = _open_pool(layers, config, weights, group_size, slots=_experts(layers), source=None)
+    undo.pools.append(pool)
     for index, layer in enumerate(layers):
+        device = _device(layer.module)
         for expert in range(layer.num_experts):
             pool.fill(index, expert, layer.expert(expert))
         install(layer, pool, index)
+        undo.free(layer, device)
     return pool
 
 
@@ -161,19 +176,22 @@ def _patch_on_disk(
     group_size: int,
     slots: int,
     placement: Placement,
+    undo: Undo,
 ) -> tuple[ExpertPool, ExpertPool | None]:
     """The pool, and that which reads what lies on GPUs, where there is one."""
     where: Any = {"stored_layers": len(layers), "weights": weights, "group_size": group_size}
     slots, stand_ins = split_pool(layers, config, slots, **where)
-    with _packed(model, config) as records:
+    with _packed(model, config, undo) as records:
         fallback = None
         if stand_ins > 0:
-            with _packed(model, other_config(config, config.fallback)) as low:
+            with _packed(model, other_config(config, config.fallback), undo) as low:
                 fallback = open_other(layers, config, low, slots=stand_ins, least_slots=least_slots(layers))
-        gpu_pool = _open_gpu_pool(model, layers, config, weights, placement)
+                undo.pools.append(fallback)
+        gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)
         source = _C.Source(**records.source_arguments)
         elsewhere = placement.elsewhere(records.layers, records.places)
-        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere)
+        pool = _open_pool(layers, config, weights, group_size, slots, source, fallback, elsewhere, records.store)
+        undo.pools.append(pool)
     for index, layer in enumerate(layers):
         install(layer, pool, index)
     connect(model, layers, config)
@@ -189,6 +207,7 @@ def _open_pool(
     source: _C.Source | None,
     fallback: ExpertPool | None = None,
     elsewhere: torch.Tensor | None = None,
+    store: Store | None = None,
 ) -> ExpertPool:
     return ExpertPool(
         common_geometry(layers),
@@ -202,25 +221,37 @@ def _open_pool(
         least_slots=least_slots(layers),
         fallback=fallback,
         elsewhere=elsewhere,
+        store=store,
     )
 
 
 def _open_gpu_pool(
-    model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, weights: str, placement: Placement
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    weights: str,
+    placement: Placement,
+    undo: Undo,
 ) -> ExpertPool | None:
     if not placement.needs_pool(weights):
         return None
-    with _packed(model, other_config(config, placement.weights)) as records:
-        return open_gpu_pool(layers, config, records)
+    with _packed(model, other_config(config, placement.weights), undo) as records:
+        pool = open_gpu_pool(layers, config, records)
+        undo.pools.append(pool)
+        return pool
 
 
 @contextmanager
-def _packed(model: nn.Module, config: MeshConfig) -> Iterator[Records]:
+def _packed(model: nn.Module, config: MeshConfig, undo: Undo) -> Iterator[Records]:
     """The experts in a store, to be opened within: whoever has its files open keeps them when an unnamed one loses their names."""
     weights = "bf16" if config.weights == "auto" else config.weights
     with _store_folder(config) as folder:
         with progress_bar(f"Packing experts to {weights}") as progress:
             store = convert_model(model, folder, weights, config.group_size, progress=progress).store
+        if (
+            config.store is not None
+        ):  # of weights that have no name: the next call could not use it, nor write another there
+            undo.stores.append(store.folder)
         yield Records.of_store(store, range(store.manifest.shape.layers))
 
 

@@ -20,6 +20,7 @@ from .ops.device import DeviceLayer, SharedDevice
 from .profiles import pool_profile
 from .stats_log import StatsLog
 from .store.convert import pack_expert
+from .store.manifest import Store
 
 
 def pool_slots(
@@ -64,7 +65,7 @@ class ExpertPool:
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
     ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
     those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
-    ``engine.warm_up()``.
+    ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ExpertPool:
         least_slots: int = 1,
         fallback: ExpertPool | None = None,
         elsewhere: torch.Tensor | None = None,
+        store: Store | None = None,
     ) -> None:
         if fallback is None:
             config = config.replace(fallback="none")  # every expert has a slot
@@ -97,6 +99,7 @@ class ExpertPool:
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
+        self.store = store
         self.threads = config.thread_count
         self.timeout = config.timeout
         self.workspace = config.workspace_bytes
@@ -137,6 +140,10 @@ class ExpertPool:
         if guard is not None:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
+
+    def close(self) -> None:
+        """Before its last reference is gone: for a pool that no module uses."""
+        self._finalizer()
 
     @property
     def shared_devices(self) -> list[SharedDevice]:

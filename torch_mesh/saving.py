@@ -1,18 +1,52 @@
-"""What transformers asks a model about its quantisation: whether a patched model can be saved, trained and compiled."""
+"""What transformers asks a model about its quantisation, and ``save_pretrained`` of a patched model.
+
+Exact weights are written as the checkpoint that the model would have without torch_mesh. Rounded experts are saved as they are: the folder
+is one that ``torch-mesh convert`` could have written, with the weights that were trained in the place of the source's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import functools
+import inspect
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import create_and_tag_model_card
 
 from .dense import packed_linears
-from .errors import MeshError
-from .families import find_experts
-from .modules import patched_modules, unpacked_parameters
+from .errors import MeshError, StoreError
+from .families import ExpertsLayer, find_experts
+from .modules import MeshExperts, patched_modules, unpacked_parameters
+from .pool import ExpertPool
+from .shards import PackedPart, Unpacking, being_saved
+from .store.checkpoint import shape_of
+from .store.convert import mark_packed, unmark_packed
+from .store.header import store_error
+from .store.manifest import MANIFEST_NAME, Manifest, OtherFile, Store, is_store, open_store, read_manifest
+from .store.progress import progress_bar
+from .store.writer import StorePlan, file_digest, write_store
+
+_COPY_BYTES = 64 << 20
+_SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
+_STAGING_PREFIX = ".torch_mesh-saving-"
 
 
 class PatchedModelQuantizer(HfQuantizer):
@@ -30,41 +64,367 @@ class PatchedModelQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
-        """What save_pretrained writes: the very checkpoint that the model would be without torch_mesh, or an error.
-
-        Holds all experts in memory at once.
-        """
+        """What transformers is to write: of packed weights their place in the plan, of rounded experts nothing."""
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}  # only adapters are saved
-        linears = dict(packed_linears(model))
-        experts_exact = all(module._mesh_pool.exact for module in patched_modules(model))
-        if not experts_exact or not all(linear.exact for linear in linears.values()):
+        unpacking = being_saved.get()
+        if unpacking is None:
             raise MeshError(
-                "save_pretrained cannot write this model: its weights are rounded and the originals are not in memory. "
-                "For a folder that opens with these experts as they are, run `torch-mesh convert SRC DST` on the original "
-                "checkpoint; to save rounded weights as an ordinary checkpoint, torch_mesh.unpatch(model, lossy=True) first."
+                f"{type(model).__name__} is patched: save it with model.save_pretrained(folder), the method that torch_mesh gave it, and "
+                "not with the one of its class."
             )
-        state = model.state_dict()
-        for layer in find_experts(model):
-            for name, tensor in unpacked_parameters(layer, torch.device("cpu")).items():
-                state[f"{layer.path}.{name}"] = tensor
-        state.update({f"{path}.weight": linear.unpacked_weight() for path, linear in linears.items()})
-        return state, {}
+        return dict(unpacking.state), {}
 
 
 def attach_quantizer(model: nn.Module, quantizer: PatchedModelQuantizer) -> None:
-    """Puts ``quantizer`` between ``model``, and the models inside it, and save_pretrained."""
+    """Gives ``model``, and the models inside it, ``quantizer`` and a ``save_pretrained`` of their own."""
     for module in _pretrained_models(model):
         module.hf_quantizer = quantizer
+        module.save_pretrained = types.MethodType(_save_pretrained, module)
 
 
 def detach_quantizer(model: nn.Module) -> None:
     for module in _pretrained_models(model):
         if isinstance(vars(module).get("hf_quantizer"), PatchedModelQuantizer):
             del module.hf_quantizer
+        vars(module).pop("save_pretrained", None)
 
 
 def _pretrained_models(model: nn.Module) -> list[Any]:
     """The transformers models in ``model`` that hold patched experts."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [module for module in models if next(patched_modules(module), None) is not None]
+
+
+@functools.wraps(PreTrainedModel.save_pretrained)
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    original = type(model).save_pretrained
+    call = inspect.signature(original).bind(model, *args, **kwargs)
+    call.apply_defaults()
+    folder = call.arguments["save_directory"]
+    adapters_only = getattr(model, "_hf_peft_config_loaded", False)
+    if adapters_only or os.path.isfile(folder):
+        return original(*call.args, **call.kwargs)
+    if not _saves_here(call.arguments["is_main_process"]):
+        return os.makedirs(folder, exist_ok=True)
+    upload = None
+    if call.arguments["push_to_hub"]:
+        upload = _Upload(model, Path(folder), call.arguments)
+        call.arguments["push_to_hub"] = False
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pool = _rounded_pool(model)
+    unpacking = _unpacking(
+        model,
+        call.arguments["state_dict"],
+        with_experts=pool is None,
+        original_format=call.arguments["save_original_format"],
+    )
+    write_plainly = functools.partial(_write_plainly, original, call)
+    names = _write_folder(model, folder, unpacking, pool, call.arguments["variant"], write_plainly)
+    if upload is not None:
+        upload.run(names)
+
+
+def _saves_here(is_main_process: bool) -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_main_process and not (distributed and torch.distributed.get_rank())
+
+
+def _rounded_pool(model: nn.Module) -> ExpertPool | None:
+    """The pool of experts that are not those of an ordinary checkpoint any more, and so go into a store."""
+    pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
+    if all(pool.exact for pool in pools.values()):
+        return None
+    if len(pools) > 1:
+        raise MeshError(
+            f"{type(model).__name__} has rounded experts in {len(pools)} pools, and a folder holds those of one. Save the models inside it "
+            "one by one, or make ordinary weights of them first: torch_mesh.unpatch(model, lossy=True)."
+        )
+    return next(iter(pools.values()))
+
+
+def _unpacking(
+    model: Any, given: Mapping[str, torch.Tensor] | None, *, with_experts: bool, original_format: bool
+) -> Unpacking:
+    state = dict(model.state_dict() if given is None else given)
+    parts = []
+    for layer in _patched_layers(model):
+        shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
+        if with_experts:
+            parts.append(_part(shapes, state, functools.partial(_unpacked_experts, layer)))
+            continue
+        for name in shapes:
+            if name in state and _has_values(state.pop(name)):
+                raise MeshError(
+                    f"state_dict has values of {name}, but experts that are rounded are saved as they are: leave them out, or "
+                    "torch_mesh.unpatch(model, lossy=True) first."
+                )
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for path, linear in packed_linears(model):
+        name = f"{path}.weight"
+        if tied.get(name) in state:  # a head is packed on its own, and the embedding has what it is loaded from
+            state.pop(name, None)
+            continue
+        part = _part({name: linear.weight}, state, functools.partial(_unpacked_linear, name, linear))
+        parts.append(part)
+        if part.weights and not linear.exact:
+            rounded = linear._mesh_format
+            warnings.warn(
+                f"Linear layers that dense= rounded to {rounded} are saved as ordinary weights with their rounded values.",
+                stacklevel=4,
+            )
+    return Unpacking(model, state, parts, original_format)
+
+
+def _part(shapes: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], unpack: Any) -> PackedPart:
+    """Of the weights in ``state`` that have no values there: whoever passes a state dict may leave some out, or give others."""
+    packed = [name for name in shapes if name in state and not _has_values(state[name])]
+    return PackedPart({n: torch.empty(shapes[n].shape, dtype=shapes[n].dtype, device="meta") for n in packed}, unpack)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def _patched_layers(model: nn.Module) -> list[ExpertsLayer]:
+    return [layer for layer in find_experts(model) if isinstance(layer.module, MeshExperts)]
+
+
+def _unpacked_experts(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
+    return {f"{layer.path}.{name}": value for name, value in unpacked_parameters(layer, torch.device("cpu")).items()}
+
+
+def _unpacked_linear(name: str, linear: Any) -> dict[str, torch.Tensor]:
+    return {name: linear.unpacked_weight()}
+
+
+def _write_plainly(original: Any, call: inspect.BoundArguments, unpacking: Unpacking, folder: Path) -> None:
+    """transformers' own save_pretrained, of what ``unpacking`` says."""
+    call.arguments.update(save_directory=folder, state_dict=None)
+    token = being_saved.set(unpacking)
+    try:
+        original(*call.args, **call.kwargs)
+    finally:
+        being_saved.reset(token)
+        unpacking.state.clear()  # its tensors refer to it
+
+
+def _write_folder(
+    model: nn.Module,
+    folder: Path,
+    unpacking: Unpacking,
+    pool: ExpertPool | None,
+    variant: str | None,
+    write_plainly: Callable[[Unpacking, Path], None],
+) -> list[str]:
+    """Fills ``folder`` and returns the names of what was written. All of it is complete before any of it takes its place."""
+    with _staging(folder) as staging, _full_disk_as_store_error(folder):
+        manifest = None
+        if pool is None:
+            _check_free_space(folder, unpacking.nbytes)
+        else:
+            manifest = _place_records(model, pool, staging, unpacking.nbytes)
+        write_plainly(unpacking, staging)
+        _set_quantization(staging / "config.json", model, manifest)
+        if manifest is not None:
+            _write_manifest(staging, manifest)
+        return _move_into_place(staging, folder, variant)
+
+
+@contextlib.contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A hidden folder in ``folder``, on whose file system it is; those of processes that were killed are removed."""
+    for left in folder.glob(f"{_STAGING_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with (
+        tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder, ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as lock,
+    ):
+        with contextlib.suppress(OSError):  # where folders cannot be locked none is ever taken for abandoned
+            lock.enter_context(_locked(Path(name)))
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError if a process has it locked, or it cannot be. The kernel lets go when the process dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
+    """Puts all records of ``pool`` into ``staging``: as hard links where the store is at hand and that can be, else as copies.
+
+    ``beside``: bytes that will be written beside them.
+    """
+    store = _store_of(pool)
+    if store is None:
+        return _write_records(model, pool, staging, beside)
+    manifest = store.manifest
+    sources = [(store.folder / file.name).resolve() for file in manifest.record_files]
+    targets = [staging / file.name for file in manifest.record_files]
+    if all(map(_link, sources, targets)):
+        _check_free_space(staging, beside)
+    else:
+        for target in targets:
+            target.unlink(missing_ok=True)
+        _check_free_space(staging, beside + sum(file.bytes for file in manifest.record_files))
+        for source, target in zip(sources, targets, strict=True):
+            _copy(source, target)
+    # Records of one source, but no conversion of it: what stands beside them may have been trained since.
+    fingerprint = f"{manifest.source_fingerprint.removesuffix(' saved')} saved"
+    return replace(manifest, source_fingerprint=fingerprint)
+
+
+def _store_of(pool: ExpertPool) -> Store | None:
+    """The store that the pool reads, if it is still where it was."""
+    if pool.store is None:
+        return None
+    try:
+        now = open_store(pool.store.folder)
+    except (StoreError, OSError):
+        return None
+    return now if now.manifest.store_id == pool.store.manifest.store_id else None
+
+
+def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
+    """Of experts that are in memory alone, or in a store without a name."""
+    layers = _patched_layers(model)
+    plan = StorePlan(
+        shape=shape_of(layers),
+        modules=tuple(layer.path for layer in layers),
+        weights=pool.weights,
+        group_size=pool.group_size,
+        source_name=type(model).__name__,
+        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
+    )
+    _check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
+    records = (
+        (number, expert, functools.partial(_record, layer.module, expert))
+        for number, layer in enumerate(layers)
+        for expert in range(layer.num_experts)
+    )
+    with progress_bar(f"Writing experts in {pool.weights}") as progress:
+        store = write_store(staging / "records", plan, records, progress=progress).store
+    for file in store.manifest.record_files:
+        (store.folder / file.name).rename(staging / file.name)
+    shutil.rmtree(store.folder)
+    return store.manifest
+
+
+def _record(module: Any, expert: int) -> torch.Tensor:
+    return torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, one without hard links, a file of another user's
+        return False
+    return True
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Within the kernel, which shares the blocks where the file system can."""
+    with source.open("rb") as reading, target.open("xb") as writing:
+        rest = os.fstat(reading.fileno()).st_size
+        try:
+            while rest and (count := os.copy_file_range(reading.fileno(), writing.fileno(), min(rest, _COPY_BYTES))):
+                rest -= count
+        except OSError as problem:
+            if problem.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        shutil.copyfileobj(reading, writing, _COPY_BYTES)  # what is left, from where that ended
+
+
+def _check_free_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE_BYTES:
+        raise store_error(
+            folder,
+            f"the disk has {free / 1e6:,.0f} MB free, and the model takes {(needed + _SPARE_BYTES) / 1e6:,.0f} MB. Nothing was "
+            "written; free some, or choose another folder",
+        )
+
+
+@contextlib.contextmanager
+def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise store_error(
+            folder, "the disk is full. What was there is as it was; free some room, or choose another folder"
+        ) from problem
+
+
+def _set_quantization(path: Path, model: Any, manifest: Manifest | None) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    unmark_packed(config, model.config)
+    if manifest is not None:
+        modules = [layer.path for layer in _patched_layers(model)]
+        mark_packed(config, model, modules, manifest.weights, manifest.group_size)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_manifest(staging: Path, manifest: Manifest) -> None:
+    records = {file.name for file in manifest.record_files}
+    others = sorted(path for path in staging.iterdir() if path.name not in records)
+    other_files = tuple(OtherFile(path.name, path.stat().st_size, file_digest(path)) for path in others)
+    (staging / MANIFEST_NAME).write_text(replace(manifest, other_files=other_files).to_json(), encoding="utf-8")
+
+
+def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
+    """The manifest goes first where one is replaced and comes last, so that a folder in between passes for no store."""
+    names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
+    for name in _outdated(folder, variant):
+        if name not in names or name == MANIFEST_NAME:
+            (folder / name).unlink(missing_ok=True)
+    for name in names:
+        os.replace(staging / name, folder / name)
+    return names
+
+
+def _outdated(folder: Path, variant: str | None) -> list[str]:
+    """What an earlier save left in ``folder`` and would be read together with the new one's files, or instead of them."""
+    dotted = f".{variant}" if variant else ""
+    weights = rf"model{re.escape(dotted)}(-\d{{5}}-of-\d{{5}})?\.safetensors"
+    index = rf"model\.safetensors\.index{re.escape(dotted)}\.json"
+    outdated = [path.name for path in folder.iterdir() if re.fullmatch(f"{weights}|{index}", path.name)]
+    if not is_store(folder):
+        return outdated
+    with contextlib.suppress(StoreError):
+        outdated += [file.name for file in read_manifest(folder).record_files]
+    return [MANIFEST_NAME, *outdated]
+
+
+class _Upload:
+    """What ``push_to_hub=True`` asks for. The repository is made at once: whoever may not should learn it before the model is written."""
+
+    def __init__(self, model: Any, folder: Path, arguments: dict[str, Any]) -> None:
+        options = dict(arguments.get("kwargs", {}))
+        self._folder = folder
+        self._message = options.pop("commit_message", None) or f"Upload {type(model).__name__}"
+        self._create_pr = options.pop("create_pr", False)
+        self._tags = model.model_tags
+        self._token = arguments["token"]
+        name = options.pop("repo_id", folder.name)
+        self._repository = HfApi().create_repo(name, exist_ok=True, token=self._token, **options).repo_id
+
+    def run(self, names: Sequence[str]) -> None:
+        create_and_tag_model_card(self._repository, self._tags, token=self._token).save(self._folder / "README.md")
+        HfApi().upload_folder(
+            repo_id=self._repository,
+            folder_path=self._folder,
+            allow_patterns=[*names, "README.md"],
+            commit_message=self._message,
+            create_pr=self._create_pr,
+            token=self._token,
+        )

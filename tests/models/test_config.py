@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +69,85 @@ def test_sizes(text: str | int, size: int) -> None:
 
 
 def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = {"quant_method": "mesh", "weights": "int4", "group_size": 32, "io": "uring", "policy": "slru"}
-    monkeypatch.setenv("TORCH_MESH_IO", "threads")
+    checkpoint = {"quant_method": "mesh", "weights": "int4", "group_size": 32, "prefetch": "off", "policy": "slru"}
+    monkeypatch.setenv("TORCH_MESH_PREFETCH", "auto")
     monkeypatch.setenv("TORCH_MESH_POLICY", "lru")
     monkeypatch.setenv("TORCH_MESH_TIMEOUT", "5")
 
-    stored = AutoQuantizationConfig.from_dict(dict(checkpoint))
-    assert isinstance(stored, MeshConfig)
-    assert (stored.weights, stored.group_size, stored.io, stored.policy, stored.timeout) == (
+    stored = MeshConfig.of_checkpoint(checkpoint)
+    assert (stored.weights, stored.group_size, stored.prefetch, stored.policy, stored.timeout) == (
         "int4",
         32,
-        "threads",
+        "auto",
         "lru",
         5.0,
     )
     assert stored.resident == "auto"
 
     given = MeshConfig(policy="lfu")
-    assert (given.policy, given.io) == ("lfu", "threads")
-    assert given.get_loading_attributes() == {"policy": "lfu", "io": "threads", "timeout": 5.0}
+    assert (given.policy, given.prefetch) == ("lfu", "auto")
+    assert given.get_loading_attributes() == {"policy": "lfu", "prefetch": "auto", "timeout": 5.0}
     assert given.replace(io="uring").io == "uring"
+
+
+# What a checkpoint knows of itself. A new field is not among them until somebody says so here.
+OF_CHECKPOINT = {
+    "weights": "int4",
+    "group_size": 32,
+    "policy": "lru",
+    "quotas": "on",
+    "prefetch": "off",
+    "early_layers": 1,
+    "early_experts": 2,
+    "prefill": "off",
+}
+# Values that differ from the defaults, of all fields that are of this machine.
+OF_THIS_MACHINE = {
+    "resident": 0.5,
+    "dense": "int8",
+    "attention": "mesh",
+    "store": "/somewhere",
+    "io": "threads",
+    "profile": "/etc/passwd",
+    "pins": 0.25,
+    "guard": "off",
+    "deferred_experts": 1,
+    "routing_bias": 0.5,
+    "fallback": "int4",
+    "verify": "never",
+    "threads": 1000,
+    "workspace": "1TiB",
+    "gpu_experts": 4,
+    "gpu_weights": "int4",
+    "gpu_streaming": "off",
+    "gpu_placement": "dynamic",
+    "timeout": 1e6,
+    "predictor": "/etc/passwd",
+    "stats_file": "/etc/passwd",
+    "stats_every": 1,
+}
+
+
+def test_a_checkpoint_sets_what_it_knows_of_itself_and_nothing_of_this_machine() -> None:
+    assert set(FIELDS) == {*OF_CHECKPOINT, *OF_THIS_MACHINE}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = MeshConfig.of_checkpoint({"quant_method": "mesh", **OF_CHECKPOINT})
+    assert config == MeshConfig(**OF_CHECKPOINT)
+    assert config.to_dict() == {"quant_method": "mesh", **OF_CHECKPOINT}
+    for name, value in OF_THIS_MACHINE.items():
+        with pytest.warns(UserWarning, match=f"config.json sets {name}, which is ignored.*TORCH_MESH_{name.upper()}"):
+            assert MeshConfig.of_checkpoint({"quant_method": "mesh", name: value}) == MeshConfig()
+    assert set(MeshConfig(**OF_THIS_MACHINE).to_dict()) == {"quant_method", *OF_CHECKPOINT}
+    with pytest.raises(ValueError, match="no field 'polcy'"):
+        MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru"})
+
+
+def test_a_dict_that_a_user_passes_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MESH_IO", "uring")
+    config = AutoQuantizationConfig.from_dict({"quant_method": "mesh", "io": "threads", "resident": 0.5, "threads": 2})
+    assert config == MeshConfig(io="threads", resident=0.5, threads=2)
+    assert config.get_loading_attributes() == {"io": "threads", "resident": 0.5, "threads": 2}
 
 
 def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +164,9 @@ def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: 
 def test_survives_copies_json_and_pickle() -> None:
     config = MeshConfig(resident=0.25, store=Path("folder"), threads=2)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-    assert MeshConfig.from_dict(config.to_dict()) == config
-    assert '"resident": 0.25' in config.to_json_string()
+    config = config.replace(weights="int8", policy="slru")
+    stored = MeshConfig.of_checkpoint(json.loads(config.to_json_string(use_diff=False)))
+    assert stored == MeshConfig(weights="int8", policy="slru")
     assert "resident=0.25" in repr(config)
 
 

@@ -110,7 +110,7 @@ def test_a_head_tied_to_the_embedding_is_tied_again(ids: torch.Tensor) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_from_pretrained_packs_and_only_an_exact_model_is_saved(tmp_path: Path, ids: torch.Tensor) -> None:
+def test_from_pretrained_packs(tmp_path: Path, ids: torch.Tensor) -> None:
     source = TINY_MODELS[QWEN].build()
     expected = _logits(source, ids)
     source.save_pretrained(tmp_path / "model")
@@ -127,8 +127,6 @@ def test_from_pretrained_packs_and_only_an_exact_model_is_saved(tmp_path: Path, 
         tmp_path / "model", quantization_config=MeshConfig(dense="int4", resident=0.5), dtype=torch.bfloat16
     )
     assert _error(_logits(rounded, ids), expected) < 0.5
-    with pytest.raises(MeshError, match="its weights are rounded"):
-        rounded.save_pretrained(tmp_path / "rounded")
 
 
 def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> None:

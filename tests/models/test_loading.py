@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import TINY_MODELS
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig, GPTQConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, memory
@@ -157,16 +158,68 @@ def test_raw_fp16_and_fp32_are_rounded(dtype: torch.dtype, tmp_path: Path, ids: 
         torch_mesh.unpatch(model)
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
-def test_checkpoints_quantised_by_others_are_refused(method: str, tmp_path: Path) -> None:
+def _change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes", "modelopt", "of tomorrow"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_checkpoints_quantised_by_others_are_refused(method: str, weights: str, tmp_path: Path) -> None:
     _save("Qwen3MoeExperts", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method} | (
-        {"load_in_8bit": True} if method == "bitsandbytes" else {}
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = AutoConfig.from_pretrained(tmp_path)
+    others = {"load_in_8bit": True} if method == "bitsandbytes" else {}
+    _change_config(tmp_path, quantization_config={"quant_method": method} | others)
     with pytest.raises(UnsupportedModelError, match=f"{method}.*bf16, fp16 and fp32"):
-        _open(tmp_path)
+        _open(tmp_path, weights=weights)
+    config = MeshConfig(weights=weights)
+    with pytest.raises(UnsupportedModelError, match=f"{method}.*bf16, fp16 and fp32"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=plain, quantization_config=config)
+
+
+@pytest.mark.parametrize("passed", [AwqConfig(bits=4), GPTQConfig(bits=4)])
+def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) -> None:
+    stored = {"quant_method": passed.quant_method.value, "bits": 4}
+    with pytest.warns(UserWarning, match="You passed `quantization_config`"):
+        assert AutoHfQuantizer.merge_quantization_configs(stored, passed).bits == 4
+
+
+FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "mmap"}
+
+
+def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(
+    tmp_path: Path, _cache: Path, ids: torch.Tensor
+) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    table = {"quant_method": "mesh", "policy": "slru", "store": str(tmp_path / "written"), "dense": "int4"}
+    _change_config(tmp_path / "store", quantization_config=table | FILE_FIELDS)
+    with pytest.warns(UserWarning, match="config.json sets store, dense, resident, threads.* ignored"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "store")
+    assert "policy=slru" in repr(model) and "resident=24 of 24" in repr(model) and "io=" not in repr(model)
+    pool = next(patched_modules(model))._mesh_pool
+    assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+    given = MeshConfig(resident=0.5, fallback="int4")
+    with pytest.warns(UserWarning, match="ignored"):  # fallback makes a store of its own
+        AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=given)
+    assert list((_cache / "stores").iterdir())
+    assert not (tmp_path / "written").exists() and not (tmp_path / "written-int4").exists()
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_dict_is_taken_for_a_config(
+    converted: bool, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
+    if converted:
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.9")
+    given = {"quant_method": "mesh", "resident": 0.5, "policy": "lru"}
+    folder = tmp_path / ("store" if converted else "raw")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=given)
+    assert "resident=12 of 24 experts, policy=lru" in repr(model)
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 
 def test_unsupported_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:

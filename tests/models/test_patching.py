@@ -272,17 +272,6 @@ def test_save_pretrained_writes_the_original_of_an_exact_model(tmp_path: Path, i
     assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
-def test_save_pretrained_of_rounded_experts_says_how(tmp_path: Path) -> None:
-    model = torch_mesh.patch(_build(), weights="int4")
-    for part in (model, model.model):
-        with pytest.raises(MeshError, match="torch-mesh convert.*unpatch"):
-            part.save_pretrained(tmp_path / "saved")
-    assert not list((tmp_path / "saved").glob("*.safetensors"))
-    torch_mesh.unpatch(model, lossy=True)
-    model.save_pretrained(tmp_path / "saved")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type == "qwen3_moe"
-
-
 def test_stats_count_what_happened(ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.25, policy="lru")
     empty = torch_mesh.stats(model)

@@ -224,7 +224,11 @@ def check_not_quantised(config: Any, folder: Path) -> None:
         raise UnsupportedModelError(
             f"{folder} is a converted store already; open it as it is, without converting it again."
         )
-    raise UnsupportedModelError(
+    raise quantised_already(folder, method)
+
+
+def quantised_already(folder: Path, method: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"{folder} is quantised already ({method}). torch_mesh reads bf16, fp16 and fp32 checkpoints and quantises them itself "
         "(weights='int8', 'int4' or 'lut4'): use the unquantised original."
     )

@@ -9,8 +9,10 @@ import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
@@ -27,6 +29,9 @@ from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
 _COPY_BYTES = 8 << 20
+# Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
+# quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
+WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
 # Files of a checkpoint that hold weights in some format. All others are copied.
 _WEIGHT_SUFFIXES = (
     ".safetensors",
@@ -218,10 +223,45 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
 
 def _mesh_config(folder: Path, plan: StorePlan) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "mesh", "weights": plan.weights}
-    if plan.group_size:
-        config["quantization_config"]["group_size"] = plan.group_size
+    mark_packed(config, meta_model(read_config(folder)), plan.modules, plan.weights, plan.group_size)
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def mark_packed(
+    config: dict[str, Any], model: PreTrainedModel, modules: Sequence[str], weights: str, group_size: int
+) -> None:
+    """Makes a config.json that of a folder with packed experts. ``model``: that it describes, on any device, in which ``modules`` are the experts.
+
+    Configs within it say so too if transformers opens a part with experts by them, such as the text model.
+    """
+    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
+    if group_size:
+        quantization["group_size"] = group_size
+    parts = {
+        id(module.config)
+        for path, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
+    }
+    for stored, described in _configs(config, model.config):
+        if stored is config or id(described) in parts:
+            stored["quantization_config"] = quantization
+            stored["transformers_weights"] = WITHOUT_TORCH_MESH
+
+
+def unmark_packed(config: dict[str, Any], described: PretrainedConfig) -> None:
+    """Makes a config.json that of a folder without: the reverse of ``mark_packed``."""
+    for stored, _ in _configs(config, described):
+        stored.pop("quantization_config", None)
+        stored.pop("transformers_weights", None)
+
+
+def _configs(stored: dict[str, Any], described: PretrainedConfig) -> Iterator[tuple[dict[str, Any], PretrainedConfig]]:
+    """A config.json and all configs within it, each with what transformers makes of it."""
+    yield stored, described
+    for name, value in stored.items():
+        part = vars(described).get(name)
+        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+            yield from _configs(value, part)
 
 
 def _is_copied(path: Path) -> bool:

@@ -1,0 +1,148 @@
+"""What a patched model says of itself to transformers: its quantisation, its memory, and what may be done with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.trainer_utils import validate_quantization_for_training
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules import PackedModule, patched_modules
+from torch_mesh.store.convert import convert
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
+    return TINY_MODELS[name].build()
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def _made(how: str, folder: Path, **fields: Any) -> PreTrainedModel:
+    if how == "patched":
+        return torch_mesh.patch(_build(), **fields)
+    _build().save_pretrained(folder / "raw")
+    if how == "raw":
+        return AutoModelForCausalLM.from_pretrained(folder / "raw", quantization_config=MeshConfig(**fields))
+    convert(folder / "raw", folder / "store", fields.pop("weights"))
+    return AutoModelForCausalLM.from_pretrained(folder / "store", quantization_config=MeshConfig(**fields))
+
+
+@pytest.mark.parametrize("how", ["patched", "raw", "converted"])
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_the_config_says_what_the_model_is_and_forbids_nothing(
+    how: str, weights: str, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    model = _made(how, tmp_path, weights=weights, resident=0.4)
+    for part in (model, model.model):
+        said = part.config.quantization_config
+        assert isinstance(said, MeshConfig)
+        assert (said.quant_method, said.weights, said.resident, said.group_size) == ("mesh", weights, 0.4, 64)
+    assert f'"weights": "{weights}"' in str(model.config)
+    expected = _logits(model, ids)
+    validate_quantization_for_training(model)  # what Trainer asks
+    assert torch.equal(_logits(model.to("cpu"), ids), expected)
+    assert model.half().to(torch.bfloat16).float().dtype == torch.float32
+    clone = copy.deepcopy(model)
+    torch_mesh.unpatch(model, lossy=True)
+    assert not hasattr(model.config, "quantization_config") and not hasattr(model.model.config, "quantization_config")
+    assert clone.config.quantization_config.weights == weights
+    torch_mesh.unpatch(clone, lossy=True)
+
+
+def test_a_config_that_said_something_else_says_it_again() -> None:
+    model = _build()
+    model.config.quantization_config = {"quant_method": "unknown to transformers"}
+    torch_mesh.patch(model)
+    assert model.config.quantization_config.weights == "bf16"
+    torch_mesh.unpatch(model)
+    assert model.config.quantization_config == {"quant_method": "unknown to transformers"}
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_what_is_saved_opens_as_what_it_is(weights: str, tmp_path: Path, ids: torch.Tensor) -> None:
+    model = _made("raw", tmp_path, weights=weights, resident=0.4)
+    expected = _logits(model, ids)
+    model.save_pretrained(tmp_path / "saved")
+    assert model.config.quantization_config.weights == weights
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert ("quantization_config" in config) == ("transformers_weights" in config) == (weights == "int8")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert bool(list(patched_modules(opened))) == (weights == "int8")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=MeshConfig(resident=0.4))
+    assert torch.equal(_logits(again, ids), expected)
+
+
+def test_the_config_of_a_loaded_model_opens_its_checkpoint(tmp_path: Path, ids: torch.Tensor) -> None:
+    model = _made("raw", tmp_path, weights="int8", policy="lru")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", config=model.config)
+    assert "weights=int8" in repr(again) and "policy=lru" in repr(again)
+    assert torch.equal(_logits(again, ids), _logits(model, ids))
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "raw"), "quantization_config")
+
+
+def _plain_bytes(model: PreTrainedModel, buffers: bool = True) -> int:
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *(model.buffers() if buffers else ())]}
+    packed = [
+        m._parameters[name] for m in model.modules() if isinstance(m, PackedModule) for name in m._mesh_parameters
+    ]
+    return sum(tensor.nbytes for tensor in tensors.values() if not any(tensor is each for each in packed))
+
+
+def test_the_memory_footprint_is_what_the_model_takes(tmp_path: Path) -> None:
+    plain = _build()
+    whole = plain.get_memory_footprint()
+    assert whole == _plain_bytes(plain)
+    model = torch_mesh.patch(copy.deepcopy(plain), weights="int8", resident=0.4)
+    pool = next(patched_modules(model))._mesh_pool.engine.describe()["pool_bytes"]
+    assert 0 < pool < whole
+    for part in (model, model.model, copy.deepcopy(model)):
+        assert part.get_memory_footprint() == _plain_bytes(part) + pool
+        assert part.get_memory_footprint(return_buffers=False) == _plain_bytes(part, buffers=False) + pool
+    torch_mesh.unpatch(model, lossy=True)
+    assert model.get_memory_footprint() == whole
+
+    both = torch_mesh.patch(copy.deepcopy(plain), resident=0.5, dense="int8", fallback="int4")
+    experts = next(patched_modules(both))._mesh_pool
+    packed = sum(module._mesh_packed.nbytes for module in both.modules() if hasattr(module, "_mesh_packed"))
+    pools = experts.engine.describe()["pool_bytes"] + experts.fallback.engine.describe()["pool_bytes"]
+    assert both.get_memory_footprint() == _plain_bytes(both) + packed + pools
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "DeepseekV4Experts", "GptOssExperts"])
+@pytest.mark.parametrize("dense", ["none", "int8"])
+def test_double_computes(name: str, dense: str, ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(name), resident=0.4, dense=dense).float()
+    expected = _logits(model, ids).double()
+    logits = _logits(model.double(), ids)
+    assert logits.dtype == torch.float64
+    assert ((logits - expected).norm() / expected.norm()) < (1e-4 if dense == "none" else 0.03)
+    torch_mesh.unpatch(model, lossy=True)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_double_has_gradients(ids: torch.Tensor) -> None:
+    model = torch_mesh.patch(_build(), resident=0.5).double().train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    gradient = model.model.embed_tokens.weight.grad
+    assert gradient.dtype == torch.float64 and gradient.norm() > 0

@@ -1,0 +1,159 @@
+"""Continuous batching of transformers on patched models: several requests at once, each with the tokens that it would get alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.store.convert import convert
+
+TEXTS = [
+    "And it came to pass in those days, that",
+    "def main():\n    parser =",
+    "In the beginning",
+    "And the LORD said unto Moses, Go in unto Pharaoh, and tell him, Thus saith the LORD God of the Hebrews, Let my",
+    "import os\n",
+    "class",
+]
+GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=4095, pad_token_id=0)
+# Of 16 tokens each: longer prompts are cut, and their parts share forwards with the decode steps of others.
+BATCHES = {"num_blocks": 24, "max_batch_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return request.config.rootpath / "examples" / "mesh-tiny"
+
+
+@pytest.fixture(scope="module")
+def prompts(checkpoint: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return [tokenizer(text).input_ids for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def original(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def expected(original: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What the unpatched model makes of each prompt alone."""
+    return [_alone(original, prompt) for prompt in prompts]
+
+
+def _alone(model: Any, prompt: list[int]) -> list[int]:
+    return model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
+
+
+def _batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
+    batching = ContinuousBatchingConfig(**(BATCHES | options))
+    return list(
+        model.generate_batch(
+            list(prompts), generation_config=GREEDY, continuous_batching_config=batching, warmup=False
+        ).values()
+    )
+
+
+def _assert_follow(model: Any, prompts: list[list[int]], tokens: list[list[int]], expected: list[list[int]]) -> None:
+    """Equal, up to where the two best tokens of ``model`` are as good as tied: rounding differs with the rows of a forward."""
+    assert len(tokens) == len(expected)
+    equal = 0
+    for prompt, mine, others in zip(prompts, tokens, expected, strict=True):
+        assert len(mine) == len(others)
+        same = next((i for i, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b), len(mine))
+        equal += same
+        if same < len(mine):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + others[:same]])).logits[0, -1].float()
+            assert logits[others[same]] - logits[mine[same]] < 0.1 * logits.std(), (prompt, mine, others)
+    assert equal > 0.7 * sum(map(len, expected))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"resident": 0.25},
+        {"resident": 0.05},  # hardly more than one token needs
+        {"resident": 0.25, "dense": "bf16"},
+        {"resident": 0.25, "quotas": "on", "policy": "lru", "prefetch": "off"},
+        {"resident": 1.0},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_tokens_are_those_of_the_unpatched_model(
+    fields: dict[str, Any], original: Any, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    model = torch_mesh.patch(copy.deepcopy(original), **fields)
+    results = _batched(model, prompts)
+    assert [result.error for result in results] == [None] * len(prompts)
+    _assert_follow(original, prompts, [result.generated_tokens for result in results], expected)
+    stats = torch_mesh.stats(model)
+    assert stats.decode.forwards > 0 and (stats.evicted > 0) == (fields["resident"] < 1)
+    _assert_follow(original, prompts, [_alone(model, prompt) for prompt in prompts], expected)  # it is as it was
+
+
+@pytest.mark.parametrize("way", ["raw", "converted"])
+def test_loaded_models(
+    way: str, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], original: Any, tmp_path: Path
+) -> None:
+    folder = checkpoint
+    if way == "converted":
+        convert(checkpoint, tmp_path / "store", "int8")
+        folder = tmp_path / "store"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=MeshConfig(resident=0.2)
+    )
+    reference, alone = (original, expected) if way == "raw" else (model, [_alone(model, p) for p in prompts])
+    results = _batched(model, prompts)
+    _assert_follow(reference, prompts, [result.generated_tokens for result in results], alone)
+
+
+def test_requests_that_come_while_others_run(
+    original: Any, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    model = torch_mesh.patch(copy.deepcopy(original), resident=0.1)
+    found: dict[str, list[int]] = {}
+    with model.continuous_batching_context_manager(
+        generation_config=GREEDY, continuous_batching_config=ContinuousBatchingConfig(**BATCHES), warmup=False
+    ) as manager:
+        first = [manager.add_request(prompt, streaming=True) for prompt in prompts[:2]]
+        later: list[str] = []
+        while len(found) < len(prompts):
+            result = manager.get_result(timeout=60)
+            assert result is not None and result.error is None
+            if not later:  # the first ones have begun
+                later = [manager.add_request(prompt) for prompt in prompts[2:]]
+            if result.is_finished():
+                found[result.request_id] = result.generated_tokens
+    _assert_follow(original, prompts, [found[name] for name in first + later], expected)
+
+
+def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
+    checkpoint: Path, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = convert(checkpoint, tmp_path / "store", "int8").store
+    records = tmp_path / "store" / written.manifest.record_files[0].name
+    whole = records.read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "store", dtype=torch.bfloat16, quantization_config=MeshConfig(resident=0.1, io="threads")
+    )
+    expected = [_alone(model, prompt) for prompt in prompts]
+    with records.open("r+b") as file:
+        file.truncate(written.manifest.record_files[0].data_start)
+    failed = _batched(model, prompts[:2])
+    assert len(failed) == 2
+    assert all("cannot read expert" in result.error and str(records) in result.error for result in failed)
+    caplog.clear()  # what was logged holds the error's frames, and those the model
+    with records.open("r+b") as file:  # the same file, which the pool has open
+        file.write(whole)
+    results = _batched(model, prompts)
+    _assert_follow(model, prompts, [result.generated_tokens for result in results], expected)

@@ -1,0 +1,107 @@
+"""A converted folder in the hands of transformers alone: it says what is missing, and never draws random experts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.convert import convert
+
+# Each in a process that never imports torch_mesh, and says what came of it.
+_OPENERS = """
+import sys, transformers
+from transformers.cli.serving.model_manager import ModelManager
+
+text, pictures = sys.argv[1:]
+openers = {
+    "AutoModelForCausalLM": lambda: transformers.AutoModelForCausalLM.from_pretrained(text),
+    "device_map": lambda: transformers.AutoModelForCausalLM.from_pretrained(text, device_map="cpu"),
+    "AutoModel": lambda: transformers.AutoModel.from_pretrained(text),
+    "mismatches": lambda: transformers.AutoModelForCausalLM.from_pretrained(text, ignore_mismatched_sizes=True),
+    "pipeline": lambda: transformers.pipeline("text-generation", model=text),
+    "serve": lambda: ModelManager(force_model=text),
+    "pictures": lambda: transformers.AutoModelForImageTextToText.from_pretrained(pictures),
+    "part": lambda: transformers.AutoModelForCausalLM.from_pretrained(pictures),
+}
+for name, open_it in openers.items():
+    try:
+        said = f"opened {open_it()!r}"
+    except Exception as error:
+        said = str(error)
+    print(f"<{name}>", said.replace(chr(10), " "))
+assert "torch_mesh" not in sys.modules
+"""
+
+
+def _with_pictures() -> PreTrainedModel:
+    text = TINY_MODELS["Qwen3_5MoeExperts"].build().config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision | {"out_hidden_size": text["hidden_size"]})
+    return Qwen3_5MoeForConditionalGeneration(config).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, mesh_tiny: Path) -> tuple[Path, Path]:
+    """A converted language model with its tokenizer, and a converted model for pictures and text."""
+    root = tmp_path_factory.mktemp("converted")
+    convert(mesh_tiny, root / "text", "int4")
+    _with_pictures().save_pretrained(root / "raw")
+    convert(root / "raw", root / "pictures", "bf16")
+    return root / "text", root / "pictures"
+
+
+def test_whoever_opens_it_is_told_to_import_torch_mesh(folders: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-c", _OPENERS, *map(str, folders)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answers = dict(line[1:].split("> ", 1) for line in done.stdout.splitlines() if line.startswith("<"))
+    assert len(answers) == 8
+    for name, said in answers.items():
+        assert "`import torch_mesh` before from_pretrained" in said, (name, said)
+
+
+def test_with_torch_mesh_it_opens_whole_and_in_part_and_passes_nothing_of_that_on(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    text, pictures = folders
+    assert "torch_mesh" in AutoConfig.from_pretrained(text).transformers_weights
+    part = AutoModelForCausalLM.from_pretrained(pictures, quantization_config=MeshConfig(resident=0.4))
+    expected = torch_mesh.patch(AutoModelForCausalLM.from_pretrained(pictures.parent / "raw"))
+    ids = torch.randint(3, 100, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(part(input_ids=ids).logits, expected(input_ids=ids).logits)
+    whole = AutoModelForImageTextToText.from_pretrained(pictures)
+    assert list(patched_modules(whole))
+    whole.save_pretrained(tmp_path / "saved")
+    assert "transformers_weights" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_a_folder_that_was_converted_before_there_were_such_words_still_opens(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for path in folders[0].iterdir():
+        (old / path.name).symlink_to(path)
+    config = json.loads((old / "config.json").read_text())
+    del config["transformers_weights"]
+    (old / "config.json").unlink()
+    (old / "config.json").write_text(json.dumps(config))
+    assert list(patched_modules(AutoModelForCausalLM.from_pretrained(old)))

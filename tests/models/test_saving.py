@@ -1,0 +1,506 @@
+"""``save_pretrained`` of patched models: what it writes is complete, is what the model computes with, and takes little memory."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import TINY_MODELS, inputs_for, output_of
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError, StoreError, saving
+from torch_mesh.dense import packed_linears
+from torch_mesh.modules import MeshExperts
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
+from torch_mesh.store.verify import verify
+
+QWEN, MIXTRAL, GPT_OSS = "Qwen3MoeExperts", "MixtralExperts", "GptOssExperts"
+
+
+def _open(folder: Path, **fields: Any) -> Any:
+    given = {"quantization_config": MeshConfig(**fields)} if fields else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **given).eval()
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(folder.glob("model*.safetensors")) for name, t in load_file(path).items()}
+
+
+def _assert_same_checkpoint(folder: Path, expected: Path) -> None:
+    mine, others = _tensors(folder), _tensors(expected)
+    assert mine.keys() == others.keys()
+    assert all(mine[name].dtype == t.dtype and torch.equal(mine[name], t) for name, t in others.items())
+    for name in ("config.json", "generation_config.json"):
+        if (expected / name).is_file():
+            assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text())
+
+
+def _train(model: Any) -> None:
+    """Changes every weight that is not frozen."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." not in name and parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) * 0.02)
+
+
+WAYS = ("converted", "raw", "patched", "in memory")
+
+
+def _rounded(way: str, tmp_path: Path) -> Any:
+    """A model with rounded experts, by each of the ways to get one."""
+    source = TINY_MODELS[MIXTRAL].build()
+    if way in ("converted", "raw"):
+        source.save_pretrained(tmp_path / "source")
+        if way == "raw":
+            return _open(tmp_path / "source", weights="int8", resident=0.4, store=str(tmp_path / "store"))
+        convert(tmp_path / "source", tmp_path / "store", "int8")
+        return _open(tmp_path / "store", resident=0.4)
+    return torch_mesh.patch(source, weights="int8", resident=0.4 if way == "patched" else 1.0)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_an_exact_model_is_saved_as_without_torch_mesh(name: str, tmp_path: Path) -> None:
+    """All families: their conversions to the names and layouts of the original checkpoints differ."""
+    model = TINY_MODELS[name].build()
+    model.save_pretrained(tmp_path / "plain")
+    torch_mesh.patch(model, resident=0.25, dense="bf16")
+    model.save_pretrained(tmp_path / "patched")
+    _assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
+    assert {path.name for path in (tmp_path / "patched").iterdir()} == {
+        path.name for path in (tmp_path / "plain").iterdir()
+    }
+
+
+@pytest.mark.parametrize("original_format", [True, False])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_shards_of_an_exact_model_are_within_bounds(original_format: bool, variant: str | None, tmp_path: Path) -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    model.save_pretrained(tmp_path / "plain", save_original_format=original_format, variant=variant)
+    torch_mesh.patch(model, resident=0.25)
+    model.save_pretrained(
+        tmp_path / "patched", max_shard_size="60KB", save_original_format=original_format, variant=variant
+    )
+    shards = sorted((tmp_path / "patched").glob("model*.safetensors"))
+    assert len(shards) > 3
+    for shard in shards:
+        tensors = load_file(shard)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 60_000
+    _assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
+    (index,) = (tmp_path / "patched").glob("*.index*.json")
+    total = sum(t.nbytes for t in _tensors(tmp_path / "plain").values())
+    assert json.loads(index.read_text())["metadata"]["total_size"] == total
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched", variant=variant)
+    assert torch.equal(again.state_dict()["model.layers.1.mlp.experts.down_proj"], _unpatched(model, 1))
+
+
+def _unpatched(model: Any, layer: int) -> torch.Tensor:
+    return torch_mesh.unpatch(model).state_dict()[f"model.layers.{layer}.mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rounded_experts_are_saved_as_they_are(way: str, tmp_path: Path) -> None:
+    rounded = _rounded(way, tmp_path)
+    assert rounded.hf_quantizer.is_serializable()
+    _train(rounded)
+    inputs = inputs_for(rounded)
+    expected = output_of(rounded, inputs)
+    rounded.save_pretrained(tmp_path / "saved")
+    store = open_store(tmp_path / "saved")
+    assert list(verify(store)) == []
+    listed = {file.name for file in (*store.manifest.record_files, *store.manifest.other_files)}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == listed | {MANIFEST_NAME}
+    assert not any("experts" in name for name in _tensors(tmp_path / "saved"))
+    again = _open(tmp_path / "saved", resident=0.3)
+    assert torch.equal(output_of(again, inputs), expected)
+    again.save_pretrained(tmp_path / "twice")
+    assert torch.equal(output_of(_open(tmp_path / "twice"), inputs), expected)
+
+
+def test_records_are_linked_and_outlive_their_store(tmp_path: Path) -> None:
+    source = TINY_MODELS[QWEN].build()
+    model = torch_mesh.patch(source, weights="int4", store=str(tmp_path / "store"), resident=0.5)
+    model.save_pretrained(tmp_path / "saved")
+    for file in open_store(tmp_path / "store").manifest.record_files:
+        assert os.path.samefile(tmp_path / "store" / file.name, tmp_path / "saved" / file.name)
+    inputs = inputs_for(model)
+    expected = output_of(model, inputs)
+    shutil.rmtree(tmp_path / "store")
+    assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), expected)
+    model.save_pretrained(tmp_path / "without")  # the pool has the files open, whatever their names
+    assert torch.equal(output_of(_open(tmp_path / "without"), inputs), expected)
+
+
+def test_another_store_in_the_place_of_the_models_is_not_taken_for_it(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int4", store=str(tmp_path / "store"), resident=0.5)
+    shutil.rmtree(tmp_path / "store")
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int4", store=str(tmp_path / "store"), resident=0.5)
+    model.save_pretrained(tmp_path / "saved")
+    inputs = inputs_for(model)
+    assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), output_of(model, inputs))
+
+
+@pytest.mark.parametrize("refused", ["links", "links and copies in the kernel"])
+def test_records_are_copied_where_they_cannot_be_linked(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8", store=str(tmp_path / "store"), resident=0.5)
+    monkeypatch.setattr(os, "link", refuse)
+    if "kernel" in refused:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    model.save_pretrained(tmp_path / "saved")
+    for file in open_store(tmp_path / "saved").manifest.record_files:
+        assert not os.path.samefile(tmp_path / "store" / file.name, tmp_path / "saved" / file.name)
+    assert list(verify(open_store(tmp_path / "saved"))) == []
+
+
+def test_a_store_of_links_gives_files(tmp_path: Path) -> None:
+    """As the hub's cache has them."""
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "blobs", "int8")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    _open(tmp_path / "snapshot").save_pretrained(tmp_path / "saved")
+    assert not any(path.is_symlink() for path in (tmp_path / "saved").iterdir())
+    assert list(verify(open_store(tmp_path / "saved"))) == []
+
+
+def test_a_saved_folder_is_no_conversion_of_its_source(tmp_path: Path) -> None:
+    """Its dense weights may have been trained, so that converting the source must not stop at it as done already."""
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "store", "int8")
+    model = _open(tmp_path / "store")
+    for folder in ("saved", "again"):
+        model.save_pretrained(tmp_path / folder)
+        with pytest.raises(StoreError):
+            convert(tmp_path / "source", tmp_path / folder, "int8")
+        model = _open(tmp_path / folder)
+    assert open_store(tmp_path / "saved").manifest.source_fingerprint == model_fingerprint(tmp_path / "again")
+
+
+def model_fingerprint(folder: Path) -> str:
+    return open_store(folder).manifest.source_fingerprint
+
+
+@pytest.mark.parametrize("way", ["converted", "in memory"])
+def test_a_part_of_a_model_can_be_saved(way: str, tmp_path: Path) -> None:
+    rounded = _rounded(way, tmp_path)
+    rounded.model.save_pretrained(tmp_path / "part")
+    assert is_store(tmp_path / "part")
+    again = _open(tmp_path / "part").model
+    inputs = inputs_for(rounded)
+    assert torch.equal(output_of(again, inputs), output_of(rounded.model, inputs))
+
+
+@pytest.mark.parametrize("weights, dense", [("auto", "int8"), ("int8", "lut4")])
+def test_rounded_linear_layers_are_saved_with_their_rounded_values(weights: str, dense: str, tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, dense=dense, resident=0.5)
+    with pytest.warns(UserWarning, match=f"dense= rounded to {dense} are saved as ordinary weights"):
+        model.save_pretrained(tmp_path)
+    assert is_store(tmp_path) == (weights == "int8")
+    saved = _tensors(tmp_path)
+    again = _open(tmp_path, resident=0.5, dense=dense)
+    for path, linear in packed_linears(model):
+        rounded = linear.unpacked_weight()
+        assert torch.equal(saved[f"{path}.weight"], rounded)
+        packed_again = again.get_submodule(path).unpacked_weight()
+        assert (packed_again - rounded).float().norm() < 1e-3 * rounded.float().norm()  # rounding once was 5e-3
+
+
+def test_a_head_that_is_tied_is_not_saved_beside_the_embedding(tmp_path: Path) -> None:
+    model = TINY_MODELS[QWEN].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    torch_mesh.patch(model, weights="int8", dense="bf16")
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in _tensors(tmp_path)
+    again = _open(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_weights_rounded_to_bf16_are_a_store_too(tmp_path: Path) -> None:
+    source = TINY_MODELS[QWEN].build().float()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 1e-4)
+    source.save_pretrained(tmp_path / "source")
+    with pytest.warns(UserWarning, match="rounded to bf16"):
+        model = _open(tmp_path / "source", resident=0.5)
+    model.save_pretrained(tmp_path / "saved")
+    assert open_store(tmp_path / "saved").manifest.weights == "bf16"
+    again = _open(tmp_path / "saved")
+    assert again.dtype == torch.float32
+    inputs = inputs_for(model)
+    assert torch.equal(output_of(again, inputs), output_of(model, inputs))
+
+
+@pytest.mark.parametrize("first, second", [("int8", "auto"), ("auto", "int8"), ("int4", "int8")])
+def test_a_save_replaces_an_earlier_one(first: str, second: str, tmp_path: Path) -> None:
+    earlier = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=first, resident=0.5)
+    earlier.save_pretrained(tmp_path, max_shard_size="20KB")
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=second, resident=0.5)
+    inputs = inputs_for(model)
+    model.save_pretrained(tmp_path)
+    assert is_store(tmp_path) == (second == "int8")
+    assert len(list(tmp_path.glob("model*.safetensors"))) == 1 and not list(tmp_path.glob("*.index.json"))
+    assert len(list(tmp_path.glob("mesh-*"))) == int(second == "int8")
+    again = _open(tmp_path) if second == "int8" else _open(tmp_path, resident=1.0)
+    assert torch.equal(output_of(again, inputs), output_of(model, inputs))
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_a_model_is_saved_over_what_it_was_opened_from(weights: str, tmp_path: Path) -> None:
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "model")
+    if weights == "int8":
+        convert(tmp_path / "model", tmp_path / "model-int8", weights)
+        (tmp_path / "model-int8").rename(tmp_path / "store")
+    folder = tmp_path / ("store" if weights == "int8" else "model")
+    model = _open(folder, resident=0.3)
+    _train(model)
+    inputs = inputs_for(model)
+    expected = output_of(model, inputs)
+    model.save_pretrained(folder)
+    assert torch.equal(output_of(model, inputs), expected)
+    assert torch.equal(output_of(_open(folder, resident=0.3), inputs), expected)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    _train(model)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch_mesh.shards._write_tensor", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    with pytest.raises(StoreError, match="1 MB free.*choose another folder"):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    (tmp_path / ".torch_mesh-saving-killed").mkdir()
+    (tmp_path / ".torch_mesh-saving-killed" / "model.safetensors").write_bytes(b"half")
+    with saving._staging(tmp_path) as other:  # of a process that lives
+        (other / "kept").touch()
+        model.save_pretrained(tmp_path)
+        assert (other / "kept").is_file()
+    assert not list(tmp_path.glob(".torch_mesh*"))
+    assert is_store(tmp_path)
+
+
+def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
+    model = TINY_MODELS[QWEN].build()
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch_mesh.patch(model, resident=0.5)
+    mine = {name: tensor for name, tensor in model.state_dict().items() if "layers.0" not in name}
+    mine["model.norm.weight"] = torch.full_like(mine["model.norm.weight"], 3)
+    down = "model.layers.1.mlp.experts.down_proj"
+    mine[down] = plain[down] * 2
+    model.save_pretrained(tmp_path / "saved", state_dict=mine, save_original_format=False)
+    saved = _tensors(tmp_path / "saved")
+    assert saved.keys() == mine.keys()
+    assert (saved["model.norm.weight"] == 3).all()
+    assert torch.equal(saved[down], plain[down] * 2)
+    gate_up = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(saved[gate_up], plain[gate_up])
+
+    torch_mesh.patch(torch_mesh.unpatch(model), weights="int8")
+    with pytest.raises(MeshError, match=r"state_dict has values of model\.layers\.0\.mlp"):
+        model.save_pretrained(tmp_path / "rounded", state_dict=plain)
+    model.save_pretrained(tmp_path / "rounded", state_dict={n: t for n, t in plain.items() if "experts" not in n})
+    assert is_store(tmp_path / "rounded")
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    model.save_pretrained(tmp_path / "saved", is_main_process=False)
+    assert not list((tmp_path / "saved").iterdir())
+
+
+def test_copies_save_themselves_and_unpatched_models_as_before(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    twin = copy.deepcopy(model)
+    _train(twin)
+    inputs = inputs_for(model)
+    twin.save_pretrained(tmp_path / "twin")
+    assert torch.equal(output_of(_open(tmp_path / "twin"), inputs), output_of(twin, inputs))
+    torch_mesh.unpatch(model, lossy=True)
+    assert "save_pretrained" not in vars(model) | vars(model.model)
+    model.save_pretrained(tmp_path / "plain")
+    assert torch.equal(output_of(_open(tmp_path / "plain"), inputs), output_of(model, inputs))
+
+
+def test_a_loaded_model_inside_another_is_saved_as_well(tmp_path: Path) -> None:
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path / "source")
+    model = _open(tmp_path / "source", resident=0.5)
+    model.model.save_pretrained(tmp_path / "part")
+    plain = TINY_MODELS[QWEN].build().model
+    plain.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "source").model.state_dict())
+    plain.save_pretrained(tmp_path / "expected")
+    mine, expected = _tensors(tmp_path / "part"), _tensors(tmp_path / "expected")
+    assert {name.removeprefix("model.") for name in mine} == {name.removeprefix("model.") for name in expected}
+    again = _open(tmp_path / "part")
+    inputs = inputs_for(model)
+    assert torch.equal(output_of(again.model, inputs), output_of(torch_mesh.unpatch(model).model, inputs))
+
+
+def test_the_method_of_the_class_says_which_to_call(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    with pytest.raises(MeshError, match=r"save it with model\.save_pretrained\(folder\)"):
+        PreTrainedModel.save_pretrained(model, tmp_path)
+
+
+def test_two_threads_save_two_models(tmp_path: Path) -> None:
+    models = [torch_mesh.patch(TINY_MODELS[name].build(), resident=0.5) for name in (QWEN, GPT_OSS)]
+    threads = [
+        threading.Thread(target=model.save_pretrained, args=(tmp_path / str(number),))
+        for number, model in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for number, model in enumerate(models):
+        torch_mesh.unpatch(model).save_pretrained(tmp_path / "plain")
+        _assert_same_checkpoint(tmp_path / str(number), tmp_path / "plain")
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("way", ["save_pretrained", "push_to_hub"])
+def test_push_to_hub_uploads_all_that_was_saved(
+    weights: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[tuple[str, set[str]]] = []
+
+    def create_repo(self: Any, repo_id: str, **_: Any) -> Any:
+        assert not uploads
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self: Any, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **_: Any) -> None:
+        uploads.append((repo_id, {name for name in os.listdir(folder_path) if name in allow_patterns}))
+
+    def create_commit(self: Any, repo_id: str, operations: list[Any], **_: Any) -> None:
+        uploads.append((repo_id, {operation.path_in_repo for operation in operations}))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    for module in (saving, sys.modules["transformers.utils.hub"]):
+        monkeypatch.setattr(
+            module, "create_and_tag_model_card", lambda *_, **__: huggingface_hub.ModelCard("---\n---\n")
+        )
+
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
+    model.save_pretrained(tmp_path / "local")
+    expected = {path.name for path in (tmp_path / "local").iterdir()} | {"README.md"}
+    if way == "push_to_hub":
+        model.push_to_hub("someone/model")
+    else:
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved" / "private.txt").touch()
+        model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="someone/model")
+    assert uploads == [("someone/model", expected)]
+
+
+_MEASURED = """
+import resource, sys, threading, time, torch, transformers
+from transformers import AutoModelForCausalLM
+import torch_mesh
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+def peak():
+    global highest
+    while not done.is_set():
+        highest = max(highest, resident())
+        time.sleep(0.002)
+
+model = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.bfloat16, quantization_config=torch_mesh.MeshConfig(resident=0.1, dense="bf16")
+)
+model(torch.ones(1, 4, dtype=torch.long))
+before = highest = resident()
+done = threading.Event()
+watcher = threading.Thread(target=peak)
+watcher.start()
+model.save_pretrained(sys.argv[2])
+done.set()
+watcher.join()
+print(highest - before)
+"""
+
+
+def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) -> None:
+    """Though all of it goes into one file."""
+    config = TINY_MODELS[QWEN].build().config
+    config.update({"num_hidden_layers": 16, "hidden_size": 256, "moe_intermediate_size": 384})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    experts = sum(t.nbytes for layer in model.model.layers for t in layer.mlp.experts.parameters())
+    assert experts > 70e6
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(tmp_path / "source"), str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[-1]) < experts / 3
+    _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
+
+
+def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no public name. Were it to change, saving would need the memory of a shard, or fail."""
+    written: list[tuple[set[str], str]] = []
+    original = modeling_utils.safe_save_file
+
+    def watched(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
+        written.append((set(tensors), Path(filename).name))
+        original(tensors, filename, metadata=metadata)
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", watched)
+    assert original.__module__ == "torch_mesh.shards"
+    model = TINY_MODELS[GPT_OSS].build()
+    model.save_pretrained(tmp_path / "plain")  # others' models go the same way, unchanged
+    torch_mesh.patch(model, resident=0.5).save_pretrained(tmp_path / "patched")
+    assert written == [(set(_tensors(tmp_path / "plain")), "model.safetensors")] * 2
+    assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 0
+    assert not any(isinstance(module, MeshExperts) for module in torch_mesh.unpatch(model).modules())
+
+
+@pytest.fixture(autouse=True)
+def _no_staging_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert not list(tmp_path.glob("**/.torch_mesh-saving-*"))

@@ -1,0 +1,273 @@
+"""patch is all or nothing: whatever ends it early, wherever, leaves the model that there was."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshError, gpu, modules, patching
+from torch_mesh.modules import patched_modules
+
+PACKAGE = str(Path(torch_mesh.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch_mesh"
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU, with Triton interpreted, as a device that holds experts."""
+    pytest.importorskip("triton")
+    importlib.import_module("quick_interpreter")
+    monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
+    monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 << 30, 4 << 30))
+
+
+def _build() -> PreTrainedModel:
+    return TINY_MODELS["Qwen3MoeExperts"].build()
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+class _State:
+    """All of a model that patching touches."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = [(module, type(module), list(vars(module))) for module in model.modules()]
+        self.parameters = list(model.named_parameters())
+        self.values = {name: parameter.detach().clone() for name, parameter in self.parameters}
+        self.wanted = {name: parameter.requires_grad for name, parameter in self.parameters}
+        self.config = set(vars(model.config))
+
+    def check(self, model: PreTrainedModel, freed: str | None = None) -> None:
+        """``freed``: what may be another parameter, of the same values."""
+        for module, cls, attributes in self.modules:
+            assert type(module) is cls
+            assert list(vars(module)) == attributes
+        now = dict(model.named_parameters())
+        assert list(now) == list(self.values)
+        for name, parameter in self.parameters:
+            assert freed is not None and freed in name or now[name] is parameter, name
+            assert now[name].device == parameter.device and now[name].requires_grad == self.wanted[name]
+            assert torch.equal(now[name], self.values[name]), name
+        assert set(vars(model.config)) == self.config
+
+
+IN_MEMORY: dict[str, Any] = {"resident": 1.0}
+ON_DISK: dict[str, Any] = {"resident": 0.4}
+ALL: dict[str, Any] = {"dense": "int8", "attention": "mesh", "routing_bias": 0.3, "deferred_experts": 1}
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9))
+
+
+def _at_call(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int, error: type[BaseException], after: bool
+) -> None:
+    """Raises ``error`` at the ``count``-th call of a function, before or after what it does."""
+    original, calls = getattr(owner, name), iter(range(1, 1 << 30))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        last = next(calls) == count
+        if last and not after:
+            raise error("injected")
+        result = original(*args, **kwargs)
+        if last:
+            raise error("injected")
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+STEPS = [
+    (IN_MEMORY, modules, "change_class", 1),
+    (IN_MEMORY, patching, "install", 1),
+    (IN_MEMORY, patching, "install", 3),
+    (IN_MEMORY | ALL, patching, "attach_quantizer", 1),
+    (IN_MEMORY | ALL, patching, "make_lossy", 1),
+    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy"), "change_class", 2),
+    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
+    (IN_MEMORY | ALL, patching, "pack_dense", 1),
+    (IN_MEMORY | ALL, patching, "take_attention", 1),
+    (IN_MEMORY | ALL, patching, "announce", 1),
+    (ON_DISK, patching, "convert_model", 1),
+    (ON_DISK | {"weights": "int4"}, patching, "install", 2),
+    (ON_DISK | {"weights": "int4"}, patching, "connect", 1),
+    (ON_DISK | {"weights": "int4"} | ALL, patching, "move_experts", 1),
+    (ON_DISK | {"fallback": "int4"}, patching, "open_other", 1),
+    (ON_DISK | {"fallback": "int4"}, patching, "install", 3),
+]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize(("fields", "owner", "name", "count"), STEPS)
+def test_an_error_at_any_step_leaves_the_model_as_it_was(
+    fields: dict[str, Any],
+    owner: Any,
+    name: str,
+    count: int,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+    _cache: Path,
+) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, owner, name, count, error, after=bool(rng.integers(2)))
+        with pytest.raises(error, match="injected"):
+            torch_mesh.patch(model, **fields)
+    before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
+    assert torch.equal(_logits(model, ids), plain)
+    assert not _cache.exists() or not list(_cache.iterdir())
+    torch_mesh.patch(model, **fields)
+    assert list(patched_modules(model))
+
+
+class _InterruptAt:
+    """Ctrl-C at the ``line``-th line that runs of what changes a model."""
+
+    FILES = tuple(
+        f"{PACKAGE}/{name}.py" for name in ("patching", "modules", "dense", "lossy", "attention", "saving", "announce")
+    )
+
+    def __init__(self, line: int | None) -> None:
+        self.lines, self._line = 0, line
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._line:
+                sys.settrace(None)
+                raise KeyboardInterrupt("injected")
+        return self
+
+    def __enter__(self) -> _InterruptAt:  # noqa: PYI034  Self is of Python 3.11
+        self._previous = sys.gettrace()
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._previous)
+
+
+@pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL | {"weights": "int4"}])
+def test_ctrl_c_at_any_line_leaves_the_model_as_it_was(fields: dict[str, Any], rng: np.random.Generator) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    with _InterruptAt(None) as counted:
+        torch_mesh.patch(copy.deepcopy(model), **fields)
+    for line in rng.choice(counted.lines, 12, replace=False) + 1:
+        with pytest.raises(KeyboardInterrupt, match="injected"), _InterruptAt(int(line)):
+            torch_mesh.patch(model, **fields)
+        before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
+    assert torch.equal(_logits(model, ids), plain)
+
+
+def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _build(), _ids()
+    before = _State(model)
+    rounded = torch_mesh.unpatch(torch_mesh.patch(copy.deepcopy(model), weights="int4"), lossy=True)
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "install", 3, KeyboardInterrupt, after=False)
+        with (
+            pytest.warns(UserWarning, match="originals of 2 layers.*rounded to int4.*load the model anew"),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            torch_mesh.patch(model, weights="int4", resident=1.0)
+    assert not list(patched_modules(model))
+    given = dict(rounded.named_parameters())
+    for name, parameter in model.named_parameters():
+        packed = ".experts." in name and not name.startswith("model.layers.2")
+        assert torch.equal(parameter, given[name] if packed else before.values[name]), name
+    assert _logits(model, ids).isfinite().all()
+    torch_mesh.patch(model, weights="int4", resident=1.0)
+
+
+def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        with pytest.raises(OSError, match="injected"):
+            torch_mesh.patch(model, **fields)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == []
+    torch_mesh.patch(model, **fields)
+    assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
+    with pytest.raises(MeshError, match="patched already"):  # and this one touches neither
+        torch_mesh.patch(model, **fields)
+    other = _build()
+    with pytest.raises(torch_mesh.StoreError, match="holds another store"):
+        torch_mesh.patch(other, **fields)
+    assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
+
+
+def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    before = _State(model)
+    undo = importlib.import_module("torch_mesh.undo")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "attach_quantizer", 1, OSError, after=True)
+        original = undo._unpacked
+
+        def interrupted(*args: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return original(*args)
+
+        faulty.setattr(undo, "_unpacked", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch_mesh.patch(model, resident=1.0)
+    before.check(model, freed=".experts.")
+    assert signal.signal(signal.SIGINT, handler) is signal.default_int_handler
+
+
+@pytest.mark.device
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("fields", [IN_MEMORY, ON_DISK])
+def test_a_card_that_fails_leaves_the_model_as_it_was(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    with monkeypatch.context() as faulty:
+        name, count = ("_copy_layer", 2) if rng.integers(2) else ("place", 2)
+        _at_call(faulty, gpu, name, count, MemoryError, after=bool(rng.integers(2)))
+        with pytest.raises(MemoryError, match="injected"):
+            torch_mesh.patch(model, gpu_experts=3, **fields)
+    before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
+    assert torch.equal(_logits(model, ids), plain)
+
+
+def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    torch_mesh.patch(model, resident=0.4, dense="bf16", routing_bias=0.3)
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "restore", 2, KeyboardInterrupt, after=False)
+        with pytest.raises(KeyboardInterrupt):
+            torch_mesh.unpatch(model)
+    torch_mesh.unpatch(model)
+    before.check(model, freed="")
+    assert torch.equal(_logits(model, ids), plain)

@@ -1,0 +1,66 @@
+"""What a patched model says of itself to transformers and its users: its quantisation, and the memory that it takes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .config import MeshConfig
+from .modules import PackedModule, patched_modules
+
+_REPLACED = "_mesh_replaced_configs"
+
+
+def announce(model: nn.Module, config: MeshConfig) -> None:
+    """Puts ``config`` into the configs of ``model`` and of the models inside it that have patched experts.
+
+    transformers would refuse to train or cast a model with ``is_quantized`` and ``quantization_method``, which a patched one can be: these stay
+    unset.
+    """
+    pool = next(patched_modules(model))._mesh_pool
+    found = config.replace(weights=pool.weights, group_size=pool.group_size or config.group_size)
+    replaced: list[tuple[Any, Any]] = []
+    vars(model)[_REPLACED] = replaced
+    for part in _parts(model):
+        if vars(part.config).get("quantization_config") is not found:
+            replaced.append((part.config, vars(part.config).get("quantization_config")))
+            part.config.quantization_config = found
+        part.get_memory_footprint = types.MethodType(_memory_footprint, part)
+
+
+def withdraw(model: nn.Module) -> None:
+    """The reverse of ``announce``."""
+    for module in model.modules():
+        for config, before in vars(module).pop(_REPLACED, ()):
+            vars(config).pop("quantization_config", None)
+            if before is not None:
+                config.quantization_config = before
+        if isinstance(module, PreTrainedModel):
+            vars(module).pop("get_memory_footprint", None)
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in models if next(patched_modules(module), None) is not None]
+
+
+def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
+    """Bytes of the parameters that have memory, of packed weights, of the pool and of what lies on GPUs.
+
+    A pool counts as what it may take, and not at all where its experts are the page cache's.
+    """
+    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
+    stand_ins = {id(module._parameters[name]) for module in packed for name in module._mesh_parameters}
+    held: list[Any] = [each for each in model.parameters() if id(each) not in stand_ins]
+    held += model.buffers() if return_buffers else []
+    held += [module._mesh_packed for module in packed if hasattr(module, "_mesh_packed")]
+    pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
+    pools |= {id(pool.fallback): pool.fallback for pool in list(pools.values()) if pool.fallback is not None}
+    pools |= {id(pool.moves_from): pool.moves_from for pool in list(pools.values()) if pool.moves_from is not None}
+    held += [layer.records for pool in pools.values() for layer in pool.device_layers]
+    each_once = {(tensor.device, tensor.data_ptr()): tensor.nbytes for tensor in held if not tensor.is_meta}
+    in_pools: list[Any] = [pool.engine.describe()["pool_bytes"] for pool in pools.values()]
+    return sum(each_once.values()) + sum(in_pools)

@@ -1,0 +1,222 @@
+"""Weight files whose packed weights are unpacked while they are written, a layer at a time.
+
+transformers plans a checkpoint with tensors: it converts them to the names and layout of the family's own checkpoints, spreads them over
+shards, and then hands each shard to safetensors. Packed weights go through its plan as ``Unwritten`` tensors, which have no
+memory, and get their values from ``Unpacking`` when their file is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers import modeling_utils
+from transformers.core_model_loading import revert_weight_conversion
+
+from .errors import MeshError
+from .files import new_file
+from .store.header import DTYPE_BITS, encode_header
+
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Weights that are unpacked together: their names, tensors on the meta device that are like them, and what makes them."""
+
+    weights: Mapping[str, torch.Tensor]
+    unpack: Callable[[], Mapping[str, torch.Tensor]]
+
+
+class Unpacking:
+    """A state dict of which the weights of ``parts`` are still packed.
+
+    ``original_format`` says that the files have the family's own names and layout, which transformers' conversions make of the
+    model's.
+    """
+
+    def __init__(
+        self, model: Any, state: Mapping[str, torch.Tensor], parts: Iterable[PackedPart], original_format: bool
+    ) -> None:
+        self._model = model
+        self._original_format = original_format
+        self._parts = list(parts)
+        unwritten = {
+            name: Unwritten.of(like, self, frozenset([_block(name)]))
+            for part in self._parts
+            for name, like in part.weights.items()
+        }
+        self.state: dict[str, torch.Tensor] = {**state, **unwritten}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is to be written; what is tied counts once."""
+        sizes = {tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in self.state.values()}
+        return sum(sizes.values())
+
+    def values(self, blocks: frozenset[str]) -> Mapping[str, torch.Tensor]:
+        """The tensors that ``blocks`` of the model become in the files, by their names there."""
+        state = {name: tensor for name, tensor in self.state.items() if _block(name) in blocks}
+        for part in self._parts:
+            if state.keys() & part.weights.keys():
+                state.update(part.unpack())
+        return revert_weight_conversion(self._model, state) if self._original_format else state
+
+
+class Unwritten(torch.Tensor):
+    """A packed weight, or what a conversion makes of one: shape, strides and dtype of a tensor on the CPU, but no values yet.
+
+    ``blocks`` are those parts of the model that it is made of.
+    """
+
+    unpacking: Unpacking
+    blocks: frozenset[str]
+    _like: torch.Tensor
+    _address: int
+
+    @classmethod
+    def of(cls, like: torch.Tensor, unpacking: Unpacking, blocks: frozenset[str]) -> Unwritten:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
+        )
+        made._like, made.unpacking, made.blocks = like, unpacking, blocks
+        made._address = next(_addresses)
+        return made
+
+    def untyped_storage(self) -> Any:
+        """Its own, for those who plan shards by address and size."""
+        return _Storage(self._address, self.nbytes)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Unwritten({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch's own would turn results into Unwritten ones that know nothing."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        inputs = pytree.tree_leaves((args, kwargs or {}))
+        unwritten = [leaf for leaf in inputs if isinstance(leaf, Unwritten)]
+        blocks = frozenset(block for leaf in unwritten for block in leaf.blocks)
+        args, kwargs = pytree.tree_map(_on_meta, (args, kwargs or {}))
+        return pytree.tree_map_only(
+            torch.Tensor, lambda like: Unwritten.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
+        )
+
+
+@dataclass(frozen=True)
+class _Storage:
+    address: int
+    size: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+# Below all that memory can have, so that none is taken for sharing memory with a tensor, or with another of its kind.
+_addresses: Iterator[int] = itertools.count(-1, -1)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Unwritten):
+        return value._like
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _block(name: str) -> str:
+    """``model.layers.3`` for all that is in that layer; '' for what is in none. Conversions join weights of one block only."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1])
+
+
+being_saved: ContextVar[Unpacking | None] = ContextVar("torch_mesh_being_saved", default=None)
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """safetensors' own, but for the files of a patched model."""
+    if being_saved.get() is None:
+        _save_file(tensors, filename, metadata=metadata)
+    else:
+        _write(tensors, filename, metadata or {})
+
+
+_save_file = modeling_utils.safe_save_file
+# save_pretrained offers no other place between its shards and safetensors, which wants all of a shard in memory.
+modeling_utils.safe_save_file = save_file
+
+
+def _write(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+    """Weights that are packed are unpacked a block at a time, which bounds the memory that this takes."""
+    dtypes = {name: _dtype_name(name, tensor.dtype) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-DTYPE_BITS[dtypes[name]], name))  # so that each stands aligned
+    header = encode_header(((n, dtypes[n], tuple(tensors[n].shape), tensors[n].nbytes) for n in order), metadata)
+    ends = list(itertools.accumulate((tensors[name].nbytes for name in order), initial=len(header)))
+    offsets = dict(zip(order, ends, strict=False))
+    waiting: dict[tuple[Unpacking, frozenset[str]], list[str]] = {}
+    with new_file(filename) as file:
+        file.write(header)
+        for name in order:
+            tensor = tensors[name]
+            if isinstance(tensor, Unwritten):
+                waiting.setdefault((tensor.unpacking, tensor.blocks), []).append(name)
+            else:
+                _write_tensor(file, offsets[name], tensor)
+        for (unpacking, blocks), names in waiting.items():
+            values = unpacking.values(blocks)
+            for name in names:
+                value = values[name]
+                if (value.shape, value.dtype) != (tensors[name].shape, tensors[name].dtype):
+                    raise MeshError(
+                        f"{name} was to be {tensors[name].dtype} {list(tensors[name].shape)} and became {value.dtype} {list(value.shape)}."
+                    )
+                _write_tensor(file, offsets[name], value)
+            del values
+
+
+def _write_tensor(file: IO[bytes], offset: int, tensor: torch.Tensor) -> None:
+    file.seek(offset)
+    if tensor.numel():
+        file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise MeshError(f"{name} is {dtype}, which cannot be written; known are {', '.join(map(str, _DTYPE_NAMES))}.")
+    return _DTYPE_NAMES[dtype]
