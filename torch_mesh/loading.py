@@ -34,6 +34,7 @@ from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer
+from .shards import keep_expert_conversions
 from .store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
@@ -126,6 +127,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         move_experts(layers, pool, placement, gpu_pool)
         _forget_quantization(model)
         attach_quantizer(model, self)
+        if records.store is not None:
+            keep_expert_conversions(model, layers)
         return model
 
 

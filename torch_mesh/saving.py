@@ -11,7 +11,6 @@ import errno
 import fcntl
 import functools
 import inspect
-import json
 import os
 import re
 import secrets
@@ -38,6 +37,7 @@ from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
 from .store.checkpoint import shape_of
+from .store.convert import mesh_config, plain_config
 from .store.header import store_error
 from .store.manifest import MANIFEST_NAME, Manifest, OtherFile, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
@@ -225,7 +225,7 @@ def _write_folder(
         else:
             manifest = _place_records(model, pool, staging, unpacking.nbytes)
         write_plainly(unpacking, staging)
-        _set_quantization(staging / "config.json", manifest)
+        _set_quantization(staging / "config.json", model, manifest)
         if manifest is not None:
             _write_manifest(staging, manifest)
         return _move_into_place(staging, folder, variant)
@@ -364,14 +364,14 @@ def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
         ) from problem
 
 
-def _set_quantization(path: Path, manifest: Manifest | None) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
-    if manifest is not None:
-        config["quantization_config"] = {"quant_method": "mesh", "weights": manifest.weights}
-        if manifest.group_size:
-            config["quantization_config"]["group_size"] = manifest.group_size
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -> None:
+    text = path.read_text(encoding="utf-8")
+    if manifest is None:
+        text = plain_config(text)
+    else:
+        modules = [layer.path for layer in _patched_layers(model)]
+        text = mesh_config(text, model, modules, manifest.weights, manifest.group_size)
+    path.write_text(text, encoding="utf-8")
 
 
 def _write_manifest(staging: Path, manifest: Manifest) -> None:

@@ -208,29 +208,51 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
         "weight_map": {tensor.name: name for name, members in dense for _, tensor in members},
     }
     files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
-    files.append(_in_memory("config.json", _mesh_config(experts.folder, plan)))
+    text = (experts.folder / "config.json").read_text(encoding="utf-8")
+    model = meta_model(read_config(experts.folder))
+    config = mesh_config(text, model, plan.modules, plan.weights, plan.group_size)
+    files.append(_in_memory("config.json", config))
     files.extend(_copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path))
     files.extend(_dense_file(name, members) for name, members in dense)
     return files
 
 
-def _mesh_config(folder: Path, plan: StorePlan) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": plan.weights}
-    if plan.group_size:
-        quantization["group_size"] = plan.group_size
-    for part in _configs_with_experts(config, folder, plan.modules):
+def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
+    """``text``, the config.json of ``model``, as that of a checkpoint with the experts of ``modules`` in records."""
+    table: dict[str, Any] = json.loads(plain_config(text))
+    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
+    if group_size:
+        quantization["group_size"] = group_size
+    for part in _configs_with_experts(table, model, modules):
         part["quantization_config"] = quantization
         part["transformers_weights"] = WITHOUT_TORCH_MESH
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return _config_text(table)
 
 
-def _configs_with_experts(config: dict[str, Any], folder: Path, modules: Sequence[str]) -> list[dict[str, Any]]:
+def plain_config(text: str) -> str:
+    """A config.json without what ``mesh_config`` adds."""
+    table: dict[str, Any] = json.loads(text)
+    parts = [table]
+    for part in parts:
+        if (part.get("quantization_config") or {}).get("quant_method") == "mesh":
+            del part["quantization_config"]
+        if part.get("transformers_weights") == WITHOUT_TORCH_MESH:
+            del part["transformers_weights"]
+        parts.extend(value for value in part.values() if isinstance(value, dict))
+    return _config_text(table)
+
+
+def _config_text(table: dict[str, Any]) -> str:
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+
+
+def _configs_with_experts(
+    config: dict[str, Any], model: torch.nn.Module, modules: Sequence[str]
+) -> list[dict[str, Any]]:
     """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
-    loaded = read_config(folder)
     parts = {
         id(module.config)
-        for path, module in meta_model(loaded).named_modules()
+        for path, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
     }
 
@@ -242,7 +264,7 @@ def _configs_with_experts(config: dict[str, Any], folder: Path, modules: Sequenc
                     yield value
                 yield from within(value, part)
 
-    return [config, *within(config, loaded)]
+    return [config, *within(config, model.config)]
 
 
 def _is_copied(path: Path) -> bool:
