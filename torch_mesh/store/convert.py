@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 
+from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
+    checkpoint_fingerprint,
     find_checkpoint_experts,
     meta_model,
     read_config,
     shape_of,
 )
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error, weight_files
 from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
@@ -64,9 +66,11 @@ def convert(
     """
     source, destination = Path(source), Path(destination)
     group_size = checked_group_size(weights, group_size)
-    if destination.resolve() == source.resolve():
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    experts = find_checkpoint_experts(source, meta_model(read_config(source)))
+    config = read_config(source)
+    fingerprint = checkpoint_fingerprint(weight_files(source))  # before the headers are read by which it is converted
+    experts = find_checkpoint_experts(source, meta_model(config))
     if weights == "bf16" and experts.dtype != "bf16":
         warnings.warn(f"The experts of {source} are {experts.dtype}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(
@@ -75,7 +79,7 @@ def convert(
         weights=weights,
         group_size=group_size,
         source_name=name or source.resolve().name,
-        source_fingerprint=experts.fingerprint,
+        source_fingerprint=fingerprint,
     )
     records = (
         (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
@@ -91,6 +95,7 @@ def convert(
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
+        check_source=functools.partial(_check_unchanged, source, fingerprint),
     )
 
 
@@ -149,6 +154,19 @@ def convert_store(
         for layer, expert in store.records()
     )
     return write_store(destination, plan, records, progress=progress)
+
+
+def _check_unchanged(source: Path, fingerprint: str) -> None:
+    """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
+    try:
+        now = checkpoint_fingerprint(weight_files(source))
+    except (StoreError, OSError) as problem:
+        raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
+    if now != fingerprint:
+        raise store_error(
+            source,
+            "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
+        )
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
