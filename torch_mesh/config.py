@@ -343,7 +343,8 @@ class MeshConfig(QuantizationConfigMixin):
         fallback: lossy. In decode steps a cold expert is computed from a record of fewer bits, ``"int8"``, ``"int4"`` or ``"lut4"``,
             three quarters of ``resident`` being a pool of those. ``"none"``: exact. Not for models whose experts run by projection, nor with
             ``deferred_experts``, ``gpu_experts`` or ``io="mmap"``.
-        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
+        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``; but for ``"never"`` a store's config and other
+            tensors are checked when it is opened.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
         gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, so many of each layer,

@@ -37,6 +37,7 @@ from .store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_m
 from .store.convert import convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .store.verify import check_other_files
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def _find_records(
     folder = Path(checkpoint_files[0]).parent
     if converted or is_store(folder):
         store = _local_store(model, folder)
+        check_other_files(store, config.verify)
         check_fallback(model, layers, config, store.manifest.weights)
         check_gpu_weights(config, stored=store.manifest.weights)
 

@@ -23,7 +23,7 @@ from torch_mesh.store.checkpoint import (
     shape_of,
 )
 from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error, weight_files
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store, config_text, quantization_table
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
@@ -229,10 +229,8 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
 
 def _mesh_config(folder: Path, plan: StorePlan) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "mesh", "weights": plan.weights}
-    if plan.group_size:
-        config["quantization_config"]["group_size"] = plan.group_size
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    config["quantization_config"] = quantization_table(plan.weights, plan.group_size)
+    return config_text(config)
 
 
 def _is_copied(path: Path) -> bool:

@@ -34,6 +34,7 @@ from torch_mesh.errors import StoreError
 from torch_mesh.files import exchange, locked
 from torch_mesh.store.header import parse_json, store_error
 from torch_mesh.store.manifest import (
+    BLOCK_BYTES,
     FORMAT_VERSIONS,
     MANIFEST_NAME,
     MAX_FILE_BYTES,
@@ -41,6 +42,7 @@ from torch_mesh.store.manifest import (
     OtherFile,
     Shape,
     Store,
+    block_checksum,
     is_store,
     open_store,
     plan_record_files,
@@ -310,11 +312,12 @@ class _Conversion:
         # Small files are written anew: they may have been edited in the source since.
         if known is not None and file.size == known.bytes > _SMALL_FILE and _has_digest(path, known.digest):
             return
-        digest = hashlib.blake2b(digest_size=16)
+        digest, checksums = hashlib.blake2b(digest_size=16), []
         with path.open("wb") as stream:
-            for chunk in file.chunks():
-                stream.write(chunk)
-                digest.update(chunk)
+            for number, block in enumerate(_blocks(file.chunks())):
+                stream.write(block)
+                digest.update(block)
+                checksums.append(block_checksum(self._journal.store_id, file.name, number, block))
             stream.flush()
             os.fsync(stream.fileno())
             written = stream.tell()
@@ -322,7 +325,7 @@ class _Conversion:
             raise store_error(
                 path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
             )
-        self._journal.add_file(OtherFile(file.name, written, digest.hexdigest()))
+        self._journal.add_file(OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums)))
 
     def _write_records(self, records: Iterable[tuple[int, int, RecordMaker]], workers: int, counter: _Counter) -> None:
         waiting: set[Future[tuple[int, int, int]]] = set()
@@ -411,6 +414,18 @@ class _Counter:
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, cut where a file's checksums are."""
+    rest = bytearray()
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) >= BLOCK_BYTES:
+            yield bytes(rest[:BLOCK_BYTES])
+            del rest[:BLOCK_BYTES]
+    if rest:
+        yield bytes(rest)
 
 
 def _has_digest(path: Path, digest: str) -> bool:
