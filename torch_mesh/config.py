@@ -97,7 +97,16 @@ def _check_store(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{field}={value!r} is not a folder: give a path, or None.")
-    return os.path.expanduser(os.fspath(value))
+    return _expanded(field, value)
+
+
+def _expanded(field: str, value: str | os.PathLike[str]) -> str:
+    path = os.path.expanduser(os.fspath(value))
+    if path.startswith("~"):
+        raise ValueError(
+            f"{field}={value!r}: there is no home folder for that; give a path without ~, or one that begins with ./~"
+        )
+    return path
 
 
 def _check_threads(field: str, value: Any) -> str | int:
@@ -157,7 +166,7 @@ def _check_file(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{field}={value!r} is not a file: give a path, or None.")
-    return os.path.expanduser(os.fspath(value))
+    return _expanded(field, value)
 
 
 def _check_pins(field: str, value: Any) -> float:

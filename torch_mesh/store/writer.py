@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
 from torch_mesh.files import exchange, locked
 from torch_mesh.store.header import parse_json, store_error
@@ -466,11 +467,7 @@ def _lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
             waiting = functools.partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
             stack.enter_context(locked(_lock_path(folder), waiting))
         except OSError as error:
-            raise problem or store_error(
-                folder,
-                f"cannot be written ({error.strerror}: {error.filename}). Choose a folder that can; converted models go to "
-                "$XDG_CACHE_HOME, or ~/.cache, where no other is named",
-            ) from error
+            raise problem or unwritable(folder, error) from error
         yield
 
 
