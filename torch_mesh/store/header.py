@@ -134,12 +134,24 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], meta
     return struct.pack("<Q", len(text)) + text
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises ``StoreError`` unless it is one."""
+    if os.path.isdir(folder):
+        return
+    if os.path.exists(folder):
+        raise store_error(folder, "is a file; the folder of a checkpoint or store is needed")
+    if os.path.islink(folder):
+        raise store_error(folder, f"is a link to {os.path.realpath(folder)}, which does not exist")
+    raise store_error(folder, "there is no such folder")
+
+
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """The safetensors files that make up a checkpoint folder: ``model.safetensors``, or those that its index names.
 
     Raises ``StoreError`` if there is neither, if the index is malformed, or if it names anything but a file of that folder.
     """
     folder = Path(folder)
+    check_folder(folder)
     single = folder / SINGLE_NAME
     if single.is_file():
         return [single]

@@ -31,6 +31,7 @@ from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
     check_file_name,
+    check_folder,
     encode_header,
     read_header,
     read_json_file,
@@ -192,6 +193,7 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, checked in itself."""
     path = folder / MANIFEST_NAME
+    check_folder(folder)
     if not path.is_file():
         raise store_error(folder, f"is not a store: it has no {MANIFEST_NAME} (torch-mesh convert makes one)")
     return _parse_manifest(path, read_json_file(path))
