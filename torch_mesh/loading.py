@@ -45,6 +45,7 @@ from .store.checkpoint import (
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .store.verify import check_other_files
 from .undivided import check_forwards, check_launch, check_undivided
 
 
@@ -157,6 +158,7 @@ def _find_records(
     method = _own_quantisation(folder)
     if is_store(folder) or method == "mesh":
         store = _local_store(model, folder)
+        check_other_files(store, config.verify)
         check_fallback(model, layers, config, store.manifest.weights)
         check_gpu_weights(config, stored=store.manifest.weights)
 

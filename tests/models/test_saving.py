@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError, saving
 from torch_mesh.dense import packed_linears
+from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
 from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
@@ -345,7 +346,8 @@ def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> Non
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     (tmp_path / ".torch_mesh-saving-killed").mkdir()
     (tmp_path / ".torch_mesh-saving-killed" / "model.safetensors").write_bytes(b"half")
-    with saving._staging(tmp_path) as other:  # of a process that lives
+    (tmp_path / ".torch_mesh-saving-killed.lock").touch()
+    with scratch_folder(tmp_path, saving._STAGING_PREFIX) as other:  # of a process that lives
         (other / "kept").touch()
         model.save_pretrained(tmp_path)
         assert (other / "kept").is_file()

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
+    checkpoint_fingerprint,
     find_checkpoint_experts,
     meta_model,
     read_config,
     shape_of,
 )
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error, weight_files
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store, config_text, quantization_table
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
@@ -69,9 +71,11 @@ def convert(
     """
     source, destination = Path(source), Path(destination)
     group_size = checked_group_size(weights, group_size)
-    if destination.resolve() == source.resolve():
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    experts = find_checkpoint_experts(source, meta_model(read_config(source)))
+    config = read_config(source)
+    fingerprint = checkpoint_fingerprint(weight_files(source))  # before the headers are read by which it is converted
+    experts = find_checkpoint_experts(source, meta_model(config))
     if weights == "bf16" and experts.dtype != "bf16":
         warnings.warn(f"The experts of {source} are {experts.dtype}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(
@@ -80,7 +84,7 @@ def convert(
         weights=weights,
         group_size=group_size,
         source_name=name or source.resolve().name,
-        source_fingerprint=experts.fingerprint,
+        source_fingerprint=fingerprint,
     )
     records = (
         (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
@@ -96,6 +100,7 @@ def convert(
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
+        check_source=functools.partial(_check_unchanged, source, fingerprint),
     )
 
 
@@ -154,6 +159,19 @@ def convert_store(
         for layer, expert in store.records()
     )
     return write_store(destination, plan, records, progress=progress)
+
+
+def _check_unchanged(source: Path, fingerprint: str) -> None:
+    """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
+    try:
+        now = checkpoint_fingerprint(weight_files(source))
+    except (StoreError, OSError) as problem:
+        raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
+    if now != fingerprint:
+        raise store_error(
+            source,
+            "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
+        )
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
@@ -220,13 +238,10 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
 def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
     """``text``, the config.json of ``model``, as that of a checkpoint with the experts of ``modules`` in records."""
     table: dict[str, Any] = json.loads(plain_config(text))
-    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
-    if group_size:
-        quantization["group_size"] = group_size
     for part in _configs_with_experts(table, model, modules):
-        part["quantization_config"] = quantization
+        part["quantization_config"] = quantization_table(weights, group_size)
         part["transformers_weights"] = WITHOUT_TORCH_MESH
-    return _config_text(table)
+    return config_text(table)
 
 
 def plain_config(text: str) -> str:
@@ -239,11 +254,7 @@ def plain_config(text: str) -> str:
         if part.get("transformers_weights") == WITHOUT_TORCH_MESH:
             del part["transformers_weights"]
         parts.extend(value for value in part.values() if isinstance(value, dict))
-    return _config_text(table)
-
-
-def _config_text(table: dict[str, Any]) -> str:
-    return json.dumps(table, indent=2, sort_keys=True) + "\n"
+    return config_text(table)
 
 
 def _configs_with_experts(
