@@ -515,7 +515,7 @@ def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) 
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[-1]) < experts / 3
+    assert int(run.stdout.split()[-1]) < 0.6 * experts  # all of them at once would be more than that, twice
     _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
 
 
