@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,12 +55,14 @@ def sources(*rooms: str) -> list[Path]:
 ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine", "gpu")
 
 
-def compiler() -> str:
-    return os.environ.get("CXX") or shutil.which("g++") or "c++"
+def compiler() -> list[str]:
+    """``CXX`` may have arguments, such as those of ccache."""
+    given = os.environ.get("CXX")
+    return shlex.split(given) if given else [shutil.which("g++") or "c++"]
 
 
 def compiles(code: str, *flags: str) -> bool:
-    command = [compiler(), "-std=c++20", "-x", "c++", "-", "-o", os.devnull, *flags]
+    command = [*compiler(), "-std=c++20", "-x", "c++", "-", "-o", os.devnull, *flags]
     return subprocess.run(command, input=code.encode(), capture_output=True, check=False).returncode == 0
 
 
@@ -108,12 +111,12 @@ class NinjaFile:
         self.lines = [
             f"builddir = {_escape(folder)}",
             "rule compile",
-            f"  command = {compiler()} {' '.join(map(_quote, compile_flags))} $flags -MD -MF $out.d -c $in -o $out",
+            f"  command = {_words([*compiler(), *compile_flags])} $flags -MD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = compile $in",
             "rule link",
-            f"  command = {compiler()} $in -o $out {' '.join(map(_quote, link_flags))}",
+            f"  command = {_words(compiler())} $in -o $out {_words(link_flags)}",
             "  description = link $out",
         ]
         self.objects: list[str] = []
@@ -122,7 +125,7 @@ class NinjaFile:
         for source in paths:
             target = self.folder / source.relative_to(ROOT).with_suffix(".o")
             self.lines.append(f"build {_escape(target)}: compile {_escape(source)}")
-            self.lines.append(f"  flags = {' '.join(map(_quote, (flags or []) + flags_of(source)))}")
+            self.lines.append(f"  flags = {_words((flags or []) + flags_of(source))}")
             self.objects.append(_escape(target))
 
     def link(self, target: Path) -> None:
@@ -136,8 +139,9 @@ class NinjaFile:
             raise SystemExit("torch_mesh: the build failed; the compiler's messages stand above")
 
 
-def _quote(flag: str | Path) -> str:
-    return f"'{flag}'" if re.search(r"[\s$']", str(flag)) else str(flag)
+def _words(words: Iterable[str]) -> str:
+    """A part of a command, as the shell is to see it behind ninja."""
+    return shlex.join(words).replace("$", "$$")
 
 
 def _escape(path: Path) -> str:

@@ -42,7 +42,8 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)", re.ASCII)
+_MOST_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
 
 
 class _NotGiven:
@@ -55,12 +56,19 @@ _NOT_GIVEN: Any = _NotGiven()
 
 def parse_size(value: str | int, field: str) -> int:
     """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``; ValueError names ``field`` and what is allowed."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str):
+    size = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
         match = _SIZE.fullmatch(value.strip().lower())
-        if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
-            return size
+        if match and match[2] in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2]])
+    if size > _MOST_BYTES:
+        raise ValueError(
+            f"{field}={value!r} is more than any machine has: give at most {_MOST_BYTES} bytes (1048576 TiB)."
+        )
+    if size > 0:
+        return size
     raise ValueError(
         f"{field}={value!r} is not a size: give bytes or a number with a unit among KiB, MiB, GiB, TiB, KB, MB, GB, TB."
     )
@@ -102,7 +110,16 @@ def _check_store(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{field}={value!r} is not a folder: give a path, or None.")
-    return os.path.expanduser(os.fspath(value))
+    return _expanded(field, value)
+
+
+def _expanded(field: str, value: str | os.PathLike[str]) -> str:
+    path = os.path.expanduser(os.fspath(value))
+    if path.startswith("~"):
+        raise ValueError(
+            f"{field}={value!r}: there is no home folder for that; give a path without ~, or one that begins with ./~"
+        )
+    return path
 
 
 def _check_threads(field: str, value: Any) -> str | int:
@@ -126,7 +143,7 @@ def _check_workspace(field: str, value: Any) -> str | int:
 def _check_gpu_experts(field: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
     if isinstance(value, str) and value == "auto":  # a mask would compare element by element
         return value
-    if not isinstance(value, bool) and isinstance(value, int | str) and re.fullmatch(r"\d+", str(value).strip()):
+    if not isinstance(value, bool) and isinstance(value, int | str) and re.fullmatch(r"\d{1,9}", str(value).strip()):
         return int(value)
     rows = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(rows, list | tuple) and rows and all(isinstance(row, list | tuple) and row for row in rows):
@@ -167,7 +184,7 @@ def _check_file(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError(f"{field}={value!r} is not a file: give a path, or None.")
-    return os.path.expanduser(os.fspath(value))
+    return _expanded(field, value)
 
 
 def _check_pins(field: str, value: Any) -> float:
@@ -189,7 +206,7 @@ def _check_count(field: str, value: Any) -> int:
 
 
 def _check_deferred_experts(field: str, value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value).strip()):
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()):
         raise ValueError(
             f"{field}={value!r} is not a number of experts per token: give 0 (exact) or a positive number."
         )
@@ -355,7 +372,8 @@ class MeshConfig(QuantizationConfigMixin):
         fallback: lossy. In decode steps a cold expert is computed from a record of fewer bits, ``"int8"``, ``"int4"`` or ``"lut4"``,
             three quarters of ``resident`` being a pool of those. ``"none"``: exact. Not for models whose experts run by projection, nor with
             ``deferred_experts``, ``gpu_experts`` or ``io="mmap"``.
-        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``.
+        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``; but for ``"never"`` a store's config and other
+            tensors are checked when it is opened.
         threads: ``"auto"`` (torch's intra-op threads) or a number.
         workspace: memory for products and activations, as a size or bytes.
         gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, so many of each layer,

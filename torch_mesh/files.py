@@ -1,19 +1,28 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all, and what keeps processes apart that want the same ones."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import os
+import secrets
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h
+
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Opens a file that takes the name ``path`` when the block ends; when it raises, nothing is left."""
-    path = Path(path)
+    """Opens a file that takes the name ``path`` when the block ends; when it raises, nothing is left. Links are followed."""
+    path = Path(os.path.realpath(path))
     with tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             yield file
@@ -24,3 +33,83 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Holds a lock between processes, a file that is there meanwhile. The kernel lets go of it when the process dies.
+
+    Another holder is waited for after ``on_wait`` was called; without it BlockingIOError is raised. OSError where the file cannot be
+    made, as of a link in its place.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            _lock(descriptor, on_wait)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Whoever held the lock before may have removed the file: then this is the lock of a file nobody else sees.
+        if _same_file(descriptor, path):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, on_wait: Callable[[], None] | None) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if on_wait is None:
+            raise
+        on_wait()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder that goes when the block ends, or, where the process was killed, when the next one makes one there."""
+    _sweep(parent, prefix)
+    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    with locked(parent / f"{folder.name}.lock"):
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    """Removes folders whose lock nobody holds: their owners are gone."""
+    for lock in parent.glob(f"{prefix}*.lock"):
+        # In use, or another user's: not ours to remove.
+        with contextlib.suppress(OSError), locked(lock):
+            folder = lock.with_suffix("")
+            if os.path.lexists(folder):
+                shutil.rmtree(folder)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Gives each of two folders the other's name, in one step. False, and nothing done, where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(first), None, os.fspath(second))

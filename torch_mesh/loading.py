@@ -36,6 +36,7 @@ from .other_format import Records, open_other, other_config
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer
+from .shards import keep_expert_conversions
 from .store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
@@ -46,6 +47,7 @@ from .store.checkpoint import (
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .store.verify import check_other_files
 from .undivided import check_forwards, check_launch, check_undivided
 
 
@@ -134,6 +136,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)
         attach_quantizer(model, self)
         announce(model, config)
+        if records.store is not None:
+            keep_expert_conversions(model, layers)
         return model
 
 
@@ -162,6 +166,7 @@ def _find_records(
     method = _own_quantisation(folder)
     if is_store(folder) or method == "mesh":
         store = _local_store(model, folder)
+        check_other_files(store, config.verify)
         check_fallback(model, layers, config, store.manifest.weights)
         check_gpu_weights(config, stored=store.manifest.weights)
 

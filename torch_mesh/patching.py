@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import nn
 from . import _C
 from .announce import announce, withdraw
 from .attention import check_attention, give_back_attention, take_attention
-from .cache import cache_folder
+from .cache import unnamed_folder
 from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
@@ -260,9 +259,8 @@ def _store_folder(config: MeshConfig) -> Iterator[Path]:
     if config.store is not None:
         yield Path(config.store)
         return
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="unnamed-", dir=cache_folder()) as folder:
-        yield Path(folder) / "experts"
+    with unnamed_folder() as folder:
+        yield folder / "experts"
 
 
 def _experts(layers: list[ExpertsLayer]) -> int:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import inspect
-import json
 import os
 import re
 import secrets
 import shutil
-import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +31,16 @@ from transformers.utils.hub import create_and_tag_model_card
 from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .families import ExpertsLayer, find_experts
+from .files import scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
 from .store.checkpoint import shape_of
-from .store.convert import mark_packed, unmark_packed
+from .store.convert import mesh_config, plain_config
 from .store.header import store_error
-from .store.manifest import MANIFEST_NAME, Manifest, OtherFile, Store, is_store, open_store, read_manifest
+from .store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
-from .store.writer import StorePlan, file_digest, write_store
+from .store.writer import StorePlan, described, write_store
 
 _COPY_BYTES = 64 << 20
 _SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
@@ -219,7 +217,8 @@ def _write_folder(
     write_plainly: Callable[[Unpacking, Path], None],
 ) -> list[str]:
     """Fills ``folder`` and returns the names of what was written. All of it is complete before any of it takes its place."""
-    with _staging(folder) as staging, _full_disk_as_store_error(folder):
+    # Within the folder, on whose file system it is.
+    with scratch_folder(folder, _STAGING_PREFIX) as staging, _full_disk_as_store_error(folder):
         manifest = None
         if pool is None:
             _check_free_space(folder, unpacking.nbytes)
@@ -230,32 +229,6 @@ def _write_folder(
         if manifest is not None:
             _write_manifest(staging, manifest)
         return _move_into_place(staging, folder, variant)
-
-
-@contextlib.contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A hidden folder in ``folder``, on whose file system it is; those of processes that were killed are removed."""
-    for left in folder.glob(f"{_STAGING_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    with (
-        tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder, ignore_cleanup_errors=True) as name,
-        contextlib.ExitStack() as lock,
-    ):
-        with contextlib.suppress(OSError):  # where folders cannot be locked none is ever taken for abandoned
-            lock.enter_context(_locked(Path(name)))
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError if a process has it locked, or it cannot be. The kernel lets go when the process dies."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
@@ -365,19 +338,20 @@ def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
         ) from problem
 
 
-def _set_quantization(path: Path, model: Any, manifest: Manifest | None) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    unmark_packed(config, model.config)
-    if manifest is not None:
+def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -> None:
+    text = path.read_text(encoding="utf-8")
+    if manifest is None:
+        text = plain_config(text)
+    else:
         modules = [layer.path for layer in _patched_layers(model)]
-        mark_packed(config, model, modules, manifest.weights, manifest.group_size)
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        text = mesh_config(text, model, modules, manifest.weights, manifest.group_size)
+    path.write_text(text, encoding="utf-8")
 
 
 def _write_manifest(staging: Path, manifest: Manifest) -> None:
     records = {file.name for file in manifest.record_files}
     others = sorted(path for path in staging.iterdir() if path.name not in records)
-    other_files = tuple(OtherFile(path.name, path.stat().st_size, file_digest(path)) for path in others)
+    other_files = tuple(described(path, manifest.store_id) for path in others)
     (staging / MANIFEST_NAME).write_text(replace(manifest, other_files=other_files).to_json(), encoding="utf-8")
 
 

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 import torch
 from torch.utils import _pytree as pytree
-from transformers import modeling_utils
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from .errors import MeshError
+from .families import ExpertsLayer
 from .files import new_file
 from .store.header import DTYPE_BITS, encode_header
 
@@ -86,7 +86,7 @@ class Unpacking:
         for part in self._parts:
             if state.keys() & part.weights.keys():
                 state.update(part.unpack())
-        return revert_weight_conversion(self._model, state) if self._original_format else state
+        return core_model_loading.revert_weight_conversion(self._model, state) if self._original_format else state
 
 
 class Unwritten(torch.Tensor):
@@ -165,6 +165,29 @@ def _block(name: str) -> str:
 
 
 being_saved: ContextVar[Unpacking | None] = ContextVar("torch_mesh_being_saved", default=None)
+
+
+def keep_expert_conversions(model: Any, layers: Iterable[ExpertsLayer]) -> None:
+    """Adds to a loaded model the conversions of its experts that loading had no use for, since they came from a store.
+
+    transformers reverts the conversions that were used, and would save the experts in the model's own layout.
+    """
+    names = {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
+    known = [_patterns(conversion) for conversion in model._weight_conversions]
+    family = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    for kind in (core_model_loading.WeightConverter, core_model_loading.WeightRenaming):  # as they are reverted
+        for conversion in family:
+            if not isinstance(conversion, kind) or isinstance(conversion, core_model_loading.PrefixChange):
+                continue
+            reverse = conversion.reverse_transform()
+            renamed = [reverse.rename_source_key(name) for name in names]
+            names = {name for name, _ in renamed}
+            if any(pattern is not None for _, pattern in renamed) and _patterns(conversion) not in known:
+                model._weight_conversions.append(conversion)
+
+
+def _patterns(conversion: Any) -> tuple[type, list[str], list[str]]:
+    return type(conversion), conversion.source_patterns, conversion.target_patterns
 
 
 def save_file(

@@ -16,6 +16,7 @@ from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
 from .errors import MeshError
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
+_LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
 _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)}
 
 
@@ -149,7 +150,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
             raise refuse(f"{where} is no object")
         found = {name: held.get(name, default) for name, default in _COUNTERS.items()}
         for name, value in found.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST_COUNT:
                 raise refuse(f"{name} of {where} is {value!r} and no count")
         if "accesses" not in held:
             raise refuse(f"{where} counts no accesses")
@@ -169,7 +170,7 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
         raise refuse("it has no per_layer")
     per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
     sizes = {name: table.get(name, 0) for name in SIZES}
-    if not all(type(size) is int for size in sizes.values()):
+    if not all(type(size) is int and 0 <= size < _LARGEST_COUNT for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
     lossy = table.get("lossy", "")
     if not isinstance(lossy, str):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -64,20 +64,29 @@ class Trace:
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Reads and checks a trace. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
     path = Path(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-        if size > _LARGEST_FILE:
-            raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
-        with np.load(path, allow_pickle=False) as arrays:
-            held = {
-                name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead") if name in arrays
-            }
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, RuntimeError, MemoryError) as error:
-        raise MeshError(f"{path} is no routing trace (an .npz file, see docs/traces.md): {error}") from error
+    with path.open("rb") as file:
+        try:
+            held = _arrays(path, file)
+        except MeshError:
+            raise
+        # What numpy and zipfile raise for bytes that mean nothing is no closed list: TokenError, OverflowError, zlib.error, ...
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise
+            raise MeshError(f"{path} is no routing trace (an .npz file, see docs/traces.md): {error}") from error
     if strange := [name for name, values in held.items() if not isinstance(values, np.ndarray)]:
         raise MeshError(f"{path} is no routing trace: {', '.join(strange)} holds no array (see docs/traces.md).")
     return _checked(path, held)
+
+
+def _arrays(path: Path, file: BinaryIO) -> dict[str, Any]:
+    with zipfile.ZipFile(file) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > _LARGEST_FILE:
+        raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead") if name in arrays}
 
 
 def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:

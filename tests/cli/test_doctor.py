@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import torch_mesh
-from torch_mesh.cli import doctor
+from torch_mesh.cli import doctor, main
 
 FEATURES = {
     "isa": "avx512",
@@ -89,6 +89,20 @@ def test_command_line(engine: SimpleNamespace, tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "not").exists()
 
 
+def test_without_a_home_folder_the_rest_is_still_reported(
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert main(["doctor", "--json"]) == 0
+    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert "XDG_CACHE_HOME" in findings["cache folder"]["found"] and "memory" in findings
+    assert not any(name.startswith(("direct I/O", "disk space")) for name in findings)
+
+
 def test_without_the_extension_the_rest_is_still_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +149,7 @@ def test_instruction_sets(
         ("io_uring_setup is forbidden", "2", "0", "kernel.io_uring_disabled=0"),
         ("io_uring_setup is forbidden", "0", "2", "seccomp"),
         ("this kernel has no io_uring", "0", "0", "kernel"),
+        ("no memory for a ring (Cannot allocate memory): raise the memlock limit", "0", "2", "ulimit -l unlimited"),
     ],
 )
 def test_why_io_uring_does_not_work(
@@ -199,6 +214,7 @@ def test_huge_pages(
         (resource.RLIM_INFINITY, 0, "0 0 4294967295", "ok"),
         (8 << 20, 1 << 14, "0 0 4294967295", "ok"),
         (8 << 20, 1 << 14, "0 100000 65536", "limited"),  # root of a user namespace only
+        (0, 0, "0 0 4294967295", "limited"),
     ],
 )
 def test_locked_memory(
@@ -214,7 +230,9 @@ def test_locked_memory(
     kernel_files["/proc/self/status"] = f"CapEff:\t{capabilities:016x}\n"
     kernel_files["/proc/self/uid_map"] = uid_map
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    assert finding(tmp_path, "locked memory").status == status
+    found = finding(tmp_path, "locked memory")
+    assert found.status == status
+    assert ("none may be locked" in found.found) == (limit == 0)
 
 
 def test_a_memory_cgroup_is_named(tmp_path: Path, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

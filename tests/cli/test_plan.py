@@ -269,7 +269,7 @@ def test_the_table_says_the_same(mesh_tiny: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["{none}"], 1, "is neither a folder nor a model"),
+        (["{none}"], 1, "there is no such folder"),
         (["{empty}"], 1, "holds neither"),
         (["{dense}"], 1, "Supported families"),
         (["{model}", "--resident", "0"], 2, "resident=0.0 is not a fraction"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.counters import Counters, LayerCounters, Stats
+from torch_mesh.counters import SIZES, Counters, LayerCounters, Stats
 from torch_mesh.stats_report import read_report
 
 LAYERS = 3
@@ -105,12 +105,19 @@ def test_other_files_are_refused(tmp_path: Path, content: str, said: str, capsys
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [-1, "3", None, True, float("inf"), [1]])
+@pytest.mark.parametrize("wrong", [-1, "3", None, True, float("inf"), [1], 10**400, 1 << 63])
 def test_a_count_is_a_number(tmp_path: Path, wrong: Any) -> None:
     spoilt = line(2, 20, [2, 2, 2])
     spoilt["per_layer"][1]["decode"]["hits"] = wrong
     with pytest.raises(MeshError, match="line 2: .* hits of decode of layer 1 is .* and no count"):
         read_report(write(tmp_path / "s.jsonl", line(1, 10, [1, 1, 1]), spoilt))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**400, 1.5, None, "3"])
+def test_a_size_is_a_number(tmp_path: Path, wrong: Any) -> None:
+    spoilt = line(1, 10, [1, 1, 1]) | {SIZES[0]: wrong}
+    with pytest.raises(MeshError, match="line 1: .* its sizes are"):
+        read_report(write(tmp_path / "s.jsonl", spoilt))
 
 
 def test_other_versions_may_count_more_or_less(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,8 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError, saving
 from torch_mesh.dense import packed_linears
+from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
-from torch_mesh.store.convert import convert
+from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.verify import verify
 
@@ -125,6 +127,9 @@ def test_rounded_experts_are_saved_as_they_are(way: str, tmp_path: Path) -> None
     listed = {file.name for file in (*store.manifest.record_files, *store.manifest.other_files)}
     assert {path.name for path in (tmp_path / "saved").iterdir()} == listed | {MANIFEST_NAME}
     assert not any("experts" in name for name in _tensors(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
+    assert config["transformers_weights"] == WITHOUT_TORCH_MESH  # or transformers alone would draw random experts
     again = _open(tmp_path / "saved", resident=0.3)
     assert torch.equal(output_of(again, inputs), expected)
     again.save_pretrained(tmp_path / "twice")
@@ -303,11 +308,46 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", [MIXTRAL, GPT_OSS, QWEN, "MiniMaxM2Experts"])
+def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
+    """In the family's own layout, though loading found no experts to convert."""
+    TINY_MODELS[name].build().save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "store", "bf16")
+    _open(tmp_path / "store", resident=0.4).save_pretrained(tmp_path / "saved")
+    assert not is_store(tmp_path / "saved")
+    _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_parts_that_accelerate_has_placed_apart(weights: str, tmp_path: Path) -> None:
+    """transformers then converts shard by shard, and looks for weights without memory in accelerate's hooks."""
+    model = TINY_MODELS[MIXTRAL].build()
+    model.save_pretrained(tmp_path / "plain")
+    torch_mesh.patch(model, resident=0.4, weights=weights)
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    with pytest.warns(UserWarning, match="offloaded modules"):
+        model.save_pretrained(tmp_path / "saved")
+    if weights == "auto":
+        _assert_same_checkpoint(tmp_path / "saved", tmp_path / "plain")
+    inputs = inputs_for(model)
+    given = {"resident": 0.4} if weights == "auto" else {}
+    assert torch.equal(output_of(_open(tmp_path / "saved", **given), inputs), output_of(model, inputs))
+
+
+def test_of_a_model_with_adapters_those_are_saved(tmp_path: Path) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
 def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     (tmp_path / ".torch_mesh-saving-killed").mkdir()
     (tmp_path / ".torch_mesh-saving-killed" / "model.safetensors").write_bytes(b"half")
-    with saving._staging(tmp_path) as other:  # of a process that lives
+    (tmp_path / ".torch_mesh-saving-killed.lock").touch()
+    with scratch_folder(tmp_path, saving._STAGING_PREFIX) as other:  # of a process that lives
         (other / "kept").touch()
         model.save_pretrained(tmp_path)
         assert (other / "kept").is_file()
@@ -475,7 +515,7 @@ def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) 
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[-1]) < experts / 3
+    assert int(run.stdout.split()[-1]) < 0.6 * experts  # all of them at once would be more than that, twice
     _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
 
 

@@ -78,6 +78,61 @@ def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> 
         load_trace(tmp_path / "empty.npz")
 
 
+def _npy(header: str) -> bytes:
+    """An array of which the file says ``header``."""
+    text = header.encode("latin-1") + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (2, ",  # TokenError
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (100000000000000000000000000000, 1, 2)}",  # OverflowError
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (-1, 1, 2)}",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904, 4, 4)}",
+        "{'descr': ['<i4'], 'fortran_order': False, 'shape': (1, 1, 2)}",
+        "{'descr': '<i99999999999999999999', 'fortran_order': False, 'shape': (1, 1, 2)}",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 2)}",
+        "[" * 200,
+        "(" * 5000,
+        "\x00",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (1, 1, 2)} if True else 3",
+        "'\\",
+    ],
+)
+@pytest.mark.parametrize("name", ["ids", "experts"])
+def test_arrays_that_say_nonsense_are_refused(tmp_path: Path, header: str, name: str) -> None:
+    rest = {key: value for key, value in GOOD.items() if key != name}
+    with zipfile.ZipFile(_written(tmp_path / "t.npz", **rest), "a") as archive:
+        archive.writestr(f"{name}.npy", _npy(header))
+    with pytest.raises(torch_mesh.MeshError, match="no routing trace"):
+        load_trace(tmp_path / "t.npz")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED])
+def test_damaged_compression_is_refused(tmp_path: Path, rng: np.random.Generator, method: int) -> None:
+    plain = _npy("{'descr': '<i4', 'fortran_order': False, 'shape': (1, 1, 2)}") + rng.bytes(4000)
+    with zipfile.ZipFile(tmp_path / "t.npz", "w", method) as archive:
+        archive.writestr("ids.npy", plain)
+    whole = bytearray((tmp_path / "t.npz").read_bytes())
+    for place in rng.integers(40, len(whole) - 100, 30):
+        damaged = whole.copy()
+        damaged[place] ^= 1 << int(rng.integers(8))
+        (tmp_path / "t.npz").write_bytes(damaged)
+        try:
+            load_trace(tmp_path / "t.npz")
+        except torch_mesh.MeshError:
+            pass  # anything else fails the test
+
+
+def test_a_trace_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_trace(tmp_path / "absent.npz")
+    with pytest.raises(IsADirectoryError):
+        load_trace(tmp_path)
+
+
 def test_recording_says_what_the_routers_chose(tmp_path: Path, mesh_tiny: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
     prompts = [torch.arange(3, 12)[None], torch.arange(40, 45)[None]]

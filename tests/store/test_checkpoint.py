@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,9 @@ from torch_mesh.store.checkpoint import (
     meta_model,
     read_config,
 )
-from torch_mesh.store.hub import local_folder
+from torch_mesh.store.hub import local_folder, outline_folder
+from torch_mesh.store.inspect import describe
+from torch_mesh.store.manifest import open_store
 
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
@@ -254,6 +257,36 @@ def test_fingerprint_tells_checkpoints_apart(tmp_path: Path) -> None:
     assert checkpoint_fingerprint([a]) != checkpoint_fingerprint([b])  # the same header, written at another time
 
 
-def test_unknown_folder_is_a_store_error() -> None:
-    with pytest.raises(StoreError, match="neither a folder nor a model"):
-        local_folder("/does/not/exist")
+def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("absent")
+    paths = {
+        "/does/not/exist": "there is no such folder",
+        "./absent": "there is no such folder",
+        "~/absent": "there is no such folder",
+        "a/b/c": "there is no such folder",
+        "models--a--b": "there is no such folder",
+        "file": "is a file",
+        str(tmp_path / "file"): "is a file",
+        "link": "is a link to .*absent, which does not exist",
+    }
+    readers = (local_folder, open_store, read_config, describe, lambda path: outline_folder(path).__enter__())
+    for path, said in paths.items():
+        for read in readers:
+            with pytest.raises(StoreError, match=said) as caught:
+                read(path)
+            assert "repo" not in str(caught.value).lower()
+
+
+def test_what_may_be_a_model_of_the_hub_is_said_to_be_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def absent(*_: object, **__: object) -> None:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("the hub cannot be reached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    with pytest.raises(
+        StoreError, match="some/model: there is no such folder, nor a model that the hub gives: the hub cannot"
+    ):
+        local_folder("some/model")

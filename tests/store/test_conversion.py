@@ -4,17 +4,18 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from limited_processes import small_disk
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny, tiny_model
@@ -320,29 +321,13 @@ def test_killed_between_manifest_and_rename(tmp_path: Path, mesh_tiny: Path, mon
     assert leftovers(tmp_path / "store") == []
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path, mesh_tiny: Path) -> None:
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
-        with pytest.raises(StoreError, match=r"the disk has \d+ MB free; \d+ MB of \d+ MB are still to be written"):
+        said = r"the disk has (\d+) MB free; (\d+) MB of (\d+) MB are still to be written, and 17 MB have to stay free"
+        with pytest.raises(StoreError, match=said) as caught:
             convert(mesh_tiny, disk / "store", "bf16")
+        free, left, total = map(int, re.search(said, str(caught.value)).groups())
+        assert free <= 5 and left == total, "nothing is written yet, and the reserve is no part of the store"
         assert list(disk.iterdir()) == []
 
 

@@ -1,7 +1,9 @@
+import contextlib
 import itertools
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import hypothesis
@@ -34,8 +36,22 @@ HOSTILE: dict[str, tuple[object, bytes, str]] = {
     "leading-space": (b" {}", b"", "does not start with"),
     "trailing-garbage": (b"{} x", b"", "not valid JSON"),
     "not-utf-8": (b'{"\xff": 1}', b"", "not valid JSON"),
-    "nested-too-deep": (b'{"a":' + b"[" * 200_000, b"", "not valid JSON"),
-    "duplicate-tensor": (b'{"a":{},"a":{}}', b"", "'a' stands there twice"),
+    "nested-too-deep": (b'{"a":' + b"[" * 200_000, b"", "'a': is not described"),
+    "nested-too-deep-in-tensor": (b'{"a":{"dtype":' + b"[" * 200_000 + b"]}}", b"", "not valid JSON"),
+    "endless-tensor": (b'{"a":{"dtype":"' + b"U" * (2 << 20), b"", "does not end within"),
+    "cut-off": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}', b"", "not valid JSON"),
+    "no-comma": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]} "b":3}', b"", "',' is expected at byte"),
+    "no-colon": (b'{"a" {}}', b"", "':' is expected at byte 5"),
+    "trailing-comma": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},}', b"", "a string is expected"),
+    "control-character-in-name": (b'{"\x01":{}}', b"", "not valid JSON"),
+    "brace-in-dtype": (b'{"a":{"dtype":"}","shape":[0],"data_offsets":[0,0]}}', b"", "not valid JSON"),
+    "duplicate-tensor": (
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"\\u0061":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b"",
+        "'a' stands there twice",
+    ),
+    "duplicate-metadata": (b'{"__metadata__":{},"__metadata__":{}}', b"", "'__metadata__' stands there twice"),
+    "duplicate-key-in-metadata": (b'{"__metadata__":{"a":"","a":""}}', b"", "'a' stands there twice"),
     "duplicate-key-in-tensor": (b'{"a":{"dtype":"U8","dtype":"I8"}}', b"", "'dtype' stands there twice"),
     "entry-not-object": ({"a": 3}, b"", "'a': is not described"),
     "entry-lacks-shape": ({"a": {"dtype": "U8", "data_offsets": [0, 4]}}, b"1234", "'a': is not described"),
@@ -102,11 +118,56 @@ def test_header_beyond_the_cap_is_refused_without_reading_it(tmp_path: Path) -> 
         read_header(path)
 
 
-def test_header_of_too_many_elements_is_refused_before_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_of_too_many_elements_is_refused_before_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "MAX_STRUCTURE", 1000)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    (tmp_path / header.INDEX_NAME).write_bytes(b'{"a":[' + b"[]," * 1001 + b"[]]}")
     with pytest.raises(StoreError, match="more than 1000 elements"):
-        read_header(write(tmp_path / "x.safetensors", b'{"a":[' + b"[]," * 1001 + b"[]]}"))
+        read_index(tmp_path / header.INDEX_NAME)
+
+
+def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_TENSORS", 3)
+    table = {str(number): tensor(shape=[0], offsets=[0, 0]) for number in range(4)}
+    with pytest.raises(StoreError, match="more than the 3 tensors"):
+        read_header(write(tmp_path / "x.safetensors", table))
+    with pytest.raises(StoreError, match="at most 3 strings"):
+        read_header(write(tmp_path / "x.safetensors", {"__metadata__": {str(number): "" for number in range(4)}}))
+    table.popitem()
+    assert len(read_header(write(tmp_path / "x.safetensors", table)).tensors) == 3
+
+
+def _names_of_a_model(count: int) -> bytes:
+    names = (f"model.layers.{n // 384}.mlp.experts.{n // 3 % 128}.{'gud'[n % 3]}_proj.weight" for n in range(count))
+    return json.dumps({name: tensor("BF16", [0, 2048], [0, 0]) for name in names}).encode()
+
+
+# name -> (header, how many times its size reading it may take)
+LARGE: dict[str, tuple[bytes, float]] = {
+    "a-model": (_names_of_a_model(10_000), 4),
+    "one-name-of-another-alphabet": (_names_of_a_model(10_000).replace(b"model", "\U0001f9ff".encode(), 1), 4),
+    "least-tensors": (
+        b"{" + b",".join(b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % n for n in range(10_000)) + b"}",
+        7,
+    ),
+    "brackets": (b'{"a":[' + b"[]," * 300_000 + b"[]]}", 2.5),
+    "brackets-in-tensor": (b'{"a":{"dtype":[' + b"[]," * 500_000 + b"[]]}}", 2.5),
+    "metadata": (b'{"__metadata__":{"a":"' + b'\\"' * 500_000 + b'"}}', 4),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_reading_takes_a_few_times_the_headers_size(tmp_path: Path, name: str) -> None:
+    raw, times = LARGE[name]
+    path = write(tmp_path / "x.safetensors", raw)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(StoreError):
+            read_header(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < times * len(raw), f"{peak / len(raw):.1f} times"
 
 
 def test_folder_and_missing_file_are_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import torch_mesh
 
 from ..cache import cache_folder
 from ..config import LEAST_CAPABILITY
+from ..errors import MeshError
 from ..memory import available_bytes
 
 Status = Literal["ok", "limited", "missing"]
@@ -38,6 +39,7 @@ _COMFORTABLE_DISK_BYTES = 20 * 10**9
 _COMFORTABLE_MEMORY_BYTES = 2 * 10**9
 _STATUS_STYLE = {"ok": "green", "limited": "yellow", "missing": "red"}
 _CAP_IPC_LOCK = 14  # linux/capability.h
+_RAISE_MEMLOCK = "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in Docker)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +60,26 @@ class Finding:
         return self.required and self.status == "missing"
 
 
-def report(folder: Path) -> list[Finding]:
-    """Looks at everything. ``folder`` is where stores lie or will lie; it need not exist.
+def report(folder: Path | None) -> list[Finding]:
+    """Looks at everything. ``folder`` is where stores lie or will lie, the cache folder for None; it need not exist.
 
     Never raises for what the machine lacks: that is what the findings are for. What only the extension can tell is
     left out where it does not import, and its own finding says so.
     """
     extension, engine = _extension()
     findings = [_requirements(), extension]
+    homeless: list[Finding] = []
+    if folder is None:
+        try:
+            folder = cache_folder()
+        except MeshError as error:
+            homeless = [
+                Finding("cache folder", "limited", str(error), "name one with --folder to have its disk looked at")
+            ]
     if engine is not None:
         findings += _engine_features(engine, folder)
-    findings += [_huge_pages(), _memlock(), _memory(), _disk(folder)]
-    return findings
+    findings += [_huge_pages(), _memlock(), _memory()]
+    return findings + (homeless if folder is None else [_disk(folder)])
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +90,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Exits with 1 only where torch_mesh cannot work at all.",
     )
     parser.add_argument(
-        "--folder", type=Path, default=cache_folder(), help="where stores lie or will lie (default: %(default)s)"
+        "--folder", type=Path, help="where stores lie or will lie (default: torch_mesh's folder in $XDG_CACHE_HOME)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -151,7 +161,7 @@ def _extension() -> tuple[Finding, ModuleType | None]:
     return Finding("extension", "ok", f"built against torch {_C.torch_version}"), _C
 
 
-def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
+def _engine_features(engine: ModuleType, folder: Path | None) -> list[Finding]:
     try:
         features = engine.features()
     except ValueError as error:  # an instruction set that does not exist or that this processor lacks
@@ -160,7 +170,7 @@ def _engine_features(engine: ModuleType, folder: Path) -> list[Finding]:
     return [
         _uring(features["uring"]),
         _mapped_files(features["populate_read"]),
-        _direct_io(engine.direct_io_alignment, folder),
+        *([] if folder is None else [_direct_io(engine.direct_io_alignment, folder)]),
         _instruction_sets(features["isa"], features["isas"].split()),
         _brgemm("bf16", features["brgemm_bf16"]),
         _brgemm("int8", features["brgemm_int8"]),
@@ -178,6 +188,8 @@ def _uring(obstacle: str) -> Finding:
 def _uring_advice(obstacle: str) -> str:
     if "liburing" in obstacle:
         return "install liburing's headers (Debian: liburing-dev) and build again"
+    if "memlock" in obstacle:
+        return _RAISE_MEMLOCK
     if (_read("/proc/sys/kernel/io_uring_disabled") or "0").strip() != "0":
         return "sysctl -w kernel.io_uring_disabled=0 on the host"
     if "Seccomp:\t2" in (_read("/proc/self/status") or ""):
@@ -262,8 +274,10 @@ def _memlock() -> Finding:
     return Finding(
         "locked memory",
         "limited",
-        f"{format_bytes(limit)}; io_uring cannot register a larger pool, and plain reads cost more processor time",
-        "ulimit -l unlimited (LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in Docker)",
+        f"{format_bytes(limit)}; io_uring cannot register a larger pool, and plain reads cost more processor time"
+        if limit
+        else "none may be locked; some kernels then allow no io_uring at all, others register no pool with it",
+        _RAISE_MEMLOCK,
     )
 
 

@@ -25,7 +25,7 @@ from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
-from torch_mesh.store.header import Header, Tensor, read_header, store_error, weight_files
+from torch_mesh.store.header import Header, Tensor, check_folder, read_header, store_error, weight_files
 from torch_mesh.store.manifest import Shape
 
 if TYPE_CHECKING:
@@ -620,6 +620,7 @@ def _expert_pieces(views: Mapping[str, _View]) -> tuple[list[tuple[int, int, int
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
     """The folder's config, whatever its quantisation. UnsupportedModelError if transformers does not know the model."""
+    check_folder(folder)
     if not (Path(folder) / "config.json").is_file():
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")
     try:

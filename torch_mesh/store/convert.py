@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
+    checkpoint_fingerprint,
     find_checkpoint_experts,
     find_left_alone,
     meta_model,
     read_config,
     shape_of,
 )
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error, weight_files
+from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store, config_text, quantization_table
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
@@ -70,8 +72,9 @@ def convert(
     """
     source, destination = Path(source), Path(destination)
     group_size = checked_group_size(weights, group_size)
-    if destination.resolve() == source.resolve():
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
+    fingerprint = checkpoint_fingerprint(weight_files(source))  # before the headers are read by which it is converted
     model = meta_model(read_config(source))
     experts = find_checkpoint_experts(source, model)
     if others := [layer for layer, _ in find_left_alone(source, model)]:  # which says now what could not be read later
@@ -87,7 +90,7 @@ def convert(
         weights=weights,
         group_size=group_size,
         source_name=name or source.resolve().name,
-        source_fingerprint=experts.fingerprint,
+        source_fingerprint=fingerprint,
     )
     records = (
         (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
@@ -103,6 +106,7 @@ def convert(
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
+        check_source=functools.partial(_check_unchanged, source, fingerprint),
     )
 
 
@@ -163,6 +167,19 @@ def convert_store(
     return write_store(destination, plan, records, progress=progress)
 
 
+def _check_unchanged(source: Path, fingerprint: str) -> None:
+    """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
+    try:
+        now = checkpoint_fingerprint(weight_files(source))
+    except (StoreError, OSError) as problem:
+        raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
+    if now != fingerprint:
+        raise store_error(
+            source,
+            "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
+        )
+
+
 def checked_group_size(weights: str, group_size: int) -> int:
     """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones."""
     if weights not in WEIGHTS:
@@ -215,53 +232,56 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
         "weight_map": {tensor.name: name for name, members in dense for _, tensor in members},
     }
     files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
-    files.append(_in_memory("config.json", _mesh_config(experts.folder, plan)))
+    text = (experts.folder / "config.json").read_text(encoding="utf-8")
+    model = meta_model(read_config(experts.folder))
+    config = mesh_config(text, model, plan.modules, plan.weights, plan.group_size)
+    files.append(_in_memory("config.json", config))
     files.extend(_copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path))
     files.extend(_dense_file(name, members) for name, members in dense)
     return files
 
 
-def _mesh_config(folder: Path, plan: StorePlan) -> str:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    mark_packed(config, meta_model(read_config(folder)), plan.modules, plan.weights, plan.group_size)
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
+    """``text``, the config.json of ``model``, as that of a checkpoint with the experts of ``modules`` in records."""
+    table: dict[str, Any] = json.loads(plain_config(text))
+    for part in _configs_with_experts(table, model, modules):
+        part["quantization_config"] = quantization_table(weights, group_size)
+        part["transformers_weights"] = WITHOUT_TORCH_MESH
+    return config_text(table)
 
 
-def mark_packed(
-    config: dict[str, Any], model: PreTrainedModel, modules: Sequence[str], weights: str, group_size: int
-) -> None:
-    """Makes a config.json that of a folder with packed experts. ``model``: that it describes, on any device, in which ``modules`` are the experts.
+def plain_config(text: str) -> str:
+    """A config.json without what ``mesh_config`` adds."""
+    table: dict[str, Any] = json.loads(text)
+    parts = [table]
+    for part in parts:
+        if (part.get("quantization_config") or {}).get("quant_method") == "mesh":
+            del part["quantization_config"]
+        if part.get("transformers_weights") == WITHOUT_TORCH_MESH:
+            del part["transformers_weights"]
+        parts.extend(value for value in part.values() if isinstance(value, dict))
+    return config_text(table)
 
-    Configs within it say so too if transformers opens a part with experts by them, such as the text model.
-    """
-    quantization: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
-    if group_size:
-        quantization["group_size"] = group_size
+
+def _configs_with_experts(
+    config: dict[str, Any], model: torch.nn.Module, modules: Sequence[str]
+) -> list[dict[str, Any]]:
+    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
     parts = {
         id(module.config)
         for path, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
     }
-    for stored, described in _configs(config, model.config):
-        if stored is config or id(described) in parts:
-            stored["quantization_config"] = quantization
-            stored["transformers_weights"] = WITHOUT_TORCH_MESH
 
+    def within(stored: dict[str, Any], of: PretrainedConfig) -> Iterator[dict[str, Any]]:
+        for name, value in stored.items():
+            part = vars(of).get(name)  # getattr raises for what differs from layer to layer
+            if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+                if id(part) in parts:
+                    yield value
+                yield from within(value, part)
 
-def unmark_packed(config: dict[str, Any], described: PretrainedConfig) -> None:
-    """Makes a config.json that of a folder without: the reverse of ``mark_packed``."""
-    for stored, _ in _configs(config, described):
-        stored.pop("quantization_config", None)
-        stored.pop("transformers_weights", None)
-
-
-def _configs(stored: dict[str, Any], described: PretrainedConfig) -> Iterator[tuple[dict[str, Any], PretrainedConfig]]:
-    """A config.json and all configs within it, each with what transformers makes of it."""
-    yield stored, described
-    for name, value in stored.items():
-        part = vars(described).get(name)
-        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
-            yield from _configs(value, part)
+    return [config, *within(config, model.config)]
 
 
 def _is_copied(path: Path) -> bool:

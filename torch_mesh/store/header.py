@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,8 +23,11 @@ from torch_mesh.errors import StoreError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_TENSORS = 1 << 20
-# Commas and opening brackets of a header: bounds what json builds from it, about 64 bytes for each, before it is built.
-MAX_STRUCTURE = 12 * MAX_TENSORS
+# Commas and opening brackets of a file of JSON: bounds what is built from it, about 64 bytes for each, before it is built.
+MAX_STRUCTURE = 4 * MAX_TENSORS
+_METADATA = "__metadata__"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_MAX_ENTRY_BYTES = 1 << 20  # of the description of one tensor, likewise
 MAX_RANK = 32
 MAX_INTEGER = (1 << 63) - 1
 ALIGNMENT = 4096
@@ -89,20 +93,13 @@ def store_error(path: str | os.PathLike[str], problem: str, offset: int | None =
 def read_header(path: str | os.PathLike[str]) -> Header:
     """The checked header of one safetensors file. Raises ``StoreError`` for anything else than a well-formed one."""
     path = Path(path)
-    raw, file_bytes = _read_raw_header(path)
+    text, file_bytes = _read_raw_header(path)
     try:
-        table = parse_json(raw)
-    except ValueError as problem:
+        header = _HeaderText(path, text, file_bytes).parse()
+    except (ValueError, RecursionError) as problem:
         raise store_error(path, f"the header is not valid JSON: {problem}") from None
-    if not isinstance(table, dict):
-        raise store_error(path, f"the header is a JSON {type(table).__name__}, not an object")
-    metadata = _check_metadata(path, table.pop("__metadata__", None))
-    if len(table) > MAX_TENSORS:
-        raise store_error(path, f"the header lists {len(table)} tensors; at most {MAX_TENSORS} are accepted")
-    data_start = 8 + len(raw)
-    tensors = {name: _check_tensor(path, name, entry, data_start, file_bytes) for name, entry in table.items()}
-    _check_coverage(path, tensors.values(), data_start, file_bytes)
-    return Header(path, tensors, metadata, data_start, file_bytes)
+    _check_coverage(path, header.tensors.values(), header.data_start, file_bytes)
+    return header
 
 
 def parse_json(raw: bytes, floats: bool = False) -> Any:
@@ -137,12 +134,24 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], meta
     return struct.pack("<Q", len(text)) + text
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises ``StoreError`` unless it is one."""
+    if os.path.isdir(folder):
+        return
+    if os.path.exists(folder):
+        raise store_error(folder, "is a file; the folder of a checkpoint or store is needed")
+    if os.path.islink(folder):
+        raise store_error(folder, f"is a link to {os.path.realpath(folder)}, which does not exist")
+    raise store_error(folder, "there is no such folder")
+
+
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """The safetensors files that make up a checkpoint folder: ``model.safetensors``, or those that its index names.
 
     Raises ``StoreError`` if there is neither, if the index is malformed, or if it names anything but a file of that folder.
     """
     folder = Path(folder)
+    check_folder(folder)
     single = folder / SINGLE_NAME
     if single.is_file():
         return [single]
@@ -191,7 +200,99 @@ def check_file_name(path: Path, name: object, what: str) -> None:
         raise store_error(path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder")
 
 
-def _read_raw_header(path: Path) -> tuple[bytes, int]:
+class _HeaderText:
+    """The JSON of a header, taken tensor by tensor, so that no more is built of it than what is kept.
+
+    ``text`` has a character for each byte: a single one of another alphabet would make a string of the whole four times as long.
+    """
+
+    def __init__(self, path: Path, text: str, file_bytes: int) -> None:
+        self._path = path
+        self._text = text
+        self._at = 0
+        self._file_bytes = file_bytes
+        self._data_start = 8 + len(text)
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def parse(self) -> Header:
+        """Raises ``StoreError`` for what no header says, ``ValueError`` for what is no JSON."""
+        tensors: dict[str, Tensor] = {}
+        metadata: dict[str, str] | None = None
+        for name in self._names():
+            if name in tensors or (name == _METADATA and metadata is not None):
+                raise ValueError(f"the key {name!r} stands there twice")
+            if name == _METADATA:
+                metadata = self._metadata()
+            elif len(tensors) == MAX_TENSORS:
+                raise store_error(self._path, f"the header lists more than the {MAX_TENSORS} tensors that are accepted")
+            else:
+                tensors[name] = self._tensor(name)
+        if self._next() is not None:
+            raise ValueError(f"something follows it at byte {self._at}")
+        return Header(self._path, tensors, metadata or {}, self._data_start, self._file_bytes)
+
+    def _names(self) -> Iterator[str]:
+        """The names of an object's members, each of which has to be read before the next name is asked for."""
+        self._expect("{")
+        if self._next() == "}":
+            self._at += 1
+            return
+        while True:
+            name = self._string()
+            self._expect(":")
+            self._next()
+            yield name
+            if self._next() == "}":
+                self._at += 1
+                return
+            self._expect(",")
+
+    def _next(self) -> str | None:
+        """The next character that is no space; None at the end."""
+        match = _SPACE.match(self._text, self._at)
+        assert match is not None, "no space is one, too"
+        self._at = match.end()
+        return self._text[self._at] if self._at < len(self._text) else None
+
+    def _expect(self, character: str) -> None:
+        if self._next() != character:
+            raise ValueError(f"{character!r} is expected at byte {self._at}")
+        self._at += 1
+
+    def _string(self) -> str:
+        if self._next() != '"':
+            raise ValueError(f"a string is expected at byte {self._at}")
+        begin = self._at
+        value, self._at = _DECODER.raw_decode(self._text, begin)
+        # Of other alphabets its characters are bytes, and what is escaped would not be.
+        return value if value.isascii() else parse_json(self._text[begin : self._at].encode("latin-1"))
+
+    def _metadata(self) -> dict[str, str]:
+        if self._text.startswith("null", self._at):
+            self._at += len("null")
+            return {}
+        metadata: dict[str, str] = {}
+        for name in self._names() if self._next() == "{" else [None]:
+            if name is None or self._next() != '"' or len(metadata) == MAX_TENSORS:
+                raise store_error(self._path, f"'{_METADATA}' is not an object of at most {MAX_TENSORS} strings")
+            if name in metadata:
+                raise ValueError(f"the key {name!r} stands there twice")
+            metadata[name] = self._string()
+        return metadata
+
+    def _tensor(self, name: str) -> Tensor:
+        entry: object = None
+        if self._text.startswith("{", self._at):
+            end = self._text.find("}", self._at, self._at + _MAX_ENTRY_BYTES) + 1
+            if not end:
+                raise ValueError(f"what it says of tensor {name!r} does not end within {_MAX_ENTRY_BYTES} bytes")
+            entry, length = _DECODER.raw_decode(self._text[self._at : end])
+            self._at += length
+        return _check_tensor(self._path, name, entry, self._data_start, self._file_bytes, self._shapes)
+
+
+def _read_raw_header(path: Path) -> tuple[str, int]:
+    """The header, a character for each byte, and the bytes of the file."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise store_error(path, "is not a regular file")
@@ -216,7 +317,7 @@ def _read_raw_header(path: Path) -> tuple[bytes, int]:
         raise store_error(path, f"cannot be read: {problem.strerror}") from problem
     if not raw.startswith(b"{"):
         raise store_error(path, "the header does not start with '{': not a safetensors file", 8)
-    return raw, file_bytes
+    return raw.decode("latin-1"), file_bytes
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,15 +340,24 @@ def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{text[:40]} stands where only integers may")
 
 
-def _check_metadata(path: Path, metadata: object) -> dict[str, str]:
-    if metadata is None:
-        return {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise store_error(path, "'__metadata__' is not an object of strings")
-    return metadata
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_int=_parse_integer,
+    parse_float=_refuse_number,
+    parse_constant=_refuse_number,
+)
 
 
-def _check_tensor(path: Path, name: str, entry: object, data_start: int, file_bytes: int) -> Tensor:
+def _check_tensor(
+    path: Path,
+    name: str,
+    entry: object,
+    data_start: int,
+    file_bytes: int,
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+) -> Tensor:
+    """``shapes`` has one tuple for all tensors of a shape."""
+
     def refuse(problem: str) -> NoReturn:
         raise store_error(path, f"tensor {name!r}: {problem}")
 
@@ -266,7 +376,8 @@ def _check_tensor(path: Path, name: str, entry: object, data_start: int, file_by
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (end - begin):
         refuse(f"has {end - begin} bytes, but {dtype} of shape {_short(shape)} has {_short(bits)} bits")
-    return Tensor(name, dtype, tuple(shape), data_start + begin, end - begin)
+    sizes = tuple(shape)
+    return Tensor(name, sys.intern(dtype), shapes.setdefault(sizes, sizes), data_start + begin, end - begin)
 
 
 def _are_sizes(value: object) -> bool:

@@ -10,9 +10,18 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from torch_mesh.errors import StoreError
-from torch_mesh.store.header import INDEX_NAME, SINGLE_NAME, encode_header, read_index, store_error, weight_files
+from torch_mesh.store.header import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    check_folder,
+    encode_header,
+    read_index,
+    store_error,
+    weight_files,
+)
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
@@ -22,6 +31,7 @@ def local_folder(source: str | os.PathLike[str]) -> Path:
     """``source`` if it is a folder; else the files of that model id on the Hugging Face hub, downloaded to its cache."""
     if Path(source).is_dir():
         return Path(source)
+    _check_model_id(source)
     with _hub_errors(source):
         return Path(huggingface_hub.snapshot_download(os.fspath(source), ignore_patterns=_NO_WEIGHTS))
 
@@ -33,7 +43,11 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     That is ``source`` if it is a folder, or what the hub's cache has of that model id if it is all there. Else a temporary folder
     where each safetensors file has its header and its length, and nothing behind the header: kilobytes are downloaded.
     """
-    present = Path(source) if Path(source).is_dir() else _cached_folder(os.fspath(source))
+    if Path(source).is_dir():
+        yield Path(source), True
+        return
+    _check_model_id(source)
+    present = _cached_folder(os.fspath(source))
     if present is not None:
         yield present, True
         return
@@ -84,9 +98,19 @@ def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> b
     return True
 
 
+def _check_model_id(source: str | os.PathLike[str]) -> None:
+    """Raises ``StoreError`` for what can only be meant as a path, so that nobody is told of the form of model ids."""
+    try:
+        validate_repo_id(os.fspath(source))
+    except HFValidationError:
+        check_folder(source)
+    if os.path.lexists(source):
+        check_folder(source)
+
+
 @contextmanager
 def _hub_errors(source: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (HFValidationError, HfHubHTTPError, huggingface_hub.errors.SafetensorsParsingError, OSError) as problem:
-        raise store_error(source, f"is neither a folder nor a model that the hub gives: {problem}") from problem
+        raise store_error(source, f"there is no such folder, nor a model that the hub gives: {problem}") from problem

@@ -31,6 +31,7 @@ from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
     check_file_name,
+    check_folder,
     encode_header,
     read_header,
     read_json_file,
@@ -43,6 +44,7 @@ FORMAT_VERSIONS = {"bf16": 1, "int8": 2, "int4": 1, "lut4": 1}
 WEIGHTS = tuple(FORMAT_VERSIONS)
 GROUP_SIZES = (32, 64, 128)
 MAX_FILE_BYTES = 4 << 30
+BLOCK_BYTES = 16 << 20  # of a file beside the records: what one of its checksums covers
 _MAX_PATH = 512
 _MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
 
@@ -79,11 +81,16 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file of the checkpoint that holds no records. ``digest`` is BLAKE2b-128 of its bytes."""
+    """A file of the checkpoint that holds no records. ``digest`` is BLAKE2b-128 of its bytes.
+
+    ``checksums`` are hexadecimal ``block_checksum``s, separated by spaces: twenty times as fast, so that they can be looked at whenever
+    a store is opened. None in a store of an earlier build.
+    """
 
     name: str
     bytes: int
     digest: str
+    checksums: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,25 @@ class Store:
         return ((layer, expert) for layer in range(shape.layers) for expert in range(shape.experts))
 
 
+def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memoryview) -> str:
+    """That of block ``number`` of a file beside the records: XXH3-64 over the store, the file's name, the number and the bytes."""
+    from torch_mesh import _C
+
+    place = hashlib.blake2b(store_id + name.encode(), digest_size=16).digest()
+    return f"{_C.record_checksum(place, 0, number, block):016x}"
+
+
+def quantization_table(weights: str, group_size: int) -> dict[str, Any]:
+    """``quantization_config`` of a store's config.json, as the conversion writes it."""
+    table: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
+    return table | ({"group_size": group_size} if group_size else {})
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """A store's config.json, as the conversion writes it."""
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
 def is_store(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / MANIFEST_NAME).is_file()
 
@@ -167,6 +193,7 @@ def open_store(folder: str | os.PathLike[str]) -> Store:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, checked in itself."""
     path = folder / MANIFEST_NAME
+    check_folder(folder)
     if not path.is_file():
         raise store_error(folder, f"is not a store: it has no {MANIFEST_NAME} (torch-mesh convert makes one)")
     return _parse_manifest(path, read_json_file(path))
@@ -301,9 +328,24 @@ def _typed_record_file(path: Path, entry: dict[str, Any], record_bytes: int) -> 
 
 
 def _typed_other_file(path: Path, entry: dict[str, Any]) -> OtherFile:
-    return OtherFile(
-        _file_name(path, entry), _integer(entry, "bytes", 0, 1 << 60), _hex_bytes(entry["digest"], 16).hex()
+    file = OtherFile(
+        _file_name(path, entry),
+        _integer(entry, "bytes", 0, 1 << 60),
+        _hex_bytes(entry["digest"], 16).hex(),
+        entry.get("checksums"),
     )
+    if file.checksums is not None:
+        count = len(_checksums(file.checksums))
+        if count != -(-file.bytes // BLOCK_BYTES):
+            raise ValueError(f"{file.name} has {file.bytes} bytes and {count} checksums")
+    return file
+
+
+def _checksums(text: object) -> list[str]:
+    words = text.split(" ") if isinstance(text, str) and text else []
+    if not isinstance(text, str) or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
+        raise ValueError("there are checksums that are not numbers of 16 hexadecimal digits")
+    return words
 
 
 def _typed_checksums(rows: list[str], shape: Shape) -> npt.NDArray[np.uint64]:
@@ -311,9 +353,9 @@ def _typed_checksums(rows: list[str], shape: Shape) -> npt.NDArray[np.uint64]:
         raise ValueError(f"checksums of {len(rows)} layers, not {shape.layers}")
     values = np.empty((shape.layers, shape.experts), dtype=np.uint64)
     for layer, row in enumerate(rows):
-        words = row.split(" ")
-        if len(words) != shape.experts or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
-            raise ValueError(f"the checksums of layer {layer} are not {shape.experts} numbers of 16 hexadecimal digits")
+        words = _checksums(row)
+        if len(words) != shape.experts:
+            raise ValueError(f"layer {layer} has {len(words)} checksums and {shape.experts} experts")
         values[layer] = [int(word, 16) for word in words]
     return values
 

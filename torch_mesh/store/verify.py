@@ -1,14 +1,34 @@
-"""Reading all of a store and naming what is not as it was written."""
+"""Naming what of a store is not as it was written: all of it, or what is not checked when it is read."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch_mesh.store.header import store_error
-from torch_mesh.store.manifest import Manifest, Store
+from torch_mesh.store.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    OtherFile,
+    Store,
+    block_checksum,
+    config_text,
+    quantization_table,
+)
 from torch_mesh.store.writer import Progress, file_digest
+
+_CONFIG_NAME = "config.json"
+# With the config, what a model computes by. Of the other files that transformers reads, people change some.
+_TENSORS = (".safetensors", ".safetensors.index.json")
+_IS_READ = (".json", ".jinja", ".model", ".txt")
+_MOST_THREADS = 8  # as many keep any disk busy
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,100 @@ def verify(store: Store, progress: Progress | None = None) -> Iterator[Damage]:
             yield damage
 
 
+def check_other_files(store: Store, verify: str) -> None:
+    """Checks what a model is made of besides its experts, whose records are checked when they are read.
+
+    Raises ``StoreError`` for tensors, an index or a config.json that are not as they were written; what ``quantization_config`` says there
+    is the user's to change. Warns of a tokenizer and the like. Looks at nothing if ``verify`` is 'never'.
+    """
+    if verify == "never":
+        return
+    files = {file.name: file for file in store.manifest.other_files}
+    essential = {name for name in files if name == _CONFIG_NAME or name.endswith(_TENSORS)}
+    others = {name for name in files if name.endswith(_IS_READ) and (store.folder / name).is_file()} - essential
+    problems = _problems(store, [files[name] for name in sorted(essential | others)])
+    if _CONFIG_NAME in problems and _only_quantisation_changed(store, files[_CONFIG_NAME]):
+        del problems[_CONFIG_NAME]
+    for name, problem in problems.items():
+        if name in essential:
+            raise store_error(
+                store.folder / name,
+                f"{problem}. Undo that, or copy or convert the model again; what is to differ from its config can be given to "
+                "from_pretrained. With verify='never' the model opens as it is",
+            )
+    if problems:
+        changed = "; ".join(f"{store.folder / name} {problem}" for name, problem in problems.items())
+        warnings.warn(f"{changed}. If that was not you, copy or convert the model again.", stacklevel=2)
+
+
+def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
+    """What is wrong with files, by their names."""
+    found: dict[str, str] = {}
+    tasks: list[tuple[str, Future[str | None]]] = []
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as executor:
+        for file in files:
+            path = store.folder / file.name
+            if problem := _size_problem(path, file):
+                found[file.name] = problem
+            elif file.checksums is None:
+                tasks.append((file.name, executor.submit(_digest_problem, path, file)))
+            else:
+                for number, checksum in enumerate(file.checksums.split()):
+                    task = executor.submit(_block_problem, store.manifest.store_id, path, number, checksum)
+                    tasks.append((file.name, task))
+        try:
+            for name, task in tasks:
+                if problem := task.result():
+                    found.setdefault(name, problem)
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+    return found
+
+
+def _size_problem(path: Path, file: OtherFile) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    return None if size == file.bytes else f"has {size} bytes, not {file.bytes}"
+
+
+def _digest_problem(path: Path, file: OtherFile) -> str | None:
+    return None if file_digest(path) == file.digest else "was changed since the conversion"
+
+
+def _block_problem(store_id: bytes, path: Path, number: int, checksum: str) -> str | None:
+    begin = number * BLOCK_BYTES
+    with path.open("rb", buffering=0) as stream:
+        block = os.pread(stream.fileno(), BLOCK_BYTES, begin)
+    if block_checksum(store_id, path.name, number, block) == checksum:
+        return None
+    return f"was changed since the conversion, between bytes {begin} and {begin + len(block)}"
+
+
+def _only_quantisation_changed(store: Store, file: OtherFile) -> bool:
+    """Whether config.json is as it was written but for what a user may say there about torch_mesh."""
+    written = quantization_table(store.manifest.weights, store.manifest.group_size)
+
+    def restored(table: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            if not isinstance(value, dict)
+            else written
+            if name == "quantization_config" and value.get("quant_method") == "mesh"
+            else restored(value)
+            for name, value in table.items()
+        }
+
+    try:
+        config = json.loads((store.folder / file.name).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    return hashlib.blake2b(config_text(restored(config)).encode(), digest_size=16).hexdigest() == file.digest
+
+
 def read_record(store: Store, layer: int, expert: int) -> bytes:
     """One record, checked. Raises ``StoreError`` for a damaged one."""
     manifest = store.manifest
@@ -57,13 +171,8 @@ def _checks(store: Store) -> Iterator[tuple[Damage | None, int]]:
     """Per record and file: what is wrong with it, and its bytes."""
     for other in store.manifest.other_files:
         path = store.folder / other.name
-        if not path.is_file():
-            yield Damage(str(path), "is missing"), other.bytes
-        elif path.stat().st_size != other.bytes:
-            yield Damage(str(path), f"has {path.stat().st_size} bytes, not {other.bytes}"), other.bytes
-        else:
-            changed = file_digest(path) != other.digest
-            yield Damage(str(path), "was changed since the conversion") if changed else None, other.bytes
+        problem = _size_problem(path, other) or _digest_problem(path, other)
+        yield Damage(str(path), problem) if problem else None, other.bytes
     yield from _record_checks(store)
 
 

@@ -3,19 +3,24 @@
 Everything goes to a hidden folder beside the destination, which a journal makes resumable: it lists each finished record with its
 checksum. Files are synced, the manifest is written last, and the folder is renamed. What a journal says is checked by reading it
 back, since after a loss of power a journal may know more than the disk.
+
+A journal or a manifest is also the mark by which a folder is known as one of ours: nothing is removed from a folder without it. The
+journal goes last, when the store has its name, so that a hidden folder with a manifest and no journal is one that was replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
+from torch_mesh.files import exchange, locked
 from torch_mesh.store.header import parse_json, store_error
 from torch_mesh.store.manifest import (
+    BLOCK_BYTES,
     FORMAT_VERSIONS,
     MANIFEST_NAME,
     MAX_FILE_BYTES,
@@ -35,9 +43,11 @@ from torch_mesh.store.manifest import (
     OtherFile,
     Shape,
     Store,
+    block_checksum,
     is_store,
     open_store,
     plan_record_files,
+    read_manifest,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +55,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _JOURNAL_NAME = "journal.jsonl"
+_JOURNAL_START = b'{"plan":{"format_version":'
 _SYNC_BYTES = 256 << 20  # written between two syncs: bounds the dirty pages, and what a loss of power undoes
 _SMALL_FILE = 1 << 20
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
@@ -114,31 +125,47 @@ def write_store(
     workers: int | None = None,
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    check_source: Callable[[], None] = lambda: None,
 ) -> Written:
     """Writes the store of ``plan`` to ``folder``, or continues what an earlier run of the same plan began.
 
     ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on ``workers`` threads
-    (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already.
+    (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``check_source``
+    is called when everything is read, and raises if that was not of one piece: then no store comes of it.
 
-    Raises ``StoreError`` if ``folder`` holds something else, or the disk has too little room or fills up. After any error, a kill or
-    Ctrl-C, the same call continues.
+    A link is followed: what it leads to is written or replaced. A store of this plan that is there already is only looked at.
+
+    Raises ``StoreError`` if ``folder`` holds something else, cannot be written, or the disk has too little room or fills up. After any
+    error, a kill or Ctrl-C, the same call continues.
     """
-    folder = Path(folder).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    folder = _real_folder(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    # Without the lock, whose file needs a folder that may be written to. What is not of this plan may be being replaced just now.
+    problem: StoreError | None = None
+    try:
         existing = _existing_store(folder, plan, force)
-        if existing is not None:
-            return Written(existing, existed=True)
-        partial = folder.with_name(f".{folder.name}.partial")
-        if not _is_finished(partial, plan):
-            _check_free_space(partial, plan, files, max_file_bytes)
-            with (
-                _full_disk_as_store_error(partial),
-                contextlib.closing(_Conversion(partial, plan, max_file_bytes)) as conversion,
-            ):
-                conversion.run(records, files, workers or len(os.sched_getaffinity(0)), progress)
-        _move_into_place(partial, folder)
-    return Written(open_store(folder), existed=False)
+    except StoreError as error:
+        existing, problem = None, error
+    if existing is not None:
+        with contextlib.suppress(OSError):  # in a folder of another's, or while another process writes
+            if _remains(folder) or _lock_path(folder).exists():
+                with locked(_lock_path(folder)):
+                    _remove_remains(folder)
+        return Written(existing, existed=True)
+    with _lock_of(folder, problem):
+        existing = _existing_store(folder, plan, force)
+        if existing is None:
+            _check_ours(partial)
+            _remove_remains(folder)
+            if not _is_finished(partial, plan):
+                _check_free_space(partial, plan, files, max_file_bytes)
+                with (
+                    _full_disk_as_store_error(partial),
+                    contextlib.closing(_Conversion(partial, plan, max_file_bytes)) as conversion,
+                ):
+                    conversion.run(records, files, workers or len(os.sched_getaffinity(0)), progress, check_source)
+            _move_into_place(partial, folder)
+    return Written(existing or open_store(folder), existed=existing is not None)
 
 
 class _Journal:
@@ -149,7 +176,8 @@ class _Journal:
         self.files: dict[str, OtherFile] = {}
         self.resumed = False
         kept = self._load(path, identity)
-        self._file = path.open("r+b" if kept else "w+b", buffering=0)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115  # open as long as the conversion
         self._file.truncate(kept)
         self._file.seek(kept)
         if not kept:
@@ -229,6 +257,7 @@ class _Conversion:
         files: Sequence[NewFile],
         workers: int,
         progress: Progress | None,
+        check_source: Callable[[], None],
     ) -> None:
         self._remove_leftovers(files)
         counter = _Counter(self._plan, self._record_bytes, files, progress)
@@ -240,18 +269,22 @@ class _Conversion:
         self._write_records(records, workers, counter)
         for descriptor in self._descriptors:
             os.fsync(descriptor)
+        check_source()
         self._write_manifest(files)
 
     def _remove_leftovers(self, files: Sequence[NewFile]) -> None:
         """What an earlier run left and this one does not continue."""
         continued = {file.name for file in files} | {file.name for file, _ in self._files}
         for path in self._folder.iterdir():
-            if path.name != _JOURNAL_NAME and not (self._journal.resumed and path.name in continued):
+            kept = self._journal.resumed and path.name in continued and not path.is_symlink()
+            if path.name != _JOURNAL_NAME and not kept:
+                if _is_folder(path):
+                    raise store_error(path, "is in the way: no conversion made this folder. Move it")
                 path.unlink()
 
     def _open_record_files(self) -> None:
         for file, header in self._files:
-            descriptor = os.open(self._folder / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self._folder / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
             _write_all(descriptor, header, 0)
             os.ftruncate(descriptor, file.bytes)
@@ -280,11 +313,12 @@ class _Conversion:
         # Small files are written anew: they may have been edited in the source since.
         if known is not None and file.size == known.bytes > _SMALL_FILE and _has_digest(path, known.digest):
             return
-        digest = hashlib.blake2b(digest_size=16)
+        digest, checksums = hashlib.blake2b(digest_size=16), []
         with path.open("wb") as stream:
-            for chunk in file.chunks():
-                stream.write(chunk)
-                digest.update(chunk)
+            for number, block in enumerate(_blocks(file.chunks())):
+                stream.write(block)
+                digest.update(block)
+                checksums.append(block_checksum(self._journal.store_id, file.name, number, block))
             stream.flush()
             os.fsync(stream.fileno())
             written = stream.tell()
@@ -292,7 +326,7 @@ class _Conversion:
             raise store_error(
                 path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
             )
-        self._journal.add_file(OtherFile(file.name, written, digest.hexdigest()))
+        self._journal.add_file(OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums)))
 
     def _write_records(self, records: Iterable[tuple[int, int, RecordMaker]], workers: int, counter: _Counter) -> None:
         waiting: set[Future[tuple[int, int, int]]] = set()
@@ -383,8 +417,32 @@ class _Counter:
             self._progress(self._done, self._total)
 
 
+def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, cut where a file's checksums are."""
+    rest = bytearray()
+    for chunk in chunks:
+        rest += chunk
+        while len(rest) >= BLOCK_BYTES:
+            yield bytes(rest[:BLOCK_BYTES])
+            del rest[:BLOCK_BYTES]
+    if rest:
+        yield bytes(rest)
+
+
 def _has_digest(path: Path, digest: str) -> bool:
     return path.is_file() and file_digest(path) == digest
+
+
+def described(path: Path, store_id: bytes) -> OtherFile:
+    """What a store's manifest says of a file that holds no records."""
+    digest = hashlib.blake2b(digest_size=16)
+    checksums: list[str] = []
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            checksums.append(block_checksum(store_id, path.name, len(checksums), block))
+        size = stream.tell()
+    return OtherFile(path.name, size, digest.hexdigest(), " ".join(checksums))
 
 
 def file_digest(path: Path) -> str:
@@ -396,41 +454,33 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _real_folder(folder: str | os.PathLike[str]) -> Path:
+    """``folder`` without links. Raises ``StoreError`` for one where no store can be put."""
+    real = Path(os.path.realpath(folder))
+    if os.path.islink(folder) and not real.exists():
+        raise store_error(folder, f"is a link to {real}, which does not exist: make that folder, or remove the link")
+    if os.path.ismount(real):
+        raise store_error(
+            real, "is where a file system is mounted, and a store takes its place by its name: name a folder in it"
+        )
+    return real
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from writing the same store. The kernel lets go when the process dies."""
-    path = folder.with_name(f".{folder.name}.lock")
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
+    """Keeps other processes from writing the same store. ``problem``: what is wrong with the folder if no lock can be had."""
+    with contextlib.ExitStack() as stack:
         try:
-            _wait_for_lock(descriptor, folder)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # Whoever held the lock before may have removed the file: then this is the lock of a file nobody else sees.
-        if _same_file(descriptor, path):
-            break
-        os.close(descriptor)
-    try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            waiting = functools.partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
+            stack.enter_context(locked(_lock_path(folder), waiting))
+        except OSError as error:
+            raise problem or unwritable(folder, error) from error
         yield
-    finally:
-        path.unlink()
-        os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _LOG.warning("Another process is writing %s; waiting for it.", folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
@@ -457,15 +507,49 @@ def _check_free_space(partial: Path, plan: StorePlan, files: Sequence[NewFile], 
     record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
     total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
     present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
-    needed = max(0, total - present) + _SPARE_BYTES
+    left = max(0, total - present)
     status = os.statvfs(partial.parent)
     free = status.f_bavail * status.f_frsize
-    if free < needed:
+    if free < left + _SPARE_BYTES:
         raise store_error(
             partial.parent,
-            f"the disk has {_megabytes(free)} free; {_megabytes(needed)} of {_megabytes(total)} are still to be written. "
-            "Free some, or choose another folder or smaller weights",
+            f"the disk has {_megabytes(free)} free; {_megabytes(left)} of {_megabytes(total)} are still to be written, and "
+            f"{_megabytes(_SPARE_BYTES)} have to stay free. Free some, or choose another folder or smaller weights",
         )
+
+
+def _check_ours(partial: Path) -> None:
+    """Raises ``StoreError`` if the place of the unfinished folder is taken by something that no conversion left."""
+    if os.path.lexists(partial) and not _is_ours(partial):
+        raise store_error(
+            partial,
+            "is in the way: an unfinished conversion would stand there, and this is none. Move it, or choose another folder for the store",
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a conversion made this: by its journal or its manifest, or because there is nothing in it."""
+    if not _is_folder(folder):
+        return False
+    names = set(os.listdir(folder))
+    if _JOURNAL_NAME in names and stat.S_ISREG(os.lstat(folder / _JOURNAL_NAME).st_mode):
+        with (folder / _JOURNAL_NAME).open("rb") as stream:
+            start = stream.read(len(_JOURNAL_START))
+        # Killed at its first line it may have left part of that, and nothing else yet.
+        return start == _JOURNAL_START or (names == {_JOURNAL_NAME} and _JOURNAL_START.startswith(start))
+    return not names or _has_manifest(folder)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except StoreError:
+        return False
+    return True
 
 
 def _is_finished(partial: Path, plan: StorePlan) -> bool:
@@ -479,16 +563,46 @@ def _is_finished(partial: Path, plan: StorePlan) -> bool:
 
 
 def _move_into_place(partial: Path, folder: Path) -> None:
-    (partial / _JOURNAL_NAME).unlink(missing_ok=True)
     _sync_folder(partial)
     if is_store(folder):
         replaced = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
-        folder.rename(replaced)
-        partial.rename(folder)
-        shutil.rmtree(replaced)
+        if exchange(partial, folder):
+            partial.rename(replaced)
+        else:  # killed between these two there is no store under the name, and the next run puts the new one there
+            folder.rename(replaced)
+            partial.rename(folder)
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)
+    _remove_remains(folder)
+
+
+def _remains(folder: Path) -> list[Path]:
+    """What replacing a store leaves when it is killed: the old one, and the journal of the new one."""
+    pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
+    replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
+    partial = folder.with_name(f".{folder.name}.partial")
+    if is_store(partial) and not (partial / _JOURNAL_NAME).exists():
+        replaced.append(partial)
+    journal = folder / _JOURNAL_NAME
+    return [*filter(_is_ours, replaced), *([journal] if is_store(folder) and journal.exists() else [])]
+
+
+def _remove_remains(folder: Path) -> None:
+    for path in _remains(folder):
+        try:
+            _remove_store(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            _LOG.warning("%s was replaced, and what is left of it in %s cannot be removed: %s", folder, path, error)
+
+
+def _remove_store(folder: Path) -> None:
+    """Its mark last, by which the next run knows what is left of it."""
+    for path in folder.iterdir():
+        if path.name != MANIFEST_NAME:
+            shutil.rmtree(path) if _is_folder(path) else path.unlink()
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _sync_folder(folder: Path) -> None:

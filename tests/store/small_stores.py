@@ -1,0 +1,23 @@
+"""Stores of a few kilobytes that no model is needed for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.writer import NewFile, StorePlan, write_store
+
+_SHAPE = Shape(layers=1, experts=3, top_k=1, hidden=64, intermediate=32, gated=True, bias=False, activation="silu")
+
+
+def write(folder: str | Path, weights: str, *, force: bool = False) -> Store:
+    """Writes one with a file beside its records, or finds that it is there."""
+    plan = StorePlan(_SHAPE, ("layers.0.experts",), weights, 64, source_name="none", source_fingerprint="none")
+    records = (
+        (0, expert, lambda expert=expert: torch.full((plan.record_bytes,), expert, dtype=torch.uint8))
+        for expert in range(_SHAPE.experts)
+    )
+    file = NewFile("notes.txt", len(weights), lambda: [weights.encode()])
+    return write_store(folder, plan, records, [file], force=force).store

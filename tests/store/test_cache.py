@@ -1,0 +1,158 @@
+"""The cache folder: what is left there by processes that were killed, and where there is none."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from limited_processes import without_privileges
+from tiny_checkpoints import tiny_model
+
+import torch_mesh
+from torch_mesh.cache import cache_folder, unnamed_folder
+from torch_mesh.errors import MeshError, StoreError
+from torch_mesh.files import new_file, scratch_folder
+
+PATCH = """
+import os, signal, sys
+import torch_mesh
+from tiny_checkpoints import tiny_model
+from torch_mesh.store import writer
+writer._Conversion._write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+torch_mesh.patch(tiny_model("qwen3_moe"), resident=0.5)
+"""
+
+
+def with_tests(**variables: str) -> dict[str, str]:
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
+
+
+def test_a_killed_patch_leaves_nothing_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = subprocess.run([sys.executable, "-c", PATCH], env=with_tests(XDG_CACHE_HOME=str(tmp_path)), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = [path for path in (tmp_path / "torch_mesh").glob("unnamed-*") if path.is_dir()]
+    assert any((left / ".experts.partial").glob("mesh-*.safetensors"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch_mesh.patch(tiny_model("qwen3_moe"), resident=0.5)
+    assert list((tmp_path / "torch_mesh").iterdir()) == []
+
+
+def _kill_before(number: int, parent: Path) -> int:
+    """Makes a scratch folder in a forked process that is killed right before what it does to files for the ``number``-th time."""
+    child = os.fork()
+    if child == 0:
+        steps = 0
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal steps
+            if event in ("open", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
+                steps += 1
+                if steps == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        with scratch_folder(parent, "unnamed-") as folder:
+            (folder / "experts").mkdir()
+            (folder / "experts" / "file").write_text("records")
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_killed_at_each_step_a_scratch_folder_goes_with_the_next(tmp_path: Path) -> None:
+    left = 0
+    for number in range(1, 100):
+        status = _kill_before(number, tmp_path)
+        left += any(path.is_dir() for path in tmp_path.iterdir())
+        with scratch_folder(tmp_path, "unnamed-") as folder:
+            assert sorted(os.listdir(tmp_path)) == [folder.name, f"{folder.name}.lock"], f"killed at step {number}"
+        assert os.listdir(tmp_path) == []
+        if status == 0:
+            break
+    assert status == 0 and number > 5 and left > 2
+
+
+def test_what_is_in_use_or_of_others_stays(tmp_path: Path) -> None:
+    (tmp_path / "unnamed-thesis").mkdir()  # nobody's lock says that its owner is gone
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    (tmp_path / "unnamed-link").symlink_to("elsewhere")
+    (tmp_path / "unnamed-link.lock").touch()
+    with scratch_folder(tmp_path, "unnamed-") as first:
+        (first / "file").touch()
+        with scratch_folder(tmp_path, "unnamed-"):
+            assert (first / "file").exists()
+            with (tmp_path / f"{first.name}.lock").open() as lock, pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert {"unnamed-thesis", "elsewhere", "unnamed-link"} <= set(os.listdir(tmp_path))
+    assert (tmp_path / "elsewhere" / "file").exists()
+
+
+NO_HOME = """
+import os
+import torch_mesh
+from torch_mesh.cache import unnamed_folder
+from torch_mesh.cli import main
+os.setuid(54321)
+os.environ.pop("XDG_CACHE_HOME", None)
+for home in (None, "/"):
+    os.environ.pop("HOME", None)
+    if home:
+        os.environ["HOME"] = home
+    assert main(["doctor"]) == 0
+    try:
+        unnamed_folder().__enter__()
+    except torch_mesh.MeshError as error:
+        print(f"HOME={home}: {error}")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be a user whom nobody knows needs root")
+def test_without_a_home_folder_an_error_says_what_to_set() -> None:
+    ended = without_privileges([sys.executable, "-c", NO_HOME])
+    assert ended.returncode == 0, ended.stderr
+    said = [line for line in ended.stdout.splitlines() if line.startswith("HOME=")]
+    assert said[0].startswith("HOME=None: There is no home folder") and "set XDG_CACHE_HOME or HOME" in said[0]
+    assert said[1].startswith("HOME=/: /.cache/torch_mesh: cannot be written (Permission denied: /.cache")
+    assert "XDG_CACHE_HOME" in said[1]
+
+
+def test_no_folder_is_called_after_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in ("store", "profile", "predictor", "stats_file"):
+        with pytest.raises(ValueError, match=f"{field}='~nobody-of-this-name/x': there is no home folder"):
+            torch_mesh.MeshConfig(**{field: "~nobody-of-this-name/x"})
+        assert getattr(torch_mesh.MeshConfig(**{field: "./~x"}), field) == "./~x"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/torch_mesh")
+
+
+def test_a_cache_that_cannot_be_made_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StoreError, match=r"file/torch_mesh: cannot be written \(Not a directory.*XDG_CACHE_HOME"):
+        torch_mesh.patch(tiny_model("qwen3_moe", torch.bfloat16), resident=0.5)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(MeshError, match="There is no home folder.*set XDG_CACHE_HOME or HOME"), unnamed_folder():
+        pass
+
+
+def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "profile.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("disk/profile.json")
+    with new_file(tmp_path / "link.json", "w") as file:
+        file.write("new")
+    assert os.readlink(tmp_path / "link.json") == "disk/profile.json"
+    assert (tmp_path / "disk" / "profile.json").read_text() == "new"
+    assert os.listdir(tmp_path / "disk") == ["profile.json"]

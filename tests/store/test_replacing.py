@@ -1,0 +1,375 @@
+"""What stands where a store is to be written: another store, links, folders of others', a source that changes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_stores
+from limited_processes import small_disk, without_privileges
+from tiny_checkpoints import save_tiny
+
+from torch_mesh.errors import StoreError
+from torch_mesh.files import exchange
+from torch_mesh.store import writer
+from torch_mesh.store.convert import convert, convert_model
+from torch_mesh.store.manifest import MANIFEST_NAME, open_store
+from torch_mesh.store.verify import verify
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of some hundred KB."""
+    sizes = {"num_experts": 4, "num_local_experts": 4, "num_hidden_layers": 2, "vocab_size": 32}
+    return save_tiny(tmp_path_factory.mktemp("raw") / "source", "qwen3_moe", **sizes)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an int8 store, and the finished int4 one that is about to take its place."""
+    folder = tmp_path_factory.mktemp("finished")
+    small_stores.write(folder / "store", "int8")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer, "_move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        small_stores.write(folder / "store", "int4", force=True)
+    return folder
+
+
+def held(folder: Path) -> str:
+    """The weights of a store that has everything it should have."""
+    store = open_store(folder)
+    assert list(verify(store)) == []
+    return store.manifest.weights
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def with_tests() -> dict[str, str]:
+    """The environment of a process that imports what these tests import."""
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+# Forks one process for each line of its input, so that each can be killed without loading torch anew. The child counts what it does
+# to files once all of the new store is written, and is killed right before the one of the given number.
+KILLED = """
+import os, signal, sys
+import small_stores
+from torch_mesh.store import writer
+
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+def kill_before(number, root):
+    steps = 0
+    def hook(event, arguments):
+        nonlocal steps
+        if event in EVENTS and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            if os.fsdecode(arguments[0]).startswith(root):
+                steps += 1
+                if steps == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    move = writer._move_into_place
+    def moving(*arguments):
+        sys.addaudithook(hook)
+        move(*arguments)
+    writer._move_into_place = moving
+
+for line in sys.stdin:
+    number, can_exchange, folder = line.split()
+    child = os.fork()
+    if child == 0:
+        kill_before(int(number), os.path.realpath(folder))
+        if can_exchange == "no":
+            writer.exchange = lambda *_: False
+        small_stores.write(folder + "/store", "int4", force=True)
+        os._exit(0)
+    os.write(1, f"{os.waitpid(child, 0)[1]}\\n".encode())
+"""
+
+
+class KilledReplacements:
+    """Puts finished stores into the place of others in another process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", KILLED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=with_tests(),
+        )
+
+    def run(self, number: int, can_exchange: bool, folder: Path) -> bool:
+        """Whether it was killed before its end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{number} {'yes' if can_exchange else 'no'} {folder}\n")
+        self._process.stdin.flush()
+        status = int(self._process.stdout.readline())
+        assert status in (0, signal.SIGKILL)
+        return status == signal.SIGKILL
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_killed_at_each_step_a_replacement_is_one_store_or_the_other(
+    tmp_path: Path, finished: Path, can_exchange: bool
+) -> None:
+    seen = set()
+    with contextlib.closing(KilledReplacements()) as replacements:
+        for number in range(1, 200):
+            folder = tmp_path / str(number)
+            shutil.copytree(finished, folder)
+            killed = replacements.run(number, can_exchange, folder)
+            if can_exchange or (folder / "store").exists():
+                weights = held(folder / "store")
+            else:
+                weights = "absent"
+            seen.add(weights)
+            # The new one may be there already: then to look at it is enough to clean up.
+            small_stores.write(folder / "store", "int4", force=weights != "int4")
+            assert held(folder / "store") == "int4"
+            assert os.listdir(folder) == ["store"], f"killed at step {number}"
+            assert not (folder / "store" / "journal.jsonl").exists()
+            shutil.rmtree(folder)
+            if not killed:
+                break
+    assert not killed and number > 5
+    assert seen == ({"int8", "int4"} if can_exchange else {"int8", "absent", "int4"})
+
+
+def test_exchange_is_one_step_or_none(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of-{name}").touch()
+    assert exchange(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path / "a") == ["of-b"] and os.listdir(tmp_path / "b") == ["of-a"]
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "a", tmp_path / "absent")
+    assert os.listdir(tmp_path / "a") == ["of-b"]
+
+
+def test_what_a_file_system_cannot_exchange_is_replaced_in_two_steps(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, tmp_path / "folder")
+    monkeypatch.setattr("torch_mesh.files.ctypes.get_errno", lambda: errno.EINVAL)
+    monkeypatch.setattr("torch_mesh.files._RENAME_EXCHANGE", 1 << 30)  # a flag that no file system has
+    small_stores.write(tmp_path / "folder" / "store", "int4", force=True)
+    assert held(tmp_path / "folder" / "store") == "int4" and os.listdir(tmp_path / "folder") == ["store"]
+
+
+def test_only_what_was_replaced_is_cleaned_up(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "store", "int8")
+    theirs = {
+        ".store.replaced-0123abcd": "not a store",
+        ".store.replaced-01234567": "a link",
+        ".store.replaced-mine": "a store of another name",
+        ".storehouse.replaced-01234567": "another store's",
+    }
+    for name in theirs:
+        shutil.copytree(tmp_path / "store", tmp_path / name)
+    (tmp_path / ".store.replaced-0123abcd" / MANIFEST_NAME).write_text("{}")
+    shutil.move(tmp_path / ".store.replaced-01234567", tmp_path / "elsewhere")
+    (tmp_path / ".store.replaced-01234567").symlink_to(tmp_path / "elsewhere")
+    before = tree(tmp_path)
+    shutil.copytree(tmp_path / "store", tmp_path / ".store.replaced-76543210")
+    convert(source, tmp_path / "store", "int8")
+    assert tree(tmp_path) == before
+    convert(source, tmp_path / "store", "int4", force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "elsewhere", *theirs}
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    convert(source, tmp_path / "disk" / "store", "int8")
+    (tmp_path / "link").symlink_to("disk/store")
+    assert convert(source, tmp_path / "link", "int4", force=True).store.manifest.weights == "int4"
+    assert os.readlink(tmp_path / "link") == "disk/store"
+    assert held(tmp_path / "disk" / "store") == "int4"
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"] and os.listdir(tmp_path / "disk") == ["store"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("target", ["absent", "not/there/either", "link"])
+def test_a_link_that_leads_nowhere_is_refused_before_converting(
+    tmp_path: Path, source: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer._Conversion, "run", lambda *_: pytest.fail("it was converted"))
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(StoreError, match="is a link to .*, which does not exist"):
+        convert(source, tmp_path / "link", "int4", force=force)
+    assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_mount_point_is_refused_before_converting(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer._Conversion, "run", lambda *_: pytest.fail("it was converted"))
+    with small_disk(tmp_path / "disk", 40 << 20) as disk:
+        with pytest.raises(StoreError, match="name a folder in it"):
+            convert(source, disk, "int4")
+        assert list(disk.iterdir()) == [] and os.listdir(tmp_path) == ["disk"]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "file", "other-journal", "linked-journal", "other-manifest"])
+def test_what_no_conversion_left_is_never_touched(tmp_path: Path, source: Path, kind: str) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.tex").write_text("years of work")
+    partial = tmp_path / ".store.partial"
+    if kind == "link":
+        partial.symlink_to("thesis")
+    elif kind == "file":
+        partial.write_text("years of work")
+    else:
+        shutil.copytree(thesis, partial)
+    if kind == "other-journal":
+        (partial / "journal.jsonl").write_text('{"day": 1}\n')
+    elif kind == "linked-journal":
+        (thesis / "theirs").write_text('{"plan":{"format_version":1}}\n')
+        (partial / "journal.jsonl").symlink_to(thesis / "theirs")
+    elif kind == "other-manifest":
+        (partial / MANIFEST_NAME).write_text("{}")
+    before = tree(tmp_path)
+    for force in (False, True):
+        with pytest.raises(StoreError, match=r"\.store\.partial: is in the way"):
+            convert(source, tmp_path / "store", "int4", force=force)
+    assert tree(tmp_path) == before
+
+
+def test_a_link_or_a_folder_within_an_unfinished_store_is_not_followed(tmp_path: Path, source: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        convert(source, tmp_path / "store", "int8")
+    partial, names = tmp_path / ".store.partial", os.listdir(tmp_path / ".store.partial")
+    for name in names:
+        if name != "journal.jsonl":
+            (tmp_path / f"of-others-{name}").write_text("years of work")
+            (partial / name).unlink()
+            (partial / name).symlink_to(tmp_path / f"of-others-{name}")
+    (partial / "thesis").mkdir()
+    with pytest.raises(StoreError, match="thesis: is in the way"):
+        convert(source, tmp_path / "store", "int8")
+    (partial / "thesis").rmdir()
+    convert(source, tmp_path / "store", "int8")
+    assert held(tmp_path / "store") == "int8"
+    assert {path.read_text() for path in tmp_path.glob("of-others-*")} == {"years of work"}
+
+
+@pytest.mark.parametrize("start", [None, b"", b'{"plan":{"for'])
+def test_what_a_kill_leaves_at_the_very_beginning_is_taken_up(
+    tmp_path: Path, source: Path, start: bytes | None
+) -> None:
+    (tmp_path / ".store.partial").mkdir()
+    if start is not None:
+        (tmp_path / ".store.partial" / "journal.jsonl").write_bytes(start)
+    convert(source, tmp_path / "store", "int8")
+    assert held(tmp_path / "store") == "int8" and os.listdir(tmp_path) == ["store"]
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, source: Path) -> None:
+    (tmp_path / ".store.lock").symlink_to("absent")
+    with pytest.raises(StoreError, match=r"cannot be written \(.*\.store\.lock"):
+        convert(source, tmp_path / "store", "int8")
+    assert os.listdir(tmp_path) == [".store.lock"]
+
+
+def test_a_source_within_the_store_that_is_replaced_is_refused(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "store", "int8")
+    shutil.copytree(source, tmp_path / "store" / "original")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="cannot replace its source"):
+        convert(tmp_path / "store" / "original", tmp_path / "store", "int4", force=True)
+    assert tree(tmp_path) == before
+
+
+def _overwrite(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(-1000, os.SEEK_END)
+        stream.write(os.urandom(1000))
+
+
+def _replace(path: Path) -> None:
+    shutil.copy(path, path.with_name("new"))
+    _overwrite(path.with_name("new"))
+    os.replace(path.with_name("new"), path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("change", [_overwrite, _replace, _remove])
+def test_a_source_that_changes_meanwhile_makes_no_store(tmp_path: Path, source: Path, change) -> None:
+    shutil.copytree(source, tmp_path / "source")
+    weights = tmp_path / "source" / "model.safetensors"
+    records: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        records.append(done)
+        if done == total and weights.exists():
+            os.utime(weights, ns=(0, 0))  # or the change might be within the tick of the clock at which it was written
+            change(weights)
+
+    with pytest.raises(StoreError, match="was changed while it was converted"):
+        convert(tmp_path / "source", tmp_path / "store", "int4", progress=progress)
+    assert not (tmp_path / "store").exists()
+    shutil.copy(source / "model.safetensors", weights)
+    again = convert(tmp_path / "source", tmp_path / "store", "int4").store
+    assert held(again.folder) == "int4"
+    assert (again.manifest.checksums != convert(source, tmp_path / "other", "int4").store.manifest.checksums).all()
+
+
+WRITE = """
+import sys
+import small_stores
+small_stores.write(sys.argv[1] + "/store", "int4")
+print("there already")
+small_stores.write(sys.argv[1] + "/other", "int4")
+"""
+
+
+def test_a_store_is_used_where_nothing_can_be_written(tmp_path: Path) -> None:
+    sealed = tmp_path / "sealed"
+    small_stores.write(sealed / "store", "int4")
+    sealed.chmod(0o555)
+    ended = without_privileges([sys.executable, "-c", WRITE, str(sealed)], with_tests())
+    sealed.chmod(0o755)
+    assert ended.stdout == "there already\n", ended.stderr
+    assert ended.returncode and "other: cannot be written (Permission denied" in ended.stderr.splitlines()[-1]
+
+
+def test_a_finished_store_is_not_waited_for(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "store", "int4")
+    with writer.locked(tmp_path / ".store.lock"):
+        assert convert(source, tmp_path / "store", "int4").existed
+
+
+def test_where_nothing_can_be_made_says_so(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"cannot be written \(.*\. Choose a folder that can"):
+        convert(source, tmp_path / "file" / "store", "int4")
+
+
+def test_records_of_a_loaded_model_follow_a_link_too(tmp_path: Path, source: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    convert_model(AutoModelForCausalLM.from_pretrained(source), tmp_path / "link", "int8")
+    assert held(tmp_path / "disk") == "int8" and (tmp_path / "link").is_symlink()
