@@ -200,8 +200,14 @@ class _Journal:
                     if entry["plan"] != identity:
                         return 0
                     self.store_id = bytes.fromhex(entry["store_id"])
+                    if len(self.store_id) != 16:
+                        return 0
                 elif "record" in entry:
                     layer, expert = entry["record"]
+                    if layer not in range(identity["shape"]["layers"]) or expert not in range(
+                        identity["shape"]["experts"]
+                    ):
+                        break
                     self.records[layer, expert] = int(entry["checksum"], 16)
                 else:
                     self.files[entry["name"]] = OtherFile(**entry)
