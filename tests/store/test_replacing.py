@@ -225,6 +225,13 @@ def test_a_mount_point_is_refused_before_converting(
         with pytest.raises(StoreError, match="name a folder in it"):
             convert(source, disk, "int4")
         assert list(disk.iterdir()) == [] and os.listdir(tmp_path) == ["disk"]
+        monkeypatch.undo()
+        store = small_stores.write(tmp_path / "elsewhere", "int4")
+        shutil.copytree(store.folder, disk, dirs_exist_ok=True)
+        assert small_stores.write(disk, "int4").manifest.store_id == store.manifest.store_id
+        with pytest.raises(StoreError, match="name a folder in it"):
+            small_stores.write(disk, "int8", force=True)
+        assert held(disk) == "int4"
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "file", "other-journal", "linked-journal", "other-manifest"])
