@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -224,6 +225,13 @@ def test_a_mount_point_is_refused_before_converting(
         with pytest.raises(StoreError, match="name a folder in it"):
             convert(source, disk, "int4")
         assert list(disk.iterdir()) == [] and os.listdir(tmp_path) == ["disk"]
+        monkeypatch.undo()
+        store = small_stores.write(tmp_path / "elsewhere", "int4")
+        shutil.copytree(store.folder, disk, dirs_exist_ok=True)
+        assert small_stores.write(disk, "int4").manifest.store_id == store.manifest.store_id
+        with pytest.raises(StoreError, match="name a folder in it"):
+            small_stores.write(disk, "int8", force=True)
+        assert held(disk) == "int4"
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "file", "other-journal", "linked-journal", "other-manifest"])
@@ -280,6 +288,46 @@ def test_what_a_kill_leaves_at_the_very_beginning_is_taken_up(
         (tmp_path / ".store.partial" / "journal.jsonl").write_bytes(start)
     convert(source, tmp_path / "store", "int8")
     assert held(tmp_path / "store") == "int8" and os.listdir(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"record": [99, 0], "checksum": "00"},
+        {"record": [0, -1], "checksum": "00"},
+        {"record": [0, 3], "checksum": "00"},
+        {"record": [0.5, 0], "checksum": "00"},
+        {"record": [[0], 0], "checksum": "00"},
+        {"record": [0, 0], "checksum": "0" * 17},
+        {"record": 3},
+        {"name": ["notes.txt"], "bytes": 4, "digest": ""},
+        {"name": "notes.txt", "bytes": "4", "digest": 3, "checksums": 3},
+        [],
+        3,
+    ],
+)
+def test_a_journal_that_says_nonsense_is_not_believed(tmp_path: Path, line: object) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        small_stores.write(tmp_path / "store", "int8")
+    with (tmp_path / ".store.partial" / "journal.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    small_stores.write(tmp_path / "store", "int8")
+    assert held(tmp_path / "store") == "int8"
+
+
+@pytest.mark.parametrize("store_id", ["00", "0" * 34, "", 3])
+def test_a_journal_of_a_strange_store_is_not_continued(tmp_path: Path, store_id: object) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        small_stores.write(tmp_path / "store", "int8")
+    journal = tmp_path / ".store.partial" / "journal.jsonl"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text(
+        json.dumps(json.loads(first) | {"store_id": store_id}, separators=(",", ":")) + "\n" + "".join(rest)
+    )
+    small_stores.write(tmp_path / "store", "int8")
+    assert held(tmp_path / "store") == "int8"
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, source: Path) -> None:

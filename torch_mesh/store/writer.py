@@ -146,12 +146,19 @@ def write_store(
         existing = _existing_store(folder, plan, force)
     except StoreError as error:
         existing, problem = None, error
+    except OSError as error:
+        raise unwritable(folder, error) from error
     if existing is not None:
         with contextlib.suppress(OSError):  # in a folder of another's, or while another process writes
             if _remains(folder) or _lock_path(folder).exists():
                 with locked(_lock_path(folder)):
                     _remove_remains(folder)
         return Written(existing, existed=True)
+    if os.path.ismount(folder):
+        raise problem or store_error(
+            folder,
+            "is where a file system is mounted, and a store is put in its place under its name: name a folder in it",
+        )
     with _lock_of(folder, problem):
         existing = _existing_store(folder, plan, force)
         if existing is None:
@@ -200,8 +207,14 @@ class _Journal:
                     if entry["plan"] != identity:
                         return 0
                     self.store_id = bytes.fromhex(entry["store_id"])
+                    if len(self.store_id) != 16:
+                        return 0
                 elif "record" in entry:
                     layer, expert = entry["record"]
+                    if layer not in range(identity["shape"]["layers"]) or expert not in range(
+                        identity["shape"]["experts"]
+                    ):
+                        break
                     self.records[layer, expert] = int(entry["checksum"], 16)
                 else:
                     self.files[entry["name"]] = OtherFile(**entry)
@@ -455,14 +468,10 @@ def file_digest(path: Path) -> str:
 
 
 def _real_folder(folder: str | os.PathLike[str]) -> Path:
-    """``folder`` without links. Raises ``StoreError`` for one where no store can be put."""
+    """``folder`` without links. Raises ``StoreError`` for one that leads nowhere."""
     real = Path(os.path.realpath(folder))
     if os.path.islink(folder) and not real.exists():
         raise store_error(folder, f"is a link to {real}, which does not exist: make that folder, or remove the link")
-    if os.path.ismount(real):
-        raise store_error(
-            real, "is where a file system is mounted, and a store takes its place by its name: name a folder in it"
-        )
     return real
 
 
