@@ -281,7 +281,8 @@ def _configs_with_experts(
                     yield value
                 yield from within(value, part)
 
-    return [config, *within(config, model.config)]
+    described: Any = model.config
+    return [config, *within(config, described)]
 
 
 def _is_copied(path: Path) -> bool:
