@@ -35,6 +35,8 @@ def tokens_per_chunk(
 ) -> int:
     """How many tokens a fused forward computes at a time in ``workspace`` bytes, on this machine's kernels."""
 
+MOST_THREADS: int  # of an engine
+LONGEST_TIMEOUT: float  # in seconds
 MOST_DECODE_ROWS: int  # a forward of a layer with more rows is prefill
 HEAD_DIM_STEP: int  # sizes of attention heads are its multiples
 MOST_HEAD_DIM: int

@@ -29,6 +29,10 @@ QUOTAS = ("off", "on")
 PREFILL = ("auto", "window", "off")
 GPU_PLACEMENT = ("static", "dynamic")
 
+# Those of the extension, without which `torch-mesh doctor` has to run.
+MOST_THREADS = 1024
+LONGEST_TIMEOUT = 1e9  # seconds
+
 # Of a CUDA device that takes gpu_experts: tl.dot needs it for bf16.
 LEAST_CAPABILITY = (8, 0)
 
@@ -103,9 +107,14 @@ def _check_store(field: str, value: Any) -> str | None:
 def _check_threads(field: str, value: Any) -> str | int:
     if value == "auto":
         return value
-    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", str(value).strip()):
+    number = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", number):
         raise ValueError(f"{field}={value!r} is not a number of threads: give a positive number or 'auto'.")
-    return int(value)
+    if len(number) > 9 or int(number) > MOST_THREADS:
+        raise ValueError(
+            f"{field}={value!r} is more than an engine takes: give 1 to {MOST_THREADS}, or 'auto' for as many as torch uses."
+        )
+    return int(number)
 
 
 def _check_workspace(field: str, value: Any) -> str | int:
@@ -205,6 +214,10 @@ def _check_timeout(field: str, value: Any) -> float:
         seconds = 0.0
     if isinstance(value, bool) or not 0 < seconds < float("inf"):
         raise ValueError(f"{field}={value!r} is not a time-out: give a positive number of seconds.")
+    if not 1e-3 <= seconds <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"{field}={value!r} is not a time-out: give 0.001 to {LONGEST_TIMEOUT:.0f} seconds, which are 31 years."
+        )
     return seconds
 
 

@@ -235,16 +235,17 @@ std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, cons
 // What the last layer left for this one. Per thread, since forwards of several threads interleave;
 // by handle and not by engine, so that it keeps no closed pool alive.
 struct Remainder {
-  at::Tensor handle, x, ids, weights;
+  HandleIds handle;
+  at::Tensor x, ids, weights;
 };
 thread_local std::optional<Remainder> remainder;
 
 // A remainder of other rows, another model or another layer is what an aborted forward left behind.
-bool follows(const Remainder& carried, const at::Tensor& handle, const at::Tensor& x) {
-  const int64_t* from = carried.handle.const_data_ptr<int64_t>();
-  const int64_t* here = handle.const_data_ptr<int64_t>();
-  return from[0] == here[0] && from[1] + 1 == here[1] && from[2] == here[2] &&
-         carried.x.sizes() == x.sizes();
+bool follows(const Remainder& carried, const LayerHandle& layer, const at::Tensor& x) {
+  const HandleIds& from = carried.handle;
+  const HandleIds here = layer.ids();
+  return from.pool == here.pool && from.layer + 1 == here.layer &&
+         from.generation == here.generation && carried.x.sizes() == x.sizes();
 }
 
 // Choices [tokens][k] of this call and of a later one; the sentinel `experts` stands where the
@@ -321,12 +322,12 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   at::Tensor out =
       run_experts(layer, x, split.now, weights, /*sentinels=*/true,
                   {.reads_queued = prefetch_of(lookahead), .deferred = split.deferred});
-  if (carried && follows(*carried, handle, x)) {
+  if (carried && follows(*carried, layer, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
                          /*sentinels=*/true, {.late = true}));
   }
   if (!split.deferred.empty()) {
-    remainder = Remainder{handle.clone(), x.clone(), split.later, weights.clone()};
+    remainder = Remainder{layer.ids(), x.clone(), split.later, weights.clone()};
   }
   return out;
 }

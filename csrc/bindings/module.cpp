@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bindings/device.h"
@@ -193,6 +194,15 @@ PackRecord pack_from(const RawViews& views, const RecordLayout& layout) {
 // -- the engine
 // ---------------------------------------------------------------------------------------
 
+// Within what clocks can add to the present.
+std::chrono::milliseconds milliseconds_from(double seconds, const char* name) {
+  if (seconds >= 0 && seconds <= kLongestTimeout) {  // written so that NaN is refused too
+    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
+  }
+  invalid(std::string(name) + " is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
+          std::to_string(static_cast<int64_t>(kLongestTimeout)));
+}
+
 Faults faults_from(const std::map<std::string, double>& given) {
   Faults faults;
   const std::map<std::string, double*> probabilities = {{"short_read", &faults.short_read},
@@ -208,6 +218,7 @@ Faults faults_from(const std::map<std::string, double>& given) {
     if (name == "seed") {
       faults.seed = static_cast<uint64_t>(value);
     } else if (name == "max_delay") {
+      if (!(value >= 0 && value <= kLongestTimeout)) invalid("max_delay is no number of seconds");
       faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(value * 1e6));
     } else if (const auto found = probabilities.find(name); found != probabilities.end()) {
       *found->second = value;
@@ -311,7 +322,7 @@ class PyEngine {
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.kept.elsewhere = elsewhere;
     pool.verify = verify_from(verify);
-    pool.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
+    pool.timeout = milliseconds_from(timeout, "timeout");
     pool.reader.backend = io;
     if (faults) pool.reader.faults = faults_from(*faults);
 
@@ -358,6 +369,7 @@ class PyEngine {
   }
 
   ByteArray read_record(int32_t layer, int32_t expert) {
+    ByteArray copy(look([](Engine& engine) { return engine.layout().bytes; }));
     const std::shared_ptr<LiveEngine> live = open();
     const Pool& pool = live->engine->pool();
     if (layer < 0 || layer >= pool.layers() || expert < 0 || expert >= pool.experts()) {
@@ -365,8 +377,7 @@ class PyEngine {
               " is outside [0, " + std::to_string(pool.layers()) + ") x [0, " +
               std::to_string(pool.experts()) + ")");
     }
-    const int64_t bytes = live->engine->layout().bytes;
-    ByteArray copy(bytes);
+    const auto bytes = static_cast<size_t>(copy.size());
     auto* to = copy.mutable_data();
     py::gil_scoped_release released;
     live->engine->visit(layer, {&expert, 1},
@@ -380,18 +391,20 @@ class PyEngine {
     return record_sum(*live->engine, layer, experts);
   }
 
-  py::dict stats() { return dict_of_layers(open()->engine->pool().stats()); }
+  py::dict stats() {
+    return dict_of_layers(look([](Engine& engine) { return engine.pool().stats(); }));
+  }
 
   py::dict detailed_stats() {
-    std::shared_ptr<LiveEngine> live = open();
-    const Pool& pool = live->engine->pool();
-    const PoolStats stats = pool.detailed_stats();
-    const std::array<py::ssize_t, 2> shape{pool.layers(), pool.experts()};
-    const int32_t most_slots = pool.most_slots();
-    {  // as in describe_size()
-      const py::gil_scoped_release released;
-      live.reset();
-    }
+    struct Seen {
+      PoolStats stats;
+      std::array<py::ssize_t, 2> shape;
+      int32_t most_slots;
+    };
+    const auto [stats, shape, most_slots] = look([](Engine& engine) {
+      const Pool& pool = engine.pool();
+      return Seen{pool.detailed_stats(), {pool.layers(), pool.experts()}, pool.most_slots()};
+    });
     py::dict result;
     for (const auto& [name, phase] : {std::pair{"none", Phase::kNone},
                                       {"prefill", Phase::kPrefill},
@@ -417,36 +430,32 @@ class PyEngine {
     live->engine->pool().warm_up();
   }
 
-  ProfileArrays model_use() { return profile_arrays(open()->engine->pool().model_use()); }
+  ProfileArrays model_use() {
+    return profile_arrays(look([](Engine& engine) { return engine.pool().model_use(); }));
+  }
 
   int64_t forwards(int32_t layer) { return open()->engine->pool().forwards(layer); }
 
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) {
     const std::shared_ptr<LiveEngine> live = live_;
     if (live == nullptr) return false;
-    const auto milliseconds = std::chrono::milliseconds(static_cast<int64_t>(patience * 1e3));
+    const auto milliseconds = milliseconds_from(patience, "patience");
     py::gil_scoped_release released;
     return live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
   }
 
   py::dict describe_size() {
-    std::shared_ptr<LiveEngine> live = open();
-    const Pool& pool = live->engine->pool();
-    const std::pair<const char*, int64_t> sizes[] = {
-        {"slots", pool.slots()},
-        {"least_slots", pool.least_slots()},
-        {"most_slots", pool.most_slots()},
-        {"segment_slots", pool.segment_slots()},
-        {"record_bytes", live->engine->layout().bytes},
-        {"slot_bytes", pool.slot_bytes()},
-        {"mapped_bytes", pool.mapped_bytes()},
-    };
-    {
-      // Before anything of Python's is made: the garbage collector may run then, find the model
-      // dead and close this engine, which waits for its last user.
-      const py::gil_scoped_release released;
-      live.reset();
-    }
+    using Sizes = std::array<std::pair<const char*, int64_t>, 7>;
+    const Sizes sizes = look([](Engine& engine) {
+      const Pool& pool = engine.pool();
+      return Sizes{{{"slots", pool.slots()},
+                    {"least_slots", pool.least_slots()},
+                    {"most_slots", pool.most_slots()},
+                    {"segment_slots", pool.segment_slots()},
+                    {"record_bytes", engine.layout().bytes},
+                    {"slot_bytes", pool.slot_bytes()},
+                    {"mapped_bytes", pool.mapped_bytes()}}};
+    });
     py::dict result;
     for (const auto& [name, size] : sizes) result[name] = size;
     return result;
@@ -477,29 +486,45 @@ class PyEngine {
     const std::chrono::milliseconds timeout = live->engine->pool().timeout();
     const std::shared_ptr<Freeing> freeing = live->freeing;
     live.reset();
-    // A signal handler runs inside the forward that it interrupts, which cannot end before it. And a
-    // process that ends need not wait for what goes with it.
+    // A signal handler runs inside the forward that it interrupts, which cannot end before it. And
+    // a process that ends need not wait for what goes with it.
     if (in_signal_handler() || !Py_IsInitialized()) return;
     freeing->wait(timeout, torch_runtime());
   }
 
   py::dict describe() {
-    const std::shared_ptr<LiveEngine> live = open();
-    Engine& engine = *live->engine;
-    const Pool& pool = engine.pool();
+    struct Seen {
+      int32_t slots, most_slots, threads;
+      int64_t record_bytes, pool_bytes, mapped_bytes, workspace_bytes;
+      std::string policy, io;
+      std::vector<std::string> notes;
+    };
+    const Seen seen = look([](Engine& engine) {
+      const Pool& pool = engine.pool();
+      const Reader* reader = pool.reader();
+      return Seen{.slots = pool.slots(),
+                  .most_slots = pool.most_slots(),
+                  .threads = engine.options().threads,
+                  .record_bytes = engine.layout().bytes,
+                  .pool_bytes = pool.memory_bytes(),
+                  .mapped_bytes = pool.mapped_bytes(),
+                  .workspace_bytes = engine.workspace_bytes(),
+                  .policy = pool.policy(),
+                  .io = reader == nullptr ? "memory" : reader->backend(),
+                  .notes = reader == nullptr ? std::vector<std::string>{} : reader->notes()};
+    });
     py::dict result;
-    result["slots"] = pool.slots();
-    result["most_slots"] = pool.most_slots();
-    result["record_bytes"] = engine.layout().bytes;
-    result["pool_bytes"] = pool.memory_bytes();
-    result["mapped_bytes"] = pool.mapped_bytes();
-    result["workspace_bytes"] = engine.workspace_bytes();
-    result["policy"] = pool.policy();
-    result["io"] = pool.reader() == nullptr ? "memory" : pool.reader()->backend();
+    result["slots"] = seen.slots;
+    result["most_slots"] = seen.most_slots;
+    result["record_bytes"] = seen.record_bytes;
+    result["pool_bytes"] = seen.pool_bytes;
+    result["mapped_bytes"] = seen.mapped_bytes;
+    result["workspace_bytes"] = seen.workspace_bytes;
+    result["policy"] = seen.policy;
+    result["io"] = seen.io;
     result["isa"] = kernel_table_name(kernel_table());
-    result["threads"] = engine.options().threads;
-    result["notes"] =
-        pool.reader() == nullptr ? std::vector<std::string>{} : pool.reader()->notes();
+    result["threads"] = seen.threads;
+    result["notes"] = seen.notes;
     return result;
   }
 
@@ -507,6 +532,15 @@ class PyEngine {
   std::shared_ptr<LiveEngine> open() const {
     if (live_ == nullptr) throw Error(ErrorKind::kClosed, "this engine is closed");
     return live_;
+  }
+
+  // What `see` says of the engine, which is let go of before anything of Python's is made of that:
+  // the garbage collector may run then, find the model dead and close this engine, which waits for
+  // its last user.
+  template <typename See>
+  std::invoke_result_t<See, Engine&> look(const See& see) const {
+    const std::shared_ptr<LiveEngine> live = open();
+    return see(*live->engine);
   }
 
   std::shared_ptr<LiveEngine> live_;
@@ -606,6 +640,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("tokens_per_chunk", torch_mesh::chunk_tokens, py::arg("format"), py::arg("group_size"),
         py::arg("hidden"), py::arg("intermediate"), py::arg("gated"), py::arg("bias"),
         py::arg("top_k"), py::arg("workspace"));
+  m.attr("MOST_THREADS") = torch_mesh::kMostThreads;
+  m.attr("LONGEST_TIMEOUT") = torch_mesh::kLongestTimeout;
   m.attr("MOST_DECODE_ROWS") = torch_mesh::kMostDecodeRows;
   m.attr("HEAD_DIM_STEP") = torch_mesh::kHeadDimStep;
   m.attr("MOST_HEAD_DIM") = torch_mesh::kMostHeadDim;

@@ -17,7 +17,7 @@ struct Registry {
   explicit Registry(int64_t first) : first_id(first), next_id(first) {}
 
   const OwnerProcess owner;
-  const int64_t first_id;        // those below it are of the processes that this one was forked from
+  const int64_t first_id;  // those below it are of the processes that this one was forked from
   std::atomic<int64_t> next_id;  // which a child reads without the lock
   std::mutex mutex;
   std::unordered_map<int64_t, std::shared_ptr<LiveEngine>> engines;
@@ -66,25 +66,28 @@ LayerHandle resolve(const at::Tensor& handle) {
       handle.scalar_type(), " of shape ", handle.sizes(), " on ", handle.device());
   const at::Tensor contiguous = handle.contiguous();
   const int64_t* ids = contiguous.const_data_ptr<int64_t>();
+  return resolve(HandleIds{ids[0], ids[1], ids[2]});
+}
 
+LayerHandle resolve(const HandleIds& handle) {
   Registry& all = registry();
-  if (ids[0] < all.first_id && ids[0] > 0) throw_forked("the pool of this handle");
+  if (handle.pool < all.first_id && handle.pool > 0) throw_forked("the pool of this handle");
   std::shared_ptr<LiveEngine> live;
   {
     std::lock_guard lock(all.mutex);
-    const auto found = all.engines.find(ids[0]);
+    const auto found = all.engines.find(handle.pool);
     if (found != all.engines.end()) live = found->second;
   }
-  if (live == nullptr || live->generation != ids[2]) {
+  if (live == nullptr || live->generation != handle.generation) {
     throw Error(ErrorKind::kClosed,
-                "the pool of this handle (" + std::to_string(ids[0]) + ", generation " +
-                    std::to_string(ids[2]) +
+                "the pool of this handle (" + std::to_string(handle.pool) + ", generation " +
+                    std::to_string(handle.generation) +
                     ") is closed: the model was unpatched or deleted; patch it again");
   }
   const int32_t layers = live->engine->pool().layers();
-  TORCH_CHECK_VALUE(ids[1] >= 0 && ids[1] < layers, "the handle names layer ", ids[1],
-                    "; its pool has layers [0, ", layers, ")");
-  return LayerHandle{std::move(live), static_cast<int32_t>(ids[1])};
+  TORCH_CHECK_VALUE(handle.layer >= 0 && handle.layer < layers, "the handle names layer ",
+                    handle.layer, "; its pool has layers [0, ", layers, ")");
+  return LayerHandle{std::move(live), static_cast<int32_t>(handle.layer)};
 }
 
 std::vector<SlotState> states_of(const LayerHandle& layer) {

@@ -24,11 +24,17 @@ struct LiveEngine {
   int64_t generation;
 };
 
+// What a handle holds.
+struct HandleIds {
+  int64_t pool, layer, generation;
+};
+
 struct LayerHandle {
   std::shared_ptr<LiveEngine> live;  // keeps the engine while a forward runs
   int32_t layer;
 
   Engine& engine() const { return *live->engine; }
+  HandleIds ids() const { return {live->id, layer, live->generation}; }
 };
 
 // The state of each expert of the layer, as of one moment.
@@ -41,5 +47,6 @@ void unregister_engine(int64_t id);
 // Checks shape, dtype, id, generation and layer. Throws Error(kClosed) for a stale handle, and
 // Error(kForked) in a child of the process that opened the pool.
 LayerHandle resolve(const at::Tensor& handle);
+LayerHandle resolve(const HandleIds& handle);
 
 }  // namespace torch_mesh

@@ -29,9 +29,9 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 }
 
 void check(const EngineOptions& options, const Runtime& runtime) {
-  if (options.threads < 1) {
-    throw Error(ErrorKind::kInvalid,
-                "threads is " + std::to_string(options.threads) + "; allowed: 1 or more");
+  if (options.threads < 1 || options.threads > kMostThreads) {
+    throw Error(ErrorKind::kInvalid, "threads is " + std::to_string(options.threads) +
+                                         "; allowed: 1 to " + std::to_string(kMostThreads));
   }
   if (options.workspace < 1) {
     throw Error(ErrorKind::kInvalid,

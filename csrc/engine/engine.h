@@ -27,6 +27,9 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
 // their layer, or all.
 enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
+// A team that the system has no threads for ends the process: OpenMP knows no error.
+inline constexpr int32_t kMostThreads = 1024;
+
 struct EngineOptions {
   RecordLayout layout;
   std::optional<Activation> activation;  // none: grouped_linear is the only path
@@ -35,8 +38,8 @@ struct EngineOptions {
   PrefillWindow prefill = PrefillWindow::kAuto;
 };
 
-// Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is opened,
-// which may begin to read at once.
+// Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is
+// opened, which may begin to read at once.
 void check(const EngineOptions& options, const Runtime& runtime);
 
 struct ExpertsCall {

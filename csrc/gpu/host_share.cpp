@@ -205,7 +205,7 @@ HostShare::~HostShare() {
 
 // Never destroyed: who captured a graph may launch it at any time.
 void HostShare::retire() {
-  static auto* in_graphs = new std::vector<std::unique_ptr<Captured>>;
+  static auto* in_graphs = new std::vector<std::shared_ptr<Captured>>;
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   for (auto& captured : captured_) {
@@ -269,13 +269,13 @@ void HostShare::join(Ticket ticket, Stream stream) {
 
 void HostShare::set_capture_sizes(std::span<const int32_t> tokens, int32_t top_k) {
   const auto engine = live_engine(core_->engine);
-  std::vector<std::unique_ptr<Captured>> captured;
+  std::vector<std::shared_ptr<Captured>> captured;
   for (const int32_t size : tokens) {
     if (size < 1) {
       throw Error(ErrorKind::kInvalid,
                   "a capture size is " + std::to_string(size) + " tokens; allowed: 1 or more");
     }
-    captured.push_back(std::make_unique<Captured>(core_, *engine, size, top_k));
+    captured.push_back(std::make_shared<Captured>(core_, *engine, size, top_k));
   }
   const std::lock_guard lock(submitting_);
   retire();
@@ -291,11 +291,20 @@ std::vector<int32_t> HostShare::capture_sizes() {
 
 void HostShare::wait(Ticket ticket) {
   const auto engine = live_engine(core_->engine);
-  const Call& last = called(ticket);
-  wait_until_idle(last, *engine);
+  std::vector<std::shared_ptr<Captured>> captured;  // stay when other sizes are set meanwhile
+  Call* last = nullptr;
+  Ticket part = 0;
+  {
+    const std::lock_guard lock(submitting_);
+    captured = captured_;
+    last = &called(ticket);
+    part = last->first;
+  }
+  wait_until_idle(*last, *engine);
   const std::lock_guard lock(core_->mutex);
-  for (Ticket part = last.first;; part = (part + 1) % kInFlight) {
-    if (const auto failure = std::exchange(called(part).failure, nullptr)) {
+  for (;; part = (part + 1) % kInFlight) {
+    Call& call = ticket >= kInFlight ? *last : *calls_[part];
+    if (const auto failure = std::exchange(call.failure, nullptr)) {
       if (core_->failure == failure) core_->failure = nullptr;
       std::rethrow_exception(failure);
     }

@@ -118,7 +118,7 @@ class HostShare {
   std::unique_ptr<Block> block_;  // of all calls that are not captured: they follow each other
   std::vector<std::unique_ptr<Call>> calls_;
   Ticket next_ = 0;
-  std::vector<std::unique_ptr<Captured>> captured_;
+  std::vector<std::shared_ptr<Captured>> captured_;
 };
 
 }  // namespace torch_mesh

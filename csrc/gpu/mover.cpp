@@ -109,12 +109,13 @@ Mover::~Mover() {
 }
 
 void Mover::used(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
-  if (!options_.moving[layer]) return;
+  // Fewer layers may move than the pool has.
+  if (layer < 0 || layer >= std::ssize(options_.moving) || !options_.moving[layer]) return;
   const std::lock_guard lock(wanted_mutex_);
   distinct_.clear();
   seen_.assign(seen_.size(), false);
   for (const int64_t id : ids) {
-    if (id >= experts_ || seen_[id]) continue;
+    if (id < 0 || id >= experts_ || seen_[id]) continue;
     seen_[id] = true;
     distinct_.push_back(static_cast<int32_t>(id));
   }

@@ -39,9 +39,10 @@ PoolOptions checked(const PoolOptions& options, int32_t layers, int32_t experts)
     throw_invalid("record_bytes must be a positive multiple of 4096; got " +
                   std::to_string(options.record_bytes));
   }
-  if (options.timeout.count() <= 0) {
-    throw_invalid("the time-out must be positive; got " + std::to_string(options.timeout.count()) +
-                  " ms");
+  constexpr auto longest = static_cast<int64_t>(kLongestTimeout * 1e3);
+  if (options.timeout.count() <= 0 || options.timeout.count() > longest) {
+    throw_invalid("the time-out must be 1 to " + std::to_string(longest) + " ms; got " +
+                  std::to_string(options.timeout.count()) + " ms");
   }
   check(options.kept, layers, experts);
   return options;

@@ -41,6 +41,9 @@
 
 namespace torch_mesh {
 
+// In seconds, 31 years: what clocks can add to the present without an overflow.
+inline constexpr double kLongestTimeout = 1e9;
+
 enum class SlotState : uint8_t { kEmpty, kLoading, kReady };
 enum class Verify : uint8_t { kFirst, kAlways, kNever };
 
@@ -166,9 +169,6 @@ class Pool {
   std::unique_ptr<Impl> impl_;
 };
 
-// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
-struct ForwardPart {
-  Phase phase = Phase::kNone;
 // What a claim is to the pool.
 enum class ClaimKind : uint8_t {
   kForward,  // a use: it counts, teaches the policy, and begins its layer
@@ -178,6 +178,9 @@ enum class ClaimKind : uint8_t {
   kVisit,
 };
 
+// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
+struct ForwardPart {
+  Phase phase = Phase::kNone;
   bool last = true;
   // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
   // the claim is one use of each of its experts, else each token is one of those it chose.

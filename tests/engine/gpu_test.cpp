@@ -311,6 +311,31 @@ TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
   EXPECT_EQ(error_of([&] { share.wait(third); }).kind(), ErrorKind::kInvalid) << "all the same";
 }
 
+TEST_F(HostShareTest, WhoWaitsForACapturedCallFindsItWhateverSizesAreSet) {
+  const auto device = make_stand_in();
+  HostShare share(device, engine);
+  const Batch batch = batch_of(1, random());
+  DeviceBatch on_device(batch);
+  on_device.fill(*device, {});
+  for (int32_t round = 0; round < 30; ++round) {
+    share.set_capture_sizes(std::array{1}, kTopK);
+    device->begin_capture({});
+    const HostShare::Ticket ticket = share.submit(on_device.call(0), {});
+    share.join(ticket, {});
+    const auto graph = device->end_capture({});
+    device->launch(graph, {});
+    std::atomic<bool> waited{false};
+    std::thread other([&] {
+      while (!waited) share.set_capture_sizes(std::array{1, 2, 3}, kTopK);
+    });
+    share.wait(ticket);
+    waited = true;
+    other.join();
+    device->synchronize({});
+    EXPECT_EQ(on_device.out, batch.run(*engine, 0));
+  }
+}
+
 TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
   const auto device = make_stand_in();
   HostShare share(device, engine);
@@ -614,6 +639,26 @@ TEST_F(MoverTest, APromptMovesNothing) {
     EXPECT_EQ(on.mover->step(*on.compute), 0);
   }
   EXPECT_EQ(on.mover->stats().batches, 0);
+}
+
+TEST_F(MoverTest, LearnsNothingOfLayersThatDoNotMove) {
+  const auto device = make_stand_in();
+  std::vector<std::byte> records(1 << 20);
+  std::vector<int32_t> table(kExperts, -1);
+  Mover mover(device, engine,
+              {.source = engine,
+               .records = address(records.data()),
+               .table = address(table.data()),
+               .slots = 4,
+               .slots_of = table,
+               .moving = {true},  // the first of kLayers alone
+               .batch = 2,
+               .policy = "lru",
+               .patience = 1});
+  const int64_t ids[] = {3};
+  for (const int32_t layer : {kLayers - 1, kLayers, 1000, -1}) mover.used(layer, ids, 1);
+  EXPECT_EQ(mover.step({}), 0);
+  EXPECT_EQ(mover.slots_of(), table);
 }
 
 TEST_F(MoverTest, RefusesASizeThatCannotBe) {

@@ -41,11 +41,15 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"verify": "sometimes"}, "verify='sometimes'.*'first', 'always', 'never'"),
         ({"threads": 0}, "threads=0.*positive number or 'auto'"),
         ({"threads": 1.5}, "threads=1.5 is not"),
+        ({"threads": 1025}, "threads=1025 is more than an engine takes: give 1 to 1024, or 'auto'"),
+        ({"threads": "9" * 5000}, "more than an engine takes"),
         ({"workspace": "lots"}, "workspace='lots' is not a size"),
         ({"workspace": 0}, "workspace=0 is not a size"),
         ({"timeout": 0}, "timeout=0 .*positive number of seconds"),
         ({"timeout": "soon"}, "timeout='soon'"),
         ({"timeout": float("inf")}, "timeout=inf"),
+        ({"timeout": 9.3e9}, "timeout=9300000000.0 is not a time-out: give 0.001 to 1000000000 seconds"),
+        ({"timeout": 1e-4}, "timeout=0.0001 is not a time-out: give 0.001"),
     ],
 )
 def test_wrong_field_or_value_says_what_is_allowed(fields: dict[str, Any], message: str) -> None:

@@ -88,6 +88,19 @@ def test_all_layers_together_give_the_whole_sum(pool: TinyPool) -> None:
     assert relative_error(total, torch.stack(exact).sum(0)) < 1e-6
 
 
+def test_a_handle_may_have_any_strides(open_pool: OpenPool) -> None:
+    inputs = [_inputs() for _ in range(SPEC.layers)]
+    outputs = []
+    for stride in (1, 2):
+        pool = open_pool(SPEC)
+        for layer, (x, ids, weights) in enumerate(inputs):
+            handle = pool.handle(layer).repeat_interleave(stride)[::stride]
+            assert handle.stride() == (stride,)
+            outputs.append(ops.experts_deferred(x, ids, weights, handle, 2, layer == SPEC.layers - 1))
+    for packed, spread in zip(outputs[: SPEC.layers], outputs[SPEC.layers :], strict=True):
+        assert torch.equal(packed, spread)
+
+
 def test_the_last_layer_defers_nothing(pool: TinyPool) -> None:
     x, ids, weights = _inputs()
     out = ops.experts_deferred(x, ids, weights, pool.handle(2), TOP_K, True)

@@ -14,6 +14,7 @@ from tiny_pools import OpenPool, Spec, TinyPool, ops, routing
 from torch import Tensor
 
 import torch_mesh
+from torch_mesh import _C, config
 
 SPEC = Spec(layers=2)
 
@@ -326,3 +327,38 @@ def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     _call(pool)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("threads", 1025, "threads is 1025; allowed: 1 to 1024"),
+        ("threads", 10**9, "threads is 1000000000; allowed: 1 to 1024"),
+        ("threads", -1, "threads is -1; allowed: 1 to 1024"),
+        ("timeout", 9.3e9, "timeout is 9300000000.000000 seconds; allowed: 0 to 1000000000"),
+        ("timeout", 1e300, "allowed: 0 to 1000000000"),
+        ("timeout", float("nan"), "allowed: 0 to 1000000000"),
+        ("timeout", -1.0, "allowed: 0 to 1000000000"),
+        ("timeout", 1e-5, "the time-out must be 1 to 1000000000000 ms; got 0 ms"),
+    ],
+)
+def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_pool(SPEC, slots=4, **{option: value})
+
+
+def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
+    slow = {"seed": 1, "delay": 1.0, "max_delay": 0.05}
+    pool = open_pool(SPEC, slots=4, timeout=_C.LONGEST_TIMEOUT, faults=slow)
+    _call(pool)
+    assert not pool.engine.wait_for_forwards(0, 10, 0.01)
+    with pytest.raises(ValueError, match="patience is .*; allowed: 0 to 1000000000"):
+        pool.engine.wait_for_forwards(0, 10, 9.3e9)
+
+
+def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expected: Tensor) -> None:
+    assert torch.equal(_call(open_pool(SPEC, slots=4, threads=_C.MOST_THREADS)), expected)
+
+
+def test_the_configuration_has_the_limits_of_the_engine() -> None:
+    assert (config.MOST_THREADS, config.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
 from tiny_pools import OpenPool, Spec, routing
 
 import torch_mesh
+from torch_mesh import _C
 from torch_mesh.counters import engine_stats
 
 ops = torch.ops.torch_mesh
@@ -64,3 +67,61 @@ def test_everything_is_in_the_dict_and_what_was_not_asked_is_not_zero(open_pool:
     rows = {line.split()[0]: line.split()[1:] for line in str(stats).splitlines()}
     assert set(rows["1"]) == {"-"}
     assert rows["0"][0] == "0.0%" and "prefill" not in rows
+
+
+class _Dead:
+    """A model that only the collector finds dead."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize(
+    "ask", ["describe", "describe_size", "stats", "detailed_stats", "model_use", "forwards", "read_record"]
+)
+def test_a_collection_may_close_the_engine_that_is_asked(open_pool: OpenPool, ask: str) -> None:
+    """The collector runs whenever something of Python's is made, and what it closes waits for its last user."""
+    arguments = {"forwards": (0,), "read_record": (0, 1)}.get(ask, ())
+    failed: list[Exception] = []
+    gc.collect()
+    gc.freeze()  # what there is takes no time then
+    before = gc.get_threshold()
+    for threshold in range(-3, 30):
+        engine = open_pool(SPEC, slots=4, timeout=5.0).engine
+        call = getattr(engine, ask)
+
+        def close(engine: _C.Engine = engine) -> None:
+            try:
+                engine.close()
+            except torch_mesh.MeshError as error:  # else it would be printed and forgotten
+                failed.append(error)
+
+        gc.collect()
+        gc.disable()
+        weakref.finalize(_Dead(), close)
+        try:
+            gc.set_threshold(gc.get_count()[0] + threshold)
+            gc.enable()
+            call(*arguments)
+        except torch_mesh.PoolClosedError:
+            pass  # the collector was first
+        finally:
+            gc.enable()
+            gc.set_threshold(*before)
+    gc.unfreeze()
+    assert not failed
+
+
+def test_what_is_no_forward_counts_as_none(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=4)
+    pool.engine.read_record(0, 3)
+    pool.engine.sum_records(0, [1, 2])
+    assert (pool.count("accesses"), pool.count("promoted")) == (0, 3)
+    x, (ids, weights) = torch.randn(3, SPEC.hidden, requires_grad=True), routing(SPEC, 3, 2)
+    out = ops.experts(x, ids, weights, pool.handle())
+    counted = pool.count("accesses"), pool.engine.forwards(0), pool.engine.model_use()[0][0]
+    assert counted[:2] == (ids.unique().numel(), 1)
+    out.sum().backward()
+    offsets = torch.arange(SPEC.experts + 1).clamp(max=6)
+    ops.grouped_linear_backward(torch.randn(6, SPEC.hidden), offsets, pool.handle(), 1, SPEC.intermediate)
+    assert (pool.count("accesses"), pool.engine.forwards(0), pool.engine.model_use()[0][0]) == counted
