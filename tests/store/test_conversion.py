@@ -25,7 +25,7 @@ from torch_mesh.errors import StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.convert import convert, convert_model, pack_expert
+from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert, convert_model, pack_expert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import verify
 
@@ -88,6 +88,7 @@ def test_store_is_a_complete_checkpoint_for_any_safetensors_tool(tmp_path: Path,
         assert (store.folder / name).read_bytes() == (mesh_tiny / name).read_bytes()
     config = json.loads((store.folder / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
+    assert config.pop("transformers_weights") == WITHOUT_TORCH_MESH
     assert config == json.loads((mesh_tiny / "config.json").read_text())
 
 
