@@ -87,6 +87,7 @@ def test_store_is_a_complete_checkpoint_for_any_safetensors_tool(tmp_path: Path,
         assert (store.folder / name).read_bytes() == (mesh_tiny / name).read_bytes()
     config = json.loads((store.folder / "config.json").read_text())
     assert config.pop("quantization_config") == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
+    assert "import torch_mesh" in config.pop("transformers_weights")
     assert config == json.loads((mesh_tiny / "config.json").read_text())
 
 
