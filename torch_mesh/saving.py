@@ -16,7 +16,7 @@ import secrets
 import shutil
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from .store.convert import mesh_config, plain_config
 from .store.header import store_error
 from .store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
-from .store.writer import StorePlan, described, write_store
+from .store.writer import StorePlan, described, full_disk_as_store_error, write_store
 
 _COPY_BYTES = 64 << 20
 _SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
@@ -218,7 +218,8 @@ def _write_folder(
 ) -> list[str]:
     """Fills ``folder`` and returns the names of what was written. All of it is complete before any of it takes its place."""
     # Within the folder, on whose file system it is.
-    with scratch_folder(folder, _STAGING_PREFIX) as staging, _full_disk_as_store_error(folder):
+    full = full_disk_as_store_error(folder, "What was there is as it was; free some room, or choose another folder")
+    with scratch_folder(folder, _STAGING_PREFIX) as staging, full:
         manifest = None
         if pool is None:
             _check_free_space(folder, unpacking.nbytes)
@@ -324,18 +325,6 @@ def _check_free_space(folder: Path, needed: int) -> None:
             f"the disk has {free / 1e6:,.0f} MB free, and the model takes {(needed + _SPARE_BYTES) / 1e6:,.0f} MB. Nothing was "
             "written; free some, or choose another folder",
         )
-
-
-@contextlib.contextmanager
-def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise store_error(
-            folder, "the disk is full. What was there is as it was; free some room, or choose another folder"
-        ) from problem
 
 
 def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -> None:

@@ -167,7 +167,9 @@ def write_store(
             if not _is_finished(partial, plan):
                 _check_free_space(partial, plan, files, max_file_bytes)
                 with (
-                    _full_disk_as_store_error(partial),
+                    full_disk_as_store_error(
+                        partial, "What is finished stays there: free some room and run the same command again"
+                    ),
                     contextlib.closing(_Conversion(partial, plan, max_file_bytes)) as conversion,
                 ):
                     conversion.run(records, files, workers or len(os.sched_getaffinity(0)), progress, check_source)
@@ -630,15 +632,13 @@ def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def _full_disk_as_store_error(folder: Path) -> Iterator[None]:
+def full_disk_as_store_error(folder: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise store_error(
-            folder, "the disk is full. What is finished stays there: free some room and run the same command again"
-        ) from problem
+        raise store_error(folder, f"the disk is full. {advice}") from problem
 
 
 def _megabytes(count: int) -> str:
