@@ -94,9 +94,8 @@ class MeshExperts(PackedModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
-        if (
-            hidden_states.dtype == torch.float64
-        ):  # of which the kernels know nothing; their weights have 16 bits at most
+        # Of which the kernels know nothing; their weights have 16 bits at most.
+        if hidden_states.dtype == torch.float64:
             return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights).double()
         if self._mesh_device == hidden_states.device:
             return torch.ops.torch_mesh.experts_split(

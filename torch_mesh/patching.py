@@ -247,9 +247,8 @@ def _packed(model: nn.Module, config: MeshConfig, undo: Undo) -> Iterator[Record
     with _store_folder(config) as folder:
         with progress_bar(f"Packing experts to {weights}") as progress:
             store = convert_model(model, folder, weights, config.group_size, progress=progress).store
-        if (
-            config.store is not None
-        ):  # of weights that have no name: the next call could not use it, nor write another there
+        # Of weights that have no name: the next call could not use it, nor write another there.
+        if config.store is not None:
             undo.stores.append(store.folder)
         yield Records.of_store(store, range(store.manifest.shape.layers))
 
