@@ -21,7 +21,8 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
     unset.
     """
     pool = next(patched_modules(model))._mesh_pool
-    found = config.replace(weights=pool.weights, group_size=pool.group_size or config.group_size)
+    # Without the store, which is of this model's weights: another model that is opened with the config would want it for its own.
+    found = config.replace(weights=pool.weights, group_size=pool.group_size or config.group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
     vars(model)[_REPLACED] = replaced
     for part in _parts(model):

@@ -26,7 +26,7 @@ from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
-from .families import ExpertsLayer, common_geometry, find_experts
+from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
 from .left_alone import LeftAlone, announce_left_alone
 from .lookahead import check_predictor, connect
@@ -45,6 +45,7 @@ from .store.checkpoint import (
     read_config,
 )
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
+from .store.header import store_error, weight_files
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 from .store.verify import check_other_files
@@ -164,7 +165,7 @@ def _find_records(
         )
     folder = Path(checkpoint_files[0]).parent
     method = _own_quantisation(folder)
-    if is_store(folder) or method == "mesh":
+    if is_store(folder) or (method == "mesh" and not _has_expert_weights(folder, model)):
         store = _local_store(model, folder)
         check_other_files(store, config.verify)
         check_fallback(model, layers, config, store.manifest.weights)
@@ -175,8 +176,9 @@ def _find_records(
             return _records_of(_convert_again(store, other), layers, other)
 
         return _with_others(_records_of(store, layers, config), in_format=again)
-    if method is not None:
+    if method not in (None, "mesh"):
         raise quantised_already(folder, method)
+    _check_files(folder, checkpoint_files)
     check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
     check_gpu_weights(config)
     experts = find_checkpoint_experts(folder, model)
@@ -198,14 +200,37 @@ def _find_records(
 def _own_quantisation(folder: Path) -> str | None:
     """By the checkpoint's own config.json: transformers takes a method that it does not know for none, and a config that was passed may
     be another's."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except FileNotFoundError:
+    path = folder / "config.json"
+    if not path.is_file():
         return None
-    for part in (config, *config.values()):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            return str(part["quantization_config"].get("quant_method", "an unnamed method"))
+    parts: list[Any] = [json.loads(path.read_bytes())]
+    for part in parts:
+        quantisation = part.get("quantization_config") if isinstance(part, dict) else part
+        if quantisation is not None and not isinstance(quantisation, dict):
+            raise store_error(path, f"is not a config: {quantisation!r:.80} stands where an object should be")
+        if quantisation:
+            return str(quantisation.get("quant_method", "an unnamed method"))
+        parts.extend(value for value in part.values() if isinstance(value, dict))
     return None
+
+
+def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:
+    """Whether the folder of a config that speaks of records has ordinary experts, as one that was saved with a patched model's config."""
+    try:
+        find_checkpoint_experts(folder, model)
+    except StoreError:
+        return False
+    return True
+
+
+def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
+    """Experts are read from the checkpoint's own names: with ``variant=`` they would be another variant's than the rest."""
+    read, own = {os.path.basename(file) for file in checkpoint_files}, {path.name for path in weight_files(folder)}
+    if read != own:
+        raise UnsupportedModelError(
+            f"transformers reads {', '.join(sorted(read))} of {folder}, and torch_mesh {', '.join(sorted(own))}: leave variant= out, or "
+            "put the variant's files under the usual names into a folder of their own."
+        )
 
 
 def _with_others(
@@ -243,6 +268,12 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
         raise ValueError(
             f"group_size={config.group_size}, but the experts in {store.folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."
+        )
+    shape, own = manifest.shape, common_geometry(layers)
+    stored = Geometry(shape.experts, shape.hidden, shape.intermediate, shape.gated, shape.bias, own.activation)
+    if stored != own:
+        raise StoreError(
+            f"The experts in {store.folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
         )
     return Records.of_store(store, [_place(layer, manifest.modules, store.folder) for layer in layers])
 

@@ -158,7 +158,8 @@ class PackedLinearWeight(PackedWeight):
         if source.shape != self.shape:
             raise self._refuse(f"A tensor of shape {list(source.shape)} was to be put into")
         weight = source.detach().to("cpu", self.dtype)
-        packed = torch.ops.torch_mesh.pack_linear(weight, self.format, self.group_size)
+        narrow = weight.float() if weight.dtype == torch.float64 else weight  # what is packed has 24 bits at most
+        packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)
         if self.exact and not torch.equal(self._of(packed, self.dtype).unpacked(), weight):
             raise self._refuse(f"Values that {self.format} would round were to be put into")
         self.packed.copy_(packed)

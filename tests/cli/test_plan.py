@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh import _C, MeshConfig
+from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
 from torch_mesh.plan import Plan, Speeds, expected_hit_rate, find_sizes, plan, simulated_hit_rate, token_seconds
 from torch_mesh.speed import disk_speed, measure_speeds
@@ -70,7 +70,7 @@ def test_loading_takes_what_was_planned(
     assert held["slots"] == planned["slots"]
     assert held["pool_bytes"] == planned["pool_bytes"] + planned["sizes"]["staging_bytes"]
     packed = sum(module._mesh_packed.nbytes for module in model.modules() if hasattr(module, "_mesh_packed"))
-    plain = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    plain = sum(parameter.nbytes for parameter in model.parameters() if not isinstance(parameter, PackedWeight))
     assert planned["sizes"]["dense_bytes"] == packed + plain
     assert (packed > 0) == (dense != "none")
 

@@ -148,3 +148,26 @@ def test_double_has_gradients(ids: torch.Tensor) -> None:
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     gradient = model.model.embed_tokens.weight.grad
     assert gradient.dtype == torch.float64 and gradient.norm() > 0
+
+
+def test_a_model_made_by_a_patched_ones_config_is_saved_and_opened_like_any_other(
+    tmp_path: Path, ids: torch.Tensor
+) -> None:
+    patched = torch_mesh.patch(_build(), weights="int8", resident=0.4)
+    fresh = type(patched)(patched.config).to(torch.bfloat16).eval()
+    fresh.save_pretrained(tmp_path / "fresh")
+    assert "mesh" in (tmp_path / "fresh" / "config.json").read_text()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", quantization_config=MeshConfig(resident=0.4))
+    assert next(patched_modules(opened))._mesh_pool.weights == "int8"
+    assert torch.equal(_logits(opened, ids), _logits(torch_mesh.patch(fresh, weights="int8"), ids))
+    convert(tmp_path / "fresh", tmp_path / "store", "int8")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=MeshConfig(resident=0.4))
+    assert torch.equal(_logits(again, ids), _logits(opened, ids))
+
+
+def test_the_config_of_a_model_with_a_store_names_no_store(tmp_path: Path, ids: torch.Tensor) -> None:
+    _build().save_pretrained(tmp_path / "raw")
+    patched = torch_mesh.patch(_build(), weights="int8", resident=0.4, store=tmp_path / "own")
+    assert patched.config.quantization_config.store is None
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", config=patched.config)
+    assert _logits(opened, ids).isfinite().all() and list(patched_modules(opened))

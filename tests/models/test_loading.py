@@ -317,3 +317,32 @@ def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkey
     held = next(patched_modules(model))._mesh_pool.engine.describe()
     assert 0 < held["slots"] < 50
     assert 49 * record < held["pool_bytes"] <= 50 * record
+
+
+def test_a_store_opens_with_experts_of_its_own_shape_alone(tmp_path: Path) -> None:
+    """Experts of 40 and of 24 columns are padded to records of one size."""
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    config = AutoConfig.from_pretrained(tmp_path / "store")
+    config.moe_intermediate_size = 24
+    with pytest.raises(StoreError, match=r"intermediate=40.* and the model's .*intermediate=24"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "store", config=config)
+
+
+def test_a_variant_is_refused_where_the_experts_would_be_anothers(tmp_path: Path) -> None:
+    model = _save("Qwen3MoeExperts", tmp_path / "raw")
+    model.save_pretrained(tmp_path / "raw", variant="other")
+    with pytest.raises(UnsupportedModelError, match=r"model\.other\.safetensors .*and torch_mesh model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "raw", variant="other", quantization_config=MeshConfig())
+
+
+@pytest.mark.parametrize(
+    "nested", [{"quantization_config": {"quant_method": "modelopt"}}, {"quantization_config": [1]}]
+)
+def test_what_is_said_deep_in_a_config_is_found(nested: dict, tmp_path: Path) -> None:
+    _save("Qwen3MoeExperts", tmp_path / "raw")
+    path = tmp_path / "raw" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"some_config": {"text_config": nested}}))
+    with pytest.raises((UnsupportedModelError, StoreError), match=r"modelopt|stands where an object should be"):
+        _open(tmp_path / "raw", resident=0.5)

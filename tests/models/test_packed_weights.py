@@ -141,6 +141,10 @@ def test_a_tensor_that_is_copied_or_assigned_to_a_packed_layer_is_packed() -> No
     assert torch.equal(_logits(assigned, ids), _logits(expected, ids))
     assert torch.equal(_logits(model, ids), before) and not torch.equal(_logits(copied, ids), before)
 
+    double = torch_mesh.patch(_build(), dense="bf16").double()
+    double.load_state_dict(double.state_dict() | {"lm_head.weight": head.double()})
+    assert torch.equal(double.lm_head.unpacked_weight(), head.double())
+
     exact = torch_mesh.patch(_build(), dense="bf16").float()
     with pytest.raises(MeshError, match="Values that bf16 would round"), torch.no_grad():
         exact.lm_head.weight.copy_(torch.randn(120, 72))

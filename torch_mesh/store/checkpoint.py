@@ -26,7 +26,7 @@ from transformers import conversion_mapping, core_model_loading
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, store_error, weight_files
-from torch_mesh.store.manifest import Shape
+from torch_mesh.store.manifest import Shape, is_store
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawView
@@ -221,6 +221,8 @@ def check_not_quantised(config: Any, folder: Path) -> None:
     table = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(table.get("quant_method", "an unnamed method"))
     if method == "mesh":
+        if not is_store(folder):  # the config of a patched model, and ordinary weights
+            return
         raise UnsupportedModelError(
             f"{folder} is a converted store already; open it as it is, without converting it again."
         )
