@@ -154,7 +154,7 @@ def test_a_model_made_by_a_patched_ones_config_is_saved_and_opened_like_any_othe
     tmp_path: Path, ids: torch.Tensor
 ) -> None:
     patched = torch_mesh.patch(_build(), weights="int8", resident=0.4)
-    fresh = type(patched)(patched.config).to(torch.bfloat16).eval()
+    fresh = type(patched)._from_config(patched.config, dtype=torch.bfloat16).eval()
     fresh.save_pretrained(tmp_path / "fresh")
     assert "mesh" in (tmp_path / "fresh" / "config.json").read_text()
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh", quantization_config=MeshConfig(resident=0.4))
