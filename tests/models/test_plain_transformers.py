@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from transformers import (
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.modules import patched_modules
+from torch_mesh.store import convert as converting
 from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import config_text
 
 # Each in a process that never imports torch_mesh, and says what came of it.
 _OPENERS = """
@@ -94,14 +97,16 @@ def test_with_torch_mesh_it_opens_whole_and_in_part_and_passes_nothing_of_that_o
 
 
 def test_a_folder_that_was_converted_before_there_were_such_words_still_opens(
-    folders: tuple[Path, Path], tmp_path: Path
+    mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = tmp_path / "old"
-    old.mkdir()
-    for path in folders[0].iterdir():
-        (old / path.name).symlink_to(path)
-    config = json.loads((old / "config.json").read_text())
-    del config["transformers_weights"]
-    (old / "config.json").unlink()
-    (old / "config.json").write_text(json.dumps(config))
-    assert list(patched_modules(AutoModelForCausalLM.from_pretrained(old)))
+    now = converting.mesh_config
+
+    def without_words(*arguments: Any) -> str:
+        config = json.loads(now(*arguments))
+        del config["transformers_weights"]
+        return config_text(config)
+
+    monkeypatch.setattr(converting, "mesh_config", without_words)
+    converting.convert(mesh_tiny, tmp_path / "old", "int4")
+    assert "transformers_weights" not in (tmp_path / "old" / "config.json").read_text()
+    assert list(patched_modules(AutoModelForCausalLM.from_pretrained(tmp_path / "old")))
