@@ -323,7 +323,8 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
 
 
 def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MeshConfig.from_dict({"quant_method": "mesh", "fallback": "int4"}).lossy == ""
+    with pytest.warns(UserWarning, match="sets fallback, which is ignored"):
+        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "fallback": "int4"}).lossy == ""
     assert "fallback" not in MeshConfig(fallback="int4").to_dict()
     monkeypatch.setenv("TORCH_MESH_FALLBACK", "lut4")
     assert MeshConfig().lossy == "fallback=lut4"

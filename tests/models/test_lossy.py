@@ -335,7 +335,8 @@ def test_wrong_values() -> None:
 
 
 def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = MeshConfig.from_dict({"quant_method": "mesh", "deferred_experts": 2, "routing_bias": 0.5})
+    with pytest.warns(UserWarning, match="sets deferred_experts, routing_bias, which is ignored"):
+        stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "deferred_experts": 2, "routing_bias": 0.5})
     assert (stored.deferred_experts, stored.routing_bias, stored.lossy) == (0, 0.0, "")
     assert not {"deferred_experts", "routing_bias"} & MeshConfig(**LOSSY).to_dict().keys()
     assert MeshConfig(**LOSSY).replace(resident=0.5).lossy == "deferred_experts=2, routing_bias=0.3"

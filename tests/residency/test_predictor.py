@@ -245,7 +245,8 @@ def test_another_model_is_refused(mesh_tiny: Path, model: PreTrainedModel, file:
 
 def test_a_checkpoint_cannot_name_a_predictor(file: Path) -> None:
     assert "predictor" not in MeshConfig(predictor=file).to_dict()
-    assert MeshConfig.from_dict({"quant_method": "mesh", "predictor": str(file)}).predictor is None
+    with pytest.warns(UserWarning, match="sets predictor, which is ignored"):
+        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "predictor": str(file)}).predictor is None
 
 
 def test_the_command_fits_and_says_what_it_adds(

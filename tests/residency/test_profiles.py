@@ -256,7 +256,8 @@ def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Pa
     config = MeshConfig(profile=saved, pins=0.25, early_layers=1, early_experts="4")
     assert "profile" not in config.to_dict() and "pins" not in config.to_dict()
     assert config.to_dict()["early_experts"] == 4
-    assert MeshConfig.from_dict({"quant_method": "mesh", "profile": "/etc/passwd", "pins": 0.5}).profile is None
+    with pytest.warns(UserWarning, match="sets profile, pins, which is ignored"):
+        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "profile": "/etc/passwd", "pins": 0.5}).profile is None
     monkeypatch.setenv("TORCH_MESH_PROFILE", os.fspath(saved))
     monkeypatch.setenv("TORCH_MESH_PINS", "0.1")
     assert (MeshConfig().profile, MeshConfig().pins) == (os.fspath(saved), 0.1)

@@ -137,8 +137,9 @@ def test_a_checkpoint_cannot_name_a_file_to_write(tmp_path: Path) -> None:
     config = MeshConfig(stats_file=tmp_path / "a", stats_every=7)
     assert "stats_file" not in config.to_dict() and "stats_every" not in config.to_dict()
     assert config.replace(resident=0.5).stats_file == str(tmp_path / "a")
-    stored = MeshConfig.from_dict({"quant_method": "mesh", "resident": 0.5, "stats_file": "/etc/passwd"})
-    assert (stored.resident, stored.stats_file, stored.stats_every) == (0.5, None, 100)
+    with pytest.warns(UserWarning, match="sets resident, stats_file, which is ignored"):
+        stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "resident": 0.5, "stats_file": "/etc/passwd"})
+    assert (stored.resident, stored.stats_file, stored.stats_every) == ("auto", None, 100)
     with pytest.raises(ValueError, match="stats_every=0 is not a number of forwards"):
         MeshConfig(stats_every=0)
     with pytest.raises(ValueError, match="stats_file=3 is not a file"):
