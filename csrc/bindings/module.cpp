@@ -350,7 +350,7 @@ class PyEngine {
 
   ~PyEngine() {
     try {
-      close();
+      close(/*wait=*/true);
     } catch (const Error&) {
       // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
       if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
@@ -476,7 +476,7 @@ class PyEngine {
     live->engine->pool().drain();
   }
 
-  void close() {
+  void close(bool wait) {
     // Under the GIL, so that one of several callers gets it.
     std::shared_ptr<LiveEngine> live = std::move(live_);
     if (live == nullptr) return;
@@ -488,7 +488,7 @@ class PyEngine {
     live.reset();
     // A signal handler runs inside the forward that it interrupts, which cannot end before it. And
     // a process that ends need not wait for what goes with it.
-    if (in_signal_handler() || !Py_IsInitialized()) return;
+    if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
     freeing->wait(timeout, torch_runtime());
   }
 
@@ -698,6 +698,6 @@ PYBIND11_MODULE(_C, m) {
       .def("pinned", &PyEngine::pinned)
       .def("validate", &PyEngine::validate)
       .def("drain", &PyEngine::drain)
-      .def("close", &PyEngine::close)
+      .def("close", &PyEngine::close, py::arg("wait") = true)
       .def("describe", &PyEngine::describe);
 }

@@ -19,11 +19,13 @@ from torch_mesh.pool import _close
 PATIENCE = 300.0
 
 PRELUDE = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, errno, functools, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
-from torch_mesh import _C, ReadTimeoutError
+from torch_mesh import _C, MeshConfig, ReadTimeoutError
+from torch_mesh.families import Geometry
+from torch_mesh.pool import ExpertPool
 
 experts = TinyExperts(Spec(layers=2), 0)
 source = _C.Source(**experts.store(Path(sys.argv[1])).source_arguments())
@@ -45,7 +47,7 @@ except ReadTimeoutError as error:
 else:
     raise AssertionError("reads that last for a day have ended")
 
-engine = open_stuck(0.5)
+engine = open_stuck(2.0)
 x, ids, weights = torch.randn(1, 72), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
 handle, failed = torch.tensor([engine.id, 0, 1]), []
 def forward():
@@ -56,19 +58,31 @@ def forward():
 thread = threading.Thread(target=forward)
 thread.start()
 while engine.pinned() == 0:
-    pass
+    assert thread.is_alive(), failed
+    time.sleep(0.001)
 del engine  # under a forward that waits for its own read
 thread.join()
 assert failed
 
 engine = open_stuck(1e6)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     engine.close()
 except KeyboardInterrupt:
     print("interrupted")
 
 engine = open_stuck(1e6)
+_C.Engine = functools.partial(_C.Engine, faults=NEVER)
+spec = experts.spec
+geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, spec.activation)
+config = MeshConfig(io=sys.argv[2], threads=1, timeout=1e6, guard="on", stats_file=sys.argv[1] + ".jsonl")
+pools = [
+    ExpertPool(geometry, spec.layers, 8, config, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
+    for _ in range(2)
+]
+for pool in pools:
+    ops.prefetch(pool.handle(1), torch.arange(4))
+time.sleep(1)
 print("at the end", flush=True)
 """
 
