@@ -194,6 +194,9 @@ PackRecord pack_from(const RawViews& views, const RecordLayout& layout) {
 // -- the engine
 // ---------------------------------------------------------------------------------------
 
+// Of torch's, as many as an engine may have.
+int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
+
 // Within what clocks can add to the present.
 std::chrono::milliseconds milliseconds_from(double seconds, const char* name) {
   if (seconds >= 0 && seconds <= kLongestTimeout) {  // written so that NaN is refused too
@@ -309,7 +312,7 @@ class PyEngine {
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
                          .activation = {},
-                         .threads = threads == 0 ? at::get_num_threads() : threads,
+                         .threads = threads == 0 ? torch_threads() : threads,
                          .workspace = workspace,
                          .prefill = prefill_from(prefill)};
     if (activation) engine.activation = activation_from_name(*activation);

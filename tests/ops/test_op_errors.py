@@ -356,6 +356,17 @@ def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
         pool.engine.wait_for_forwards(0, 10, 9.3e9)
 
 
+def test_an_engine_follows_torch_as_far_as_it_can(open_pool: OpenPool) -> None:
+    before = torch.get_num_threads()
+    pools = [open_pool(SPEC, slots=4, threads=0)]
+    try:
+        torch.set_num_threads(_C.MOST_THREADS + 1)
+        pools.append(open_pool(SPEC, slots=4, threads=0))
+    finally:
+        torch.set_num_threads(before)
+    assert [pool.engine.describe()["threads"] for pool in pools] == [before, _C.MOST_THREADS]
+
+
 def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expected: Tensor) -> None:
     assert torch.equal(_call(open_pool(SPEC, slots=4, threads=_C.MOST_THREADS)), expected)
 
