@@ -303,7 +303,8 @@ class Engine:
     def close(self, wait: bool = True) -> None:
         """Refuses new forwards; with ``wait`` waits for those that run and for reads under way, without it for nothing. Idempotent.
 
-        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on.
+        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on. Raises
+        MemoryError where the system has no thread left to free it with.
         """
 
     def describe_size(self) -> dict[str, int]:

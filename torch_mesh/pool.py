@@ -241,7 +241,7 @@ def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, o
     ]
     try:
         engine.close(wait=not _at_exit.is_set())
-    except ReadTimeoutError as error:  # nobody could catch it here
+    except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     finally:
         for thread in threads:
