@@ -354,7 +354,7 @@ class PyEngine {
   ~PyEngine() {
     try {
       close(/*wait=*/true);
-    } catch (const Error&) {
+    } catch (const std::exception&) {  // which would end the process
       // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
       if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
     }
