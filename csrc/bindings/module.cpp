@@ -198,12 +198,16 @@ PackRecord pack_from(const RawViews& views, const RecordLayout& layout) {
 int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
 
 // Within what clocks can add to the present.
-std::chrono::milliseconds milliseconds_from(double seconds, const char* name) {
-  if (seconds >= 0 && seconds <= kLongestTimeout) {  // written so that NaN is refused too
-    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
-  }
-  invalid(std::string(name) + " is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
-          std::to_string(static_cast<int64_t>(kLongestTimeout)));
+double seconds_from(double seconds, const char* name, bool none_allowed) {
+  if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kLongestTimeout) return seconds;
+  invalid(std::string(name) + " is " + std::to_string(seconds) +
+          " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
+          std::to_string(static_cast<int64_t>(kLongestTimeout)));  // NaN comes here, too
+}
+
+std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(seconds_from(seconds, name, none_allowed) * 1e3));
 }
 
 Faults faults_from(const std::map<std::string, double>& given) {
@@ -221,8 +225,8 @@ Faults faults_from(const std::map<std::string, double>& given) {
     if (name == "seed") {
       faults.seed = static_cast<uint64_t>(value);
     } else if (name == "max_delay") {
-      if (!(value >= 0 && value <= kLongestTimeout)) invalid("max_delay is no number of seconds");
-      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(value * 1e6));
+      const double seconds = seconds_from(value, "max_delay", /*none_allowed=*/true);
+      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
     } else if (const auto found = probabilities.find(name); found != probabilities.end()) {
       *found->second = value;
     } else {
@@ -325,7 +329,7 @@ class PyEngine {
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.kept.elsewhere = elsewhere;
     pool.verify = verify_from(verify);
-    pool.timeout = milliseconds_from(timeout, "timeout");
+    pool.timeout = milliseconds_from(timeout, "timeout", /*none_allowed=*/false);
     pool.reader.backend = io;
     if (faults) pool.reader.faults = faults_from(*faults);
 
@@ -442,7 +446,7 @@ class PyEngine {
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) {
     const std::shared_ptr<LiveEngine> live = live_;
     if (live == nullptr) return false;
-    const auto milliseconds = milliseconds_from(patience, "patience");
+    const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
     py::gil_scoped_release released;
     return live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
   }

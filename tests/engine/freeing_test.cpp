@@ -38,7 +38,7 @@ class FreeingTest : public ::testing::TestWithParam<const char*> {
     }
   }
 
-  // With reads under way, each of which takes up to `delay`, and with this seed a third of it.
+  // With reads under way, each of which takes up to `delay`, and with this seed nearly half of it.
   std::unique_ptr<Engine> open(std::chrono::microseconds delay) const {
     Model::Options options;
     options.reader = GetParam();
