@@ -300,10 +300,11 @@ class Engine:
     def pinned(self) -> int: ...
     def validate(self) -> None: ...
     def drain(self) -> None: ...
-    def close(self) -> None:
-        """Refuses new forwards, waits for those that run and for reads under way. Idempotent.
+    def close(self, wait: bool = True) -> None:
+        """Refuses new forwards; with ``wait`` waits for those that run and for reads under way, without it for nothing. Idempotent.
 
-        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on.
+        Raises ReadTimeoutError when either take longer than the time-out; they, and what frees the engine after them, go on. Raises
+        MemoryError where the system has no thread left to free it with.
         """
 
     def describe_size(self) -> dict[str, int]:

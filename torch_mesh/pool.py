@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -140,6 +143,7 @@ class ExpertPool:
         if guard is not None:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
+        _notice_exit()
 
     def close(self) -> None:
         """Before its last reference is gone: for a pool that no module uses."""
@@ -219,6 +223,15 @@ def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
     return wanted and source is not None
 
 
+_at_exit = threading.Event()
+
+
+@functools.cache
+def _notice_exit() -> None:
+    """To be called when a finalizer has been made: functions that are registered later run earlier, and weakref's own closes the pools."""
+    atexit.register(_at_exit.set)
+
+
 def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not wait for its parent's reads
         return
@@ -227,8 +240,8 @@ def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, o
         None if guard is None else guard.remove(engine),
     ]
     try:
-        engine.close()
-    except ReadTimeoutError as error:  # nobody could catch it here
+        engine.close(wait=not _at_exit.is_set())
+    except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     finally:
         for thread in threads:

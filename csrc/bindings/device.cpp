@@ -345,6 +345,7 @@ class PyUplift {
     process_.check(kWhose);
     return *uplift_;
   }
+  bool forked() const { return process_.forked(); }
   // Where the host is the device, what torch computes next is in no stream.
   void settle(Stream stream) const {
     if (in_process_) driver_->synchronize(stream);
@@ -362,13 +363,17 @@ class PyUplift {
 class PyTurn {
  public:
   PyTurn(PyUplift& uplift, uintptr_t stream) : uplift_(uplift), stream_(stream_from(stream)) {}
+  ~PyTurn() { exit(); }
+  PyTurn(const PyTurn&) = delete;
+  PyTurn& operator=(const PyTurn&) = delete;
 
   void enter() {
     TORCH_CHECK_VALUE(!turn_, "this turn is taken already");
     py::gil_scoped_release released;
-    turn_.emplace(uplift_.uplift(), stream_);
+    turn_ = std::make_unique<Uplift::Turn>(uplift_.uplift(), stream_);
   }
   void exit() {
+    if (uplift_.forked()) static_cast<void>(turn_.release());  // it is the parent's
     py::gil_scoped_release released;
     turn_.reset();
   }
@@ -384,7 +389,7 @@ class PyTurn {
  private:
   PyUplift& uplift_;
   Stream stream_;
-  std::optional<Uplift::Turn> turn_;
+  std::unique_ptr<Uplift::Turn> turn_;
 };
 
 }  // namespace

@@ -194,13 +194,20 @@ PackRecord pack_from(const RawViews& views, const RecordLayout& layout) {
 // -- the engine
 // ---------------------------------------------------------------------------------------
 
+// Of torch's, as many as an engine may have.
+int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
+
 // Within what clocks can add to the present.
-std::chrono::milliseconds milliseconds_from(double seconds, const char* name) {
-  if (seconds >= 0 && seconds <= kLongestTimeout) {  // written so that NaN is refused too
-    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
-  }
-  invalid(std::string(name) + " is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
-          std::to_string(static_cast<int64_t>(kLongestTimeout)));
+double seconds_from(double seconds, const char* name, bool none_allowed) {
+  if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kLongestTimeout) return seconds;
+  invalid(std::string(name) + " is " + std::to_string(seconds) +
+          " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
+          std::to_string(static_cast<int64_t>(kLongestTimeout)));  // NaN comes here, too
+}
+
+std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(seconds_from(seconds, name, none_allowed) * 1e3));
 }
 
 Faults faults_from(const std::map<std::string, double>& given) {
@@ -218,8 +225,8 @@ Faults faults_from(const std::map<std::string, double>& given) {
     if (name == "seed") {
       faults.seed = static_cast<uint64_t>(value);
     } else if (name == "max_delay") {
-      if (!(value >= 0 && value <= kLongestTimeout)) invalid("max_delay is no number of seconds");
-      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(value * 1e6));
+      const double seconds = seconds_from(value, "max_delay", /*none_allowed=*/true);
+      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
     } else if (const auto found = probabilities.find(name); found != probabilities.end()) {
       *found->second = value;
     } else {
@@ -309,7 +316,7 @@ class PyEngine {
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
                          .activation = {},
-                         .threads = threads == 0 ? at::get_num_threads() : threads,
+                         .threads = threads == 0 ? torch_threads() : threads,
                          .workspace = workspace,
                          .prefill = prefill_from(prefill)};
     if (activation) engine.activation = activation_from_name(*activation);
@@ -322,7 +329,7 @@ class PyEngine {
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.kept.elsewhere = elsewhere;
     pool.verify = verify_from(verify);
-    pool.timeout = milliseconds_from(timeout, "timeout");
+    pool.timeout = milliseconds_from(timeout, "timeout", /*none_allowed=*/false);
     pool.reader.backend = io;
     if (faults) pool.reader.faults = faults_from(*faults);
 
@@ -350,8 +357,8 @@ class PyEngine {
 
   ~PyEngine() {
     try {
-      close();
-    } catch (const Error&) {
+      close(/*wait=*/true);
+    } catch (const std::exception&) {  // which would end the process
       // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
       if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
     }
@@ -439,7 +446,7 @@ class PyEngine {
   bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) {
     const std::shared_ptr<LiveEngine> live = live_;
     if (live == nullptr) return false;
-    const auto milliseconds = milliseconds_from(patience, "patience");
+    const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
     py::gil_scoped_release released;
     return live->engine->pool().wait_for_forwards(layer, forwards, milliseconds);
   }
@@ -476,7 +483,7 @@ class PyEngine {
     live->engine->pool().drain();
   }
 
-  void close() {
+  void close(bool wait) {
     // Under the GIL, so that one of several callers gets it.
     std::shared_ptr<LiveEngine> live = std::move(live_);
     if (live == nullptr) return;
@@ -488,7 +495,7 @@ class PyEngine {
     live.reset();
     // A signal handler runs inside the forward that it interrupts, which cannot end before it. And
     // a process that ends need not wait for what goes with it.
-    if (in_signal_handler() || !Py_IsInitialized()) return;
+    if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
     freeing->wait(timeout, torch_runtime());
   }
 
@@ -698,6 +705,6 @@ PYBIND11_MODULE(_C, m) {
       .def("pinned", &PyEngine::pinned)
       .def("validate", &PyEngine::validate)
       .def("drain", &PyEngine::drain)
-      .def("close", &PyEngine::close)
+      .def("close", &PyEngine::close, py::arg("wait") = true)
       .def("describe", &PyEngine::describe);
 }

@@ -28,7 +28,9 @@ int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32
   return static_cast<int32_t>(std::clamp<int64_t>(workspace / per_token, 1, most));
 }
 
-void check(const EngineOptions& options, const Runtime& runtime) {
+namespace {
+
+void check_limits(const EngineOptions& options) {
   if (options.threads < 1 || options.threads > kMostThreads) {
     throw Error(ErrorKind::kInvalid, "threads is " + std::to_string(options.threads) +
                                          "; allowed: 1 to " + std::to_string(kMostThreads));
@@ -37,6 +39,12 @@ void check(const EngineOptions& options, const Runtime& runtime) {
     throw Error(ErrorKind::kInvalid,
                 "workspace is " + std::to_string(options.workspace) + " bytes; allowed: 1 or more");
   }
+}
+
+}  // namespace
+
+void check(const EngineOptions& options, const Runtime& runtime) {
+  check_limits(options);
   const Activation activation = options.activation.value_or(Activation::kSilu);
   static_cast<void>(ExpertFfn(options.layout, activation, runtime, kernel_table()));
 }
@@ -47,7 +55,7 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       pool_(std::move(pool)),
       ffn_(options.layout, options.activation.value_or(Activation::kSilu), runtime,
            kernel_table()) {
-  check(options_, runtime_);
+  check_limits(options_);
 }
 
 int64_t Engine::workspace_bytes() const {

@@ -34,18 +34,17 @@ void Freeing::begin(std::unique_ptr<Engine> engine) noexcept {
     thread_ = std::thread([self = shared_from_this(), last] {
       pthread_setname_np(pthread_self(), "mesh-free");
       delete last;
-      self->end();
+      self->end(Stage::kFreed);
     });
     return;
   } catch (const std::exception&) {  // no thread, or no memory for one
   }
-  delete last;
-  end();
+  end(Stage::kKept);
 }
 
-void Freeing::end() {
+void Freeing::end(Stage stage) {
   const std::lock_guard lock(mutex_);
-  stage_ = Stage::kFreed;
+  stage_ = stage;
   changed_.notify_all();
 }
 
@@ -54,6 +53,12 @@ void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
   Stage seen = stage_;
   auto deadline = Clock::now() + timeout;
   while (stage_ != Stage::kFreed) {
+    if (stage_ == Stage::kKept) {
+      throw Error(ErrorKind::kMemory,
+                  "the system has no thread left to free a closed engine with, so its memory and "
+                  "its files are kept until the process ends; raise the limit of processes "
+                  "(ulimit -u, or pids.max of the cgroup)");
+    }
     const auto now = Clock::now();
     if (std::exchange(seen, stage_) != stage_) deadline = now + timeout;
     if (now >= deadline) {

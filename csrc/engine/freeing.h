@@ -24,19 +24,19 @@ class Freeing : public std::enable_shared_from_this<Freeing> {
  public:
   ~Freeing();
 
-  // Once, by the last user. Waits for nothing, unless the system has no thread left. In a child of
-  // the process that opened the engine it is left alone.
+  // Once, by the last user. Waits for nothing: where the system has no thread left, the engine is
+  // never freed. In a child of the process that opened the engine it is left alone.
   void begin(std::unique_ptr<Engine> engine) noexcept;
 
   // Until the last user has gone and all is freed. Throws Error(kTimeout) when users take longer
   // than `timeout`, or reads after them, and Error(kInterrupted); either way what was begun goes
-  // on.
+  // on. Throws Error(kMemory) where nothing will be freed.
   void wait(std::chrono::milliseconds timeout, const Runtime& runtime);
 
  private:
-  enum class Stage : uint8_t { kUsed, kFreeing, kFreed };
+  enum class Stage : uint8_t { kUsed, kFreeing, kFreed, kKept };
 
-  void end();
+  void end(Stage stage);
 
   const OwnerProcess owner_;
   std::mutex mutex_;

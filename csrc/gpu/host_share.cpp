@@ -107,7 +107,8 @@ struct HostShare::Captured {
   const std::shared_ptr<Core> core;          // and so the driver, which the block goes back to
   Block block;                               // of all layers: they follow each other
   std::vector<std::unique_ptr<Call>> calls;  // of each layer: its arguments live on in the graph
-  bool used = false;
+  Ticket first = 0;                          // the first layer's, once one was captured
+  bool used() const { return first > 0; }
 };
 
 void HostShare::Core::run(Call& call) noexcept {
@@ -203,13 +204,15 @@ HostShare::~HostShare() {
   core_->used = nullptr;
 }
 
-// Never destroyed: who captured a graph may launch it at any time.
+// Never destroyed: who captured a graph may launch it at any time. And who has a ticket may ask.
 void HostShare::retire() {
   static auto* in_graphs = new std::vector<std::shared_ptr<Captured>>;
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   for (auto& captured : captured_) {
-    if (captured->used) in_graphs->push_back(std::move(captured));
+    if (!captured->used()) continue;
+    retired_.push_back(captured.get());
+    in_graphs->push_back(std::move(captured));
   }
   captured_.clear();
 }
@@ -291,12 +294,10 @@ std::vector<int32_t> HostShare::capture_sizes() {
 
 void HostShare::wait(Ticket ticket) {
   const auto engine = live_engine(core_->engine);
-  std::vector<std::shared_ptr<Captured>> captured;  // stay when other sizes are set meanwhile
   Call* last = nullptr;
   Ticket part = 0;
   {
     const std::lock_guard lock(submitting_);
-    captured = captured_;
     last = &called(ticket);
     part = last->first;
   }
@@ -347,19 +348,21 @@ void HostShare::reset_stats() {
 
 HostShare::Call& HostShare::called(Ticket ticket) {
   if (ticket >= 0 && ticket < kInFlight) return *calls_[ticket];
-  const auto layers = captured_.empty() ? 0 : static_cast<Ticket>(captured_.front()->calls.size());
-  const Ticket place = ticket - kInFlight;
-  if (ticket < 0 || place >= layers * static_cast<Ticket>(captured_.size())) {
-    throw Error(ErrorKind::kInvalid, "ticket " + std::to_string(ticket) + " names no call");
+  std::vector<Captured*> all = retired_;
+  for (const auto& captured : captured_) all.push_back(captured.get());
+  for (const Captured* captured : all) {
+    const Ticket layer = ticket - captured->first;
+    if (!captured->used() || layer < 0 || layer >= std::ssize(captured->calls)) continue;
+    return *captured->calls[layer];
   }
-  return *captured_[place / layers]->calls[place % layers];
+  throw Error(ErrorKind::kInvalid, "ticket " + std::to_string(ticket) + " names no call");
 }
 
 // A call that nobody uses, with a block that is large enough.
 HostShare::Ticket HostShare::free_ticket(const DeviceCall& call, Engine& engine, bool capturing) {
   if (capturing) {
-    for (size_t i = 0; i < captured_.size(); ++i) {
-      Captured& captured = *captured_[i];
+    for (const auto& each : captured_) {
+      Captured& captured = *each;
       if (captured.block.tokens != call.tokens || captured.block.top_k < call.top_k) continue;
       Call& layer = *captured.calls[call.layer];
       if (layer.block != nullptr &&
@@ -370,9 +373,12 @@ HostShare::Ticket HostShare::free_ticket(const DeviceCall& call, Engine& engine,
                         " tokens was captured before with another dtype or number of experts a "
                         "token; set the capture sizes again before");
       }
-      captured.used = true;
+      if (!captured.used()) {
+        captured.first = next_captured_;
+        next_captured_ += static_cast<Ticket>(captured.calls.size());
+      }
       layer.block = &captured.block;
-      return kInFlight + static_cast<Ticket>(i * captured.calls.size()) + call.layer;
+      return captured.first + call.layer;
     }
     throw Error(ErrorKind::kInvalid,
                 "a call of " + std::to_string(call.tokens) +

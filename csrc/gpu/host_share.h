@@ -60,7 +60,7 @@ class HostShare {
   HostShare(const HostShare&) = delete;
   HostShare& operator=(const HostShare&) = delete;
 
-  // Names a call until it is joined.
+  // Names a call until it is joined; a captured one for good.
   using Ticket = int32_t;
 
   // Behind all that `stream` has been given. Returns without waiting, unless kInFlight calls are
@@ -119,6 +119,8 @@ class HostShare {
   std::vector<std::unique_ptr<Call>> calls_;
   Ticket next_ = 0;
   std::vector<std::shared_ptr<Captured>> captured_;
+  std::vector<Captured*> retired_;    // of earlier sizes, where graphs have captured them
+  Ticket next_captured_ = kInFlight;  // of no call before, whatever sizes were set
 };
 
 }  // namespace torch_mesh

@@ -49,9 +49,11 @@ constexpr std::chrono::microseconds kCoolDown{1000};
 // A request that does nothing comes back within microseconds.
 constexpr std::chrono::seconds kLongestNop{5};
 
+constexpr const char* kSetup = "io_uring_setup";
+
 // Why there is no ring that works: the call that the kernel refused, and its errno.
 struct Refusal {
-  const char* call = nullptr;
+  std::string call;
   int error = 0;
 
   explicit operator bool() const { return error != 0; }
@@ -62,19 +64,24 @@ std::string why_no_ring(const Refusal& refusal) {
   switch (refusal.error) {
     case EPERM:
     case EACCES:
-      return std::string(refusal.call) + " is forbidden (" + reason +
+      return refusal.call + " is forbidden (" + reason +
              "): by the seccomp profile of the container, or by sysctl kernel.io_uring_disabled";
     case ENOSYS:
       return "this kernel has no io_uring (" + reason + " from " + refusal.call + ")";
     case ENOMEM:
+      if (refusal.call != kSetup) break;  // that limit is of what a ring takes
       return "no memory for a ring (" + reason + "): raise the memlock limit (ulimit -l)";
     case EMFILE:
     case ENFILE:
       return "no file descriptor left for a ring (" + reason + "): raise ulimit -n";
     default:
-      return std::string(refusal.call) + " failed (" + reason + ")";
+      break;
   }
+  return refusal.call + " failed (" + reason + ")";
 }
+
+// No memory for requests, or completions must be reaped first.
+bool may_pass(int error) { return error == EAGAIN || error == EBUSY || error == ENOMEM; }
 
 // 0 or a positive errno. A seccomp profile may let a ring be made that nothing can be put into:
 // reads in it would never end.
@@ -82,6 +89,7 @@ int pass_an_entry(io_uring* ring) {
   io_uring_prep_nop(io_uring_get_sqe(ring));
   const auto deadline = std::chrono::steady_clock::now() + kLongestNop;
   io_uring_cqe* completion = nullptr;
+  int last = ETIMEDOUT;
   while (std::chrono::steady_clock::now() < deadline) {
     __kernel_timespec span{.tv_sec = 0, .tv_nsec = 100'000'000};
     const int status = io_uring_submit_and_wait_timeout(ring, &completion, 1, &span, nullptr);
@@ -90,11 +98,12 @@ int pass_an_entry(io_uring* ring) {
       io_uring_cqe_seen(ring, completion);
       return -result;
     }
-    const bool passes = status >= 0 || status == -EINTR || status == -ETIME || status == -EAGAIN ||
-                        status == -EBUSY;
-    if (!passes) return -status;
+    if (status >= 0 || status == -EINTR || status == -ETIME) continue;
+    last = -status;
+    if (!may_pass(last)) break;
+    ::usleep(static_cast<useconds_t>(kCoolDown.count()));
   }
-  return ETIMEDOUT;
+  return last;
 }
 
 // Each set of flags is tried on the kernel itself; versions tell little, because distributions
@@ -107,11 +116,11 @@ Refusal make_ring(unsigned entries, io_uring* ring) {
     error = -io_uring_queue_init(entries, ring, flags);
     if (error != EINVAL) break;  // the kernel knows these flags
   }
-  if (error != 0) return {"io_uring_setup", error};
+  if (error != 0) return {kSetup, error};
   // Without it a wait with a time-out would be a request of its own.
   if ((ring->features & IORING_FEAT_EXT_ARG) == 0) {
     io_uring_queue_exit(ring);
-    return {"io_uring_setup", ENOSYS};
+    return {kSetup, ENOSYS};
   }
   if (const int refused = pass_an_entry(ring); refused != 0) {
     io_uring_queue_exit(ring);

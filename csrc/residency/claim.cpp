@@ -65,7 +65,9 @@ void Pool::Impl::join_present(Claim& claim) {
     if (ready && !still_there(slot)) continue;
     join(claim, slot);
     if (!ready) hasten(slot);
-    const bool ahead = std::exchange(loads[slot].unused, false);
+    // A prefetch is used by a forward.
+    const bool ahead =
+        claim.part_.kind != ClaimKind::kVisit && std::exchange(loads[slot].unused, false);
     claim.entries_[i] = {slot, kJoined, ahead};
     claim.reading_ += ahead;
     if (ahead) ++stats_of(slot).prefetches_used;

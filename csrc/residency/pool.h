@@ -9,8 +9,9 @@
 //     └───────────────────┘
 //        fail: the error stays with the slot until the last forward that joined has seen it
 //
-// - A pin counts a forward that uses the slot or waits for its read. A LOADING slot is never a
-//   victim, pinned or not, so a buffer is not reused before its read has completed.
+// - A pin counts a claim, of a forward or of a visit, that uses the slot or waits for its read. A
+//   LOADING slot is never a victim, pinned or not, so a buffer is not reused before its read has
+//   completed.
 // - A forward waits for slots only while it holds no pin, first come first served; so forwards on a
 //   small pool cannot deadlock, and none starves.
 // - Reading, checking and packing happen outside the lock.

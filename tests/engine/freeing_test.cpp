@@ -2,6 +2,8 @@
 #include "engine/freeing.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -36,7 +38,7 @@ class FreeingTest : public ::testing::TestWithParam<const char*> {
     }
   }
 
-  // With reads under way, each of which takes up to `delay`, and with this seed a third of it.
+  // With reads under way, each of which takes up to `delay`, and with this seed nearly half of it.
   std::unique_ptr<Engine> open(std::chrono::microseconds delay) const {
     Model::Options options;
     options.reader = GetParam();
@@ -117,6 +119,30 @@ TEST_P(FreeingTest, AProcessEndsWhileReadsDoNot) {
     freeing->begin(open(kForEver));
     if (error_of([&] { freeing->wait(50ms, {}); }).kind() != ErrorKind::kTimeout) std::abort();
     std::exit(7);
+  };
+  EXPECT_EXIT(end(), ::testing::ExitedWithCode(7), "");
+}
+
+// From here on a new thread asks for a stack that no machine has.
+void allow_no_thread() {
+  pthread_attr_t attributes;
+  if (pthread_attr_init(&attributes) != 0 ||
+      pthread_attr_setstacksize(&attributes, size_t{1} << 50) != 0 ||
+      pthread_setattr_default_np(&attributes) != 0) {
+    std::abort();
+  }
+}
+
+TEST_P(FreeingTest, WhereNoThreadIsLeftTheEngineIsKeptAndNobodyWaits) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto end = [this] {
+    const auto freeing = std::make_shared<Freeing>();
+    std::unique_ptr<Engine> engine = open(kForEver);
+    allow_no_thread();
+    freeing->begin(std::move(engine));
+    const Error error = error_of([&] { freeing->wait(kLong, {}); });
+    // Past the search for leaks: it is one.
+    ::_exit(error.kind() == ErrorKind::kMemory ? 7 : 1);
   };
   EXPECT_EXIT(end(), ::testing::ExitedWithCode(7), "");
 }

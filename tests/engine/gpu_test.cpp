@@ -336,6 +336,28 @@ TEST_F(HostShareTest, WhoWaitsForACapturedCallFindsItWhateverSizesAreSet) {
   }
 }
 
+TEST_F(HostShareTest, ATicketOfEarlierSizesNamesNoCallOfLaterOnes) {
+  const auto device = make_stand_in();
+  HostShare share(device, engine);
+  const Batch batch = batch_of(1, random());
+  DeviceBatch on_device(batch);
+  on_device.fill(*device, {});
+  std::vector<HostShare::Ticket> tickets;
+  for (int32_t capture = 0; capture < 2; ++capture) {
+    share.set_capture_sizes(std::array{1}, kTopK);
+    device->begin_capture({});
+    tickets.push_back(share.submit(on_device.call(0), {}));
+    share.join(tickets.back(), {});
+    const auto graph = device->end_capture({});
+    if (capture == 0) device->launch(graph, {});
+  }
+  ASSERT_NE(tickets[0], tickets[1]);
+  share.wait(tickets[0]);  // and not for what is never launched
+  device->synchronize({});
+  EXPECT_EQ(on_device.out, batch.run(*engine, 0));
+  EXPECT_EQ(error_of([&] { share.wait(tickets[1] + kLayers); }).kind(), ErrorKind::kInvalid);
+}
+
 TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {
   const auto device = make_stand_in();
   HostShare share(device, engine);

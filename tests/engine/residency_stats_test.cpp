@@ -144,6 +144,20 @@ TEST(PoolStats, AVisitIsNoAccessAndNoForward) {
   pool.validate();
 }
 
+TEST(PoolStats, AVisitUsesNoPrefetch) {
+  const TestStore store(2, 8);
+  Pool pool(options_of(4), {}, store.source(), nullptr);
+  pool.prefetch(0, Experts{0, 1});
+  pool.drain();
+  forward(pool, 0, {0, 1}, kVisit);
+  EXPECT_EQ(pool.stats()[0].prefetches_used, 0);
+  forward(pool, 0, {0}, kDecodeStep);
+  EXPECT_EQ(pool.stats()[0].prefetches_used, 1);
+  pool.evict(0, Experts{0, 1});
+  EXPECT_EQ(pool.stats()[0].prefetches_wasted, 1);
+  pool.validate();
+}
+
 TEST(PoolStats, VisitsTeachThePolicyNothing) {
   const TestStore store(1, 8);
   for (const char* policy : {"lfu", "2q", "sieve", "s3fifo", "wtinylfu", "heat"}) {

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 
 import pytest
 import torch
@@ -344,6 +345,41 @@ def test_a_forked_child_is_refused(open_pool: OpenPool) -> None:
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert not _split(pool, x, ids, weights).isnan().any()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")
+def test_a_forked_child_leaves_its_parents_turn_alone(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC)
+    layer = _place(pool, [1, 2])
+    shared = _lend(layer, 2, FREE_COPIES)
+    assert shared.uplift is not None
+    ending = threading.Event()
+
+    def busy() -> None:
+        while not ending.is_set():
+            shared.host.stats()  # asks the driver
+
+    for _ in range(4):
+        _split(pool, torch.randn(1, SPEC.hidden), torch.tensor([[3]]), torch.ones(1, 1))
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(30):
+            with shared.uplift.turn(shared.stream()) as turn:
+                turn.bring(0, [3])
+                child = os.fork()
+                if child == 0:
+                    status = 1
+                    try:
+                        signal.alarm(20)  # a hang ends the child, and so the test
+                        turn.__exit__(None, None, None)
+                        status = 0
+                    finally:
+                        os._exit(status)
+                assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ending.set()
+        thread.join()
 
 
 def test_gradients_are_those_of_the_layer_on_the_cpu(open_pool: OpenPool) -> None:

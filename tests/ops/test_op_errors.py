@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -335,14 +336,16 @@ def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
         ("threads", 1025, "threads is 1025; allowed: 1 to 1024"),
         ("threads", 10**9, "threads is 1000000000; allowed: 1 to 1024"),
         ("threads", -1, "threads is -1; allowed: 1 to 1024"),
-        ("timeout", 9.3e9, "timeout is 9300000000.000000 seconds; allowed: 0 to 1000000000"),
-        ("timeout", 1e300, "allowed: 0 to 1000000000"),
-        ("timeout", float("nan"), "allowed: 0 to 1000000000"),
-        ("timeout", -1.0, "allowed: 0 to 1000000000"),
-        ("timeout", 1e-5, "the time-out must be 1 to 1000000000000 ms; got 0 ms"),
+        ("timeout", 9.3e9, "timeout is 9300000000.000000 seconds; allowed: 0.001 to 1000000000"),
+        ("timeout", 1e300, "allowed: 0.001 to 1000000000"),
+        ("timeout", float("nan"), "allowed: 0.001 to 1000000000"),
+        ("timeout", -1.0, "allowed: 0.001 to 1000000000"),
+        ("timeout", 0.0, "allowed: 0.001 to 1000000000"),
+        ("timeout", 1e-5, "allowed: 0.001 to 1000000000"),
+        ("faults", {"max_delay": 2e9}, "max_delay is 2000000000.000000 seconds; allowed: 0 to 1000000000"),
     ],
 )
-def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value: float, message: str) -> None:
+def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_pool(SPEC, slots=4, **{option: value})
 
@@ -354,6 +357,17 @@ def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:
     assert not pool.engine.wait_for_forwards(0, 10, 0.01)
     with pytest.raises(ValueError, match="patience is .*; allowed: 0 to 1000000000"):
         pool.engine.wait_for_forwards(0, 10, 9.3e9)
+
+
+def test_an_engine_follows_torch_as_far_as_it_can(open_pool: OpenPool) -> None:
+    before = torch.get_num_threads()
+    pools = [open_pool(SPEC, slots=4, threads=0)]
+    try:
+        torch.set_num_threads(_C.MOST_THREADS + 1)
+        pools.append(open_pool(SPEC, slots=4, threads=0))
+    finally:
+        torch.set_num_threads(before)
+    assert [pool.engine.describe()["threads"] for pool in pools] == [before, _C.MOST_THREADS]
 
 
 def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expected: Tensor) -> None:

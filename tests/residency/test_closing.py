@@ -19,11 +19,13 @@ from torch_mesh.pool import _close
 PATIENCE = 300.0
 
 PRELUDE = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, errno, functools, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
-from torch_mesh import _C, ReadTimeoutError
+from torch_mesh import _C, MeshConfig, ReadTimeoutError
+from torch_mesh.families import Geometry
+from torch_mesh.pool import ExpertPool
 
 experts = TinyExperts(Spec(layers=2), 0)
 source = _C.Source(**experts.store(Path(sys.argv[1])).source_arguments())
@@ -45,7 +47,7 @@ except ReadTimeoutError as error:
 else:
     raise AssertionError("reads that last for a day have ended")
 
-engine = open_stuck(0.5)
+engine = open_stuck(2.0)
 x, ids, weights = torch.randn(1, 72), torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
 handle, failed = torch.tensor([engine.id, 0, 1]), []
 def forward():
@@ -56,37 +58,54 @@ def forward():
 thread = threading.Thread(target=forward)
 thread.start()
 while engine.pinned() == 0:
-    pass
+    assert thread.is_alive(), failed
+    time.sleep(0.001)
 del engine  # under a forward that waits for its own read
 thread.join()
 assert failed
 
 engine = open_stuck(1e6)
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     engine.close()
 except KeyboardInterrupt:
     print("interrupted")
 
 engine = open_stuck(1e6)
+_C.Engine = functools.partial(_C.Engine, faults=NEVER)
+spec = experts.spec
+geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, spec.activation)
+config = MeshConfig(io=sys.argv[2], threads=1, timeout=1e6, guard="on", stats_file=sys.argv[1] + ".jsonl")
+pools = [
+    ExpertPool(geometry, spec.layers, 8, config, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
+    for _ in range(2)
+]
+for pool in pools:
+    ops.prefetch(pool.handle(1), torch.arange(4))
+time.sleep(1)
 print("at the end", flush=True)
 """
 
-FORBID_ENTER = """
+REFUSE_ENTER = """
 class Filter(ctypes.Structure):
     _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
 
 class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
 
-# io_uring_enter, 426 everywhere, fails with EPERM; all else is allowed.
-code = (Filter * 4)(Filter(0x20, 0, 0, 0), Filter(0x15, 0, 1, 426), Filter(0x06, 0, 0, 0x00050001), Filter(0x06, 0, 0, 0x7FFF0000))
-libc = ctypes.CDLL(None, use_errno=True)
-program = Program(4, code)
-if libc.prctl(38, 1, 0, 0, 0) != 0 or libc.prctl(22, 2, ctypes.byref(program), 0, 0) != 0:
-    print("no seccomp here")
-    sys.exit()
+def refuse_enter(error):
+    # io_uring_enter, 426 everywhere; all else is allowed.
+    refuse, allow = Filter(0x06, 0, 0, 0x00050000 | error), Filter(0x06, 0, 0, 0x7FFF0000)
+    code = (Filter * 4)(Filter(0x20, 0, 0, 0), Filter(0x15, 0, 1, 426), refuse, allow)
+    libc = ctypes.CDLL(None, use_errno=True)
+    program = Program(4, code)
+    if libc.prctl(38, 1, 0, 0, 0) != 0 or libc.prctl(22, 2, ctypes.byref(program), 0, 0) != 0:
+        print("no seccomp here", flush=True)
+        os._exit(0)
+"""
 
+FORBID_ENTER = """
+refuse_enter(errno.EPERM)
 assert "io_uring_enter is forbidden" in _C.features()["uring"], _C.features()["uring"]
 try:
     open_engine(experts, source, slots=8, io="uring")
@@ -100,6 +119,23 @@ assert about["io"] == "threads" and any("io_uring_enter is forbidden" in note fo
 ops.promote(torch.tensor([engine.id, 0, 1]), torch.arange(8))
 assert engine.stats()["promoted"][0] == 8
 engine.close()
+"""
+
+
+# What may pass is waited for, in two processes at once.
+LACK_MEMORY = """
+_C.features()  # the rest of it takes time as well
+child = os.fork()
+refuse_enter(errno.EAGAIN if child else errno.ENOMEM)
+begin = time.process_time()
+why = _C.features()["uring"]
+busy = time.process_time() - begin
+reason = "Resource temporarily unavailable" if child else "Cannot allocate memory"
+assert why == f"io_uring_enter failed ({reason})", why
+assert busy < 2, "it was asked again and again"
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -119,7 +155,14 @@ def test_reads_that_never_end_hold_up_neither_close_nor_del_nor_exit(reader: str
 def test_a_ring_that_may_be_made_and_not_entered_is_not_used(tmp_path: Path) -> None:
     if why := _C.features()["uring"]:
         pytest.skip(why)
-    if "no seccomp" in run(FORBID_ENTER, str(tmp_path / "store")):
+    if "no seccomp" in run(REFUSE_ENTER + FORBID_ENTER, str(tmp_path / "store")):
+        pytest.skip("this process may not install a seccomp filter")
+
+
+def test_a_ring_for_whose_entries_there_is_no_memory_is_not_used(tmp_path: Path) -> None:
+    if why := _C.features()["uring"]:
+        pytest.skip(why)
+    if "no seccomp" in run(REFUSE_ENTER + LACK_MEMORY, str(tmp_path / "store")):
         pytest.skip("this process may not install a seccomp filter")
 
 
