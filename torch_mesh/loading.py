@@ -244,24 +244,7 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
             f"group_size={config.group_size}, but the experts in {store.folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."
         )
-    return Records.of_store(store, [_place(layer, manifest.modules, store.folder) for layer in layers])
-
-
-def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
-    """The store's number of a layer. A part of the stored model, such as one without a head or the text model, has other first names."""
-    for index, module in enumerate(modules):
-        if f".{module}".endswith(f".{layer.path}") or f".{layer.path}".endswith(f".{module}"):
-            return index
-    alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(layer.path)]
-    if len(alike) == 1:
-        return alike[0]
-    raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
-
-
-def _from_number(path: str) -> str:
-    """``layers.3.mlp.experts`` of ``model.language_model.layers.3.mlp.experts``."""
-    match = re.search(r"[^.]+\.\d+\..*", path)
-    return path if match is None else match[0]
+    return Records.of_store(store, [store.layer_of(layer.path) for layer in layers])
 
 
 def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:

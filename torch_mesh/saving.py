@@ -237,7 +237,7 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
 
     ``beside``: bytes that will be written beside them.
     """
-    store = _store_of(pool)
+    store = _store_of(model, pool)
     if store is None:
         return _write_records(model, pool, staging, beside)
     manifest = store.manifest
@@ -256,19 +256,25 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     return replace(manifest, source_fingerprint=fingerprint)
 
 
-def _store_of(pool: ExpertPool) -> Store | None:
-    """The store that the pool reads, if it is still where it was."""
+def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
+    """The store that the pool reads, if it is still where it was and would give the saved model the records that this one has.
+
+    Layers that were moved or removed since have other names than it knows them by.
+    """
     if pool.store is None:
         return None
+    layers = _patched_layers(model)
     try:
         now = open_store(pool.store.folder)
+        as_named = [now.layer_of(layer.path) for layer in layers]
     except (StoreError, OSError):
         return None
-    return now if now.manifest.store_id == pool.store.manifest.store_id else None
+    same = now.manifest.store_id == pool.store.manifest.store_id
+    return now if same and as_named == [layer.module._mesh_layer for layer in layers] else None
 
 
 def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
-    """Of experts that are in memory alone, or in a store without a name."""
+    """Of experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
     plan = StorePlan(
         shape=shape_of(layers),

@@ -205,6 +205,25 @@ def model_fingerprint(folder: Path) -> str:
     return open_store(folder).manifest.source_fingerprint
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["first removed", "last removed", "swapped"])
+def test_layers_that_were_moved_or_removed_keep_their_records(change: str, way: str, tmp_path: Path) -> None:
+    model = _rounded(way, tmp_path)
+    layers = model.model.layers
+    if change == "swapped":
+        layers[0], layers[1] = layers[1], layers[0]
+    else:
+        del layers[0 if "first" in change else -1]
+        model.config.num_hidden_layers = len(layers)
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+    inputs = inputs_for(model)
+    expected = output_of(model, inputs)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), expected)
+    assert list(verify(open_store(tmp_path / "saved"))) == []
+
+
 @pytest.mark.parametrize("way", ["converted", "in memory"])
 def test_a_part_of_a_model_can_be_saved(way: str, tmp_path: Path) -> None:
     rounded = _rounded(way, tmp_path)
