@@ -30,7 +30,7 @@ from transformers.utils.hub import create_and_tag_model_card
 
 from .dense import packed_linears
 from .errors import MeshError, StoreError
-from .families import ExpertsLayer, find_experts
+from .families import ExpertsLayer, find_experts, layers_left_alone
 from .files import scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
@@ -147,12 +147,16 @@ def _unpacking(
 ) -> Unpacking:
     state = dict(model.state_dict() if given is None else given)
     parts = []
+    elsewhere: dict[str, torch.Tensor] = {}
+    with_others = bool(layers_left_alone(model))  # a family's own layout may make one list of experts of both kinds
     for layer in _patched_layers(model):
         shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
         if with_experts:
             parts.append(_part(shapes, state, functools.partial(_unpacked_experts, layer)))
             continue
-        for name in shapes:
+        for name, like in shapes.items():
+            if with_others:
+                elsewhere[name] = torch.empty(like.shape, dtype=like.dtype, device="meta")
             if name in state and _has_values(state.pop(name)):
                 raise MeshError(
                     f"state_dict has values of {name}, but experts that are rounded are saved as they are: leave them out, or "
@@ -172,7 +176,7 @@ def _unpacking(
                 f"Linear layers that dense= rounded to {rounded} are saved as ordinary weights with their rounded values.",
                 stacklevel=4,
             )
-    return Unpacking(model, state, parts, original_format)
+    return Unpacking(model, state, parts, original_format, elsewhere)
 
 
 def _part(shapes: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], unpack: Any) -> PackedPart:

@@ -27,6 +27,7 @@ from torch_mesh import MeshConfig, MeshError, StoreError, saving
 from torch_mesh.dense import packed_linears
 from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
+from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.verify import verify
@@ -395,6 +396,19 @@ def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "rounded", state_dict=plain)
     model.save_pretrained(tmp_path / "rounded", state_dict={n: t for n, t in plain.items() if "experts" not in n})
     assert is_store(tmp_path / "rounded")
+
+
+def test_weights_that_are_saved_elsewhere_are_in_no_tensor_with_others() -> None:
+    """Dropped with them, others would be lost."""
+    like = torch.empty(2, 4, device="meta")
+    packed = PackedPart({"layers.0.packed": like}, dict)
+    unpacking = Unpacking(None, {}, [packed], original_format=True, elsewhere={"layers.0.rounded": like})
+    rounded = unpacking.state["layers.0.rounded"]
+    assert torch.cat([rounded, rounded.transpose(0, 1).reshape(2, 4)]).shape == (4, 4)
+    for other in (torch.ones(2, 4), unpacking.state["layers.0.packed"]):
+        with pytest.raises(MeshError, match=r"in one tensor.*unpatch\(model, lossy=True\)"):
+            torch.cat([rounded, other])
+    assert unpacking.nbytes == like.nbytes
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
