@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +39,14 @@ from .shards import PackedPart, Unpacking, being_saved
 from .store.checkpoint import shape_of
 from .store.convert import mesh_config, plain_config
 from .store.header import store_error
-from .store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
+from .store.manifest import MANIFEST_NAME, Manifest, Store, is_record_file, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 from .store.writer import StorePlan, described, full_disk_as_store_error, write_store
 
 _COPY_BYTES = 64 << 20
 _SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
 _STAGING_PREFIX = ".torch_mesh-saving-"
+_ASIDE_PREFIX = ".torch_mesh-replaced-"
 
 
 class PatchedModelQuantizer(HfQuantizer):
@@ -355,13 +357,28 @@ def _write_manifest(staging: Path, manifest: Manifest) -> None:
 
 
 def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
-    """The manifest goes first where one is replaced and comes last, so that a folder in between passes for no store."""
+    """What is replaced goes aside first, and comes back if anything fails.
+
+    The manifest leaves first and comes last, so that a folder in between, of a process that was killed, passes for no store.
+    """
     names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
-    for name in _outdated(folder, variant):
-        if name not in names or name == MANIFEST_NAME:
-            (folder / name).unlink(missing_ok=True)
-    for name in names:
-        os.replace(staging / name, folder / name)
+    outdated = {name for name in [*_outdated(folder, variant), *names] if os.path.lexists(folder / name)}
+    # Not within the staging folder, which goes in any case: what cannot come back stays.
+    aside = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=folder))
+    steps = [(folder / name, aside / name) for name in sorted(outdated, key=lambda name: (name != MANIFEST_NAME, name))]
+    steps += [(staging / name, folder / name) for name in names]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in steps:
+            done.append((source, target))
+            source.rename(target)
+    except BaseException:
+        for source, target in reversed(done):
+            if not os.path.lexists(source):  # the last step may not have been taken
+                target.rename(source)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside)
     return names
 
 
@@ -373,8 +390,8 @@ def _outdated(folder: Path, variant: str | None) -> list[str]:
     outdated = [path.name for path in folder.iterdir() if re.fullmatch(f"{weights}|{index}", path.name)]
     if not is_store(folder):
         return outdated
-    with contextlib.suppress(StoreError):
-        outdated += [file.name for file in read_manifest(folder).record_files]
+    with contextlib.suppress(StoreError):  # whose names may be anything, and so any file's
+        outdated += [file.name for file in read_manifest(folder).record_files if is_record_file(file.name)]
     return [MANIFEST_NAME, *outdated]
 
 

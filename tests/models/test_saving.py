@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,73 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("earlier", ["auto", "int8"])
+def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
+    earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever step, and whether the step was taken when it failed or not."""
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=earlier).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "mine.txt").write_text("kept")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    steps = 0
+
+    def failing(name: str) -> Any:
+        original = getattr(os, name)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            own = moving and str(args[0]).startswith(str(tmp_path))
+            steps += own
+            if own and steps == fails_at and not afterwards:
+                raise OSError(errno.EIO, "Input/output error")
+            result = original(*args, **kwargs)
+            if own and steps == fails_at:
+                raise KeyboardInterrupt
+            return result
+
+        return step
+
+    def move(*args: Any) -> Any:
+        nonlocal moving
+        moving = True
+        try:
+            return into_place(*args)
+        finally:
+            moving = False
+
+    into_place, moving = saving._move_into_place, False
+    monkeypatch.setattr(saving, "_move_into_place", move)
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, failing(name))
+    failed = 0
+    for afterwards in (False, True):
+        for fails_at in range(1, 100):
+            steps = 0
+            try:
+                model.save_pretrained(tmp_path)
+            except (OSError, KeyboardInterrupt):
+                failed += 1
+                assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+                continue
+            break
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert failed > 8 and is_store(tmp_path) and (tmp_path / "mine.txt").read_text() == "kept"
+    assert len(list(tmp_path.glob("model*.safetensors"))) == len(list(tmp_path.glob("mesh-*"))) == 1
+
+
+def test_a_save_removes_no_file_that_a_manifest_calls_its_own(tmp_path: Path) -> None:
+    """Somebody else may have written it."""
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8").save_pretrained(tmp_path)
+    manifest = open_store(tmp_path).manifest
+    (file,) = manifest.record_files
+    (tmp_path / file.name).rename(tmp_path / "thesis.safetensors")
+    renamed = replace(manifest, record_files=(replace(file, name="thesis.safetensors"),))
+    (tmp_path / MANIFEST_NAME).write_text(renamed.to_json())
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5).save_pretrained(tmp_path)
+    assert not is_store(tmp_path) and (tmp_path / "thesis.safetensors").is_file()
+
+
 @pytest.mark.parametrize("name", [MIXTRAL, GPT_OSS, QWEN, "MiniMaxM2Experts"])
 def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
     """In the family's own layout, though loading found no experts to convert."""
@@ -576,4 +644,4 @@ def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken
 @pytest.fixture(autouse=True)
 def _no_staging_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert not list(tmp_path.glob("**/.torch_mesh-saving-*"))
+    assert not list(tmp_path.glob("**/.torch_mesh-*"))

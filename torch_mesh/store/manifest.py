@@ -241,6 +241,11 @@ def plan_record_files(
     return plan
 
 
+def is_record_file(name: str) -> bool:
+    """Whether a file of this name is one that a plan would make."""
+    return re.fullmatch(r"mesh-\d{5}-of-\d{5}\.safetensors", name) is not None
+
+
 def record_file_header(
     shape: Shape, modules: tuple[str, ...], record_bytes: int, store_id: bytes, indices: range
 ) -> bytes:
