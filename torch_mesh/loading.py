@@ -106,7 +106,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         self._taken = [*layers, *self._left_alone.layers]
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in self._taken]
         for layer in self._taken:
-            vars(layer.module)["_is_hf_initialized"] = True
+            vars(layer.module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, _initialized()))
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in self._taken)}
@@ -115,6 +115,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         layers, records, config = self._layers, self._records, self.quantization_config
         check_forwards(layers)
         for layer, parameters in zip(self._taken, self._parameters, strict=True):
+            for name in layer.parameter_names:
+                del vars(layer.module)[name]
             put_back(layer.module, parameters)
         self._left_alone.load(model)
         del self._layers, self._left_alone, self._taken, self._parameters, self._records
@@ -139,6 +141,13 @@ class MeshQuantizer(PatchedModelQuantizer):
         if records.store is not None:
             keep_expert_conversions(model, layers)
         return model
+
+
+def _initialized() -> torch.Tensor:
+    """In the place of a parameter that is out of its module: of some families the module around initialises it."""
+    tensor = torch.empty(0)
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def _forget_quantization(model: Any) -> None:
