@@ -297,7 +297,7 @@ def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
         for expert in range(layer.num_experts)
     )
     with progress_bar(f"Writing experts in {pool.weights}") as progress:
-        store = write_store(staging / "records", plan, records, progress=progress).store
+        store = write_store(staging / "records", plan, records, private=True, progress=progress).store
     for file in store.manifest.record_files:
         (store.folder / file.name).rename(staging / file.name)
     shutil.rmtree(store.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -441,6 +442,22 @@ def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> Non
         assert (other / "kept").is_file()
     assert not list(tmp_path.glob(".torch_mesh*"))
     assert is_store(tmp_path)
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a store that other processes may write as well."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for weights in ("auto", "int8"):
+        model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
+        model.save_pretrained(tmp_path / weights)
+        assert is_store(tmp_path / weights) == (weights == "int8")
+    with pytest.raises(StoreError, match="cannot be written.*not implemented"):
+        torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8", resident=0.5, store=str(tmp_path / "store"))
 
 
 def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:

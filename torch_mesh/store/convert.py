@@ -117,9 +117,10 @@ def convert_model(
     group_size: int = 64,
     *,
     force: bool = False,
+    private: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a loaded model, as they are in memory, to a store of records alone."""
+    """Writes the experts of a loaded model, as they are in memory, to a store of records alone. ``private``: see ``write_store``."""
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
     plan = StorePlan(
@@ -135,7 +136,7 @@ def convert_model(
         for number, layer in enumerate(layers)
         for expert in range(layer.num_experts)
     )
-    return write_store(destination, plan, records, force=force, progress=progress)
+    return write_store(destination, plan, records, force=force, private=private, progress=progress)
 
 
 def convert_store(
