@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import types
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
+from .announce import patched_models
 from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .families import ExpertsLayer, find_experts, layers_left_alone
@@ -36,12 +36,11 @@ from .files import scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
-from .store.checkpoint import shape_of
-from .store.convert import mesh_config, plain_config
+from .store.convert import mesh_config, plain_config, plan_of_model
 from .store.header import store_error
 from .store.manifest import MANIFEST_NAME, Manifest, Store, is_record_file, is_store, open_store, read_manifest
 from .store.progress import progress_bar
-from .store.writer import StorePlan, described, full_disk_as_store_error, write_store
+from .store.writer import described, full_disk_as_store_error, write_store
 
 _COPY_BYTES = 64 << 20
 _SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
@@ -78,22 +77,16 @@ class PatchedModelQuantizer(HfQuantizer):
 
 def attach_quantizer(model: nn.Module, quantizer: PatchedModelQuantizer) -> None:
     """Gives ``model``, and the models inside it, ``quantizer`` and a ``save_pretrained`` of their own."""
-    for module in _pretrained_models(model):
+    for module in patched_models(model):
         module.hf_quantizer = quantizer
         module.save_pretrained = types.MethodType(_save_pretrained, module)
 
 
 def detach_quantizer(model: nn.Module) -> None:
-    for module in _pretrained_models(model):
+    for module in patched_models(model):
         if isinstance(vars(module).get("hf_quantizer"), PatchedModelQuantizer):
             del module.hf_quantizer
         vars(module).pop("save_pretrained", None)
-
-
-def _pretrained_models(model: nn.Module) -> list[Any]:
-    """The transformers models in ``model`` that hold patched experts."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [module for module in models if next(patched_modules(module), None) is not None]
 
 
 @functools.wraps(PreTrainedModel.save_pretrained)
@@ -282,14 +275,7 @@ def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
 def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
     """Of experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
-    plan = StorePlan(
-        shape=shape_of(layers),
-        modules=tuple(layer.path for layer in layers),
-        weights=pool.weights,
-        group_size=pool.group_size,
-        source_name=type(model).__name__,
-        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
-    )
+    plan = plan_of_model(model, layers, pool.weights, pool.group_size)
     _check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
     records = (
         (number, expert, functools.partial(_record, layer.module, expert))
