@@ -25,7 +25,7 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
     found = config.replace(weights=pool.weights, group_size=pool.group_size or config.group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
     vars(model)[_REPLACED] = replaced
-    for part in _parts(model):
+    for part in patched_models(model):
         if vars(part.config).get("quantization_config") is not found:
             replaced.append((part.config, vars(part.config).get("quantization_config")))
             part.config.quantization_config = found
@@ -43,7 +43,8 @@ def withdraw(model: nn.Module) -> None:
             vars(module).pop("get_memory_footprint", None)
 
 
-def _parts(model: nn.Module) -> list[Any]:
+def patched_models(model: nn.Module) -> list[Any]:
+    """The transformers models in ``model`` that hold patched experts."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [module for module in models if next(patched_modules(module), None) is not None]
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none, some of the network's
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
@@ -79,15 +80,34 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder that goes when the block ends, or, where the process was killed, when the next one makes one there."""
+    """A new folder that goes when the block ends, or, where the process was killed, when the next one makes one there.
+
+    On a file system without locks nobody could tell that the process is gone: there it stays.
+    """
     _sweep(parent, prefix)
-    folder = parent / f"{prefix}{secrets.token_hex(4)}"
-    with locked(parent / f"{folder.name}.lock"):
+    with contextlib.ExitStack() as stack:
+        folder = _unused_name(parent, prefix, stack)
         folder.mkdir()
         try:
             yield folder
         finally:
             shutil.rmtree(folder)
+
+
+def _unused_name(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path:
+    """Locked, where there are locks, until ``stack`` is left."""
+    while True:
+        folder = parent / f"{prefix}{secrets.token_hex(4)}"
+        lock = folder.with_name(f"{folder.name}.lock")
+        try:
+            stack.enter_context(locked(lock))
+        except BlockingIOError:  # another process sweeps, and found the lock before it was held
+            continue
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            lock.unlink(missing_ok=True)
+        return folder
 
 
 def _sweep(parent: Path, prefix: str) -> None:

@@ -107,7 +107,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         self._taken = [*layers, *self._left_alone.layers]
         self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in self._taken]
         for layer in self._taken:
-            vars(layer.module)["_is_hf_initialized"] = True
+            vars(layer.module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, _initialized()))
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in self._taken)}
@@ -116,6 +116,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         layers, records, config = self._layers, self._records, self.quantization_config
         check_forwards(layers)
         for layer, parameters in zip(self._taken, self._parameters, strict=True):
+            for name in layer.parameter_names:
+                del vars(layer.module)[name]
             put_back(layer.module, parameters)
         self._left_alone.load(model)
         del self._layers, self._left_alone, self._taken, self._parameters, self._records
@@ -140,6 +142,13 @@ class MeshQuantizer(PatchedModelQuantizer):
         if records.store is not None:
             keep_expert_conversions(model, layers)
         return model
+
+
+def _initialized() -> torch.Tensor:
+    """In the place of a parameter that is out of its module: of some families the module around initialises it."""
+    tensor = torch.empty(0)
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    return tensor
 
 
 def _forget_quantization(model: Any) -> None:
@@ -275,24 +284,7 @@ def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) ->
         raise StoreError(
             f"The experts in {store.folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
         )
-    return Records.of_store(store, [_place(layer, manifest.modules, store.folder) for layer in layers])
-
-
-def _place(layer: ExpertsLayer, modules: Sequence[str], folder: Path) -> int:
-    """The store's number of a layer. A part of the stored model, such as one without a head or the text model, has other first names."""
-    for index, module in enumerate(modules):
-        if f".{module}".endswith(f".{layer.path}") or f".{layer.path}".endswith(f".{module}"):
-            return index
-    alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(layer.path)]
-    if len(alike) == 1:
-        return alike[0]
-    raise StoreError(f"{folder} has no records for {layer.path}; its modules are {modules[0]} to {modules[-1]}.")
-
-
-def _from_number(path: str) -> str:
-    """``layers.3.mlp.experts`` of ``model.language_model.layers.3.mlp.experts``."""
-    match = re.search(r"[^.]+\.\d+\..*", path)
-    return path if match is None else match[0]
+    return Records.of_store(store, [store.layer_of(layer.path) for layer in layers])
 
 
 def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:

@@ -246,7 +246,8 @@ def _packed(model: nn.Module, config: MeshConfig, undo: Undo) -> Iterator[Record
     weights = "bf16" if config.weights == "auto" else config.weights
     with _store_folder(config) as folder:
         with progress_bar(f"Packing experts to {weights}") as progress:
-            store = convert_model(model, folder, weights, config.group_size, progress=progress).store
+            private = config.store is None
+            store = convert_model(model, folder, weights, config.group_size, private=private, progress=progress).store
         # Of weights that have no name: the next call could not use it, nor write another there.
         if config.store is not None:
             undo.stores.append(store.folder)

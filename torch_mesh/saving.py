@@ -12,8 +12,8 @@ import functools
 import inspect
 import os
 import re
-import secrets
 import shutil
+import tempfile
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +28,24 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
+from .announce import patched_models
 from .dense import packed_linears
 from .errors import MeshError, StoreError
-from .families import ExpertsLayer, find_experts
+from .families import ExpertsLayer, find_experts, layers_left_alone
 from .files import scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
-from .store.checkpoint import shape_of
-from .store.convert import mesh_config, plain_config
+from .store.convert import mesh_config, plain_config, plan_of_model
 from .store.header import store_error
-from .store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
+from .store.manifest import MANIFEST_NAME, Manifest, Store, is_record_file, is_store, open_store, read_manifest
 from .store.progress import progress_bar
-from .store.writer import StorePlan, described, full_disk_as_store_error, write_store
+from .store.writer import described, full_disk_as_store_error, write_store
 
 _COPY_BYTES = 64 << 20
 _SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
 _STAGING_PREFIX = ".torch_mesh-saving-"
+_ASIDE_PREFIX = ".torch_mesh-replaced-"
 
 
 class PatchedModelQuantizer(HfQuantizer):
@@ -76,22 +77,16 @@ class PatchedModelQuantizer(HfQuantizer):
 
 def attach_quantizer(model: nn.Module, quantizer: PatchedModelQuantizer) -> None:
     """Gives ``model``, and the models inside it, ``quantizer`` and a ``save_pretrained`` of their own."""
-    for module in _pretrained_models(model):
+    for module in patched_models(model):
         module.hf_quantizer = quantizer
         module.save_pretrained = types.MethodType(_save_pretrained, module)
 
 
 def detach_quantizer(model: nn.Module) -> None:
-    for module in _pretrained_models(model):
+    for module in patched_models(model):
         if isinstance(vars(module).get("hf_quantizer"), PatchedModelQuantizer):
             del module.hf_quantizer
         vars(module).pop("save_pretrained", None)
-
-
-def _pretrained_models(model: nn.Module) -> list[Any]:
-    """The transformers models in ``model`` that hold patched experts."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [module for module in models if next(patched_modules(module), None) is not None]
 
 
 @functools.wraps(PreTrainedModel.save_pretrained)
@@ -147,12 +142,16 @@ def _unpacking(
 ) -> Unpacking:
     state = dict(model.state_dict() if given is None else given)
     parts = []
+    elsewhere: dict[str, torch.Tensor] = {}
+    with_others = bool(layers_left_alone(model))  # a family's own layout may make one list of experts of both kinds
     for layer in _patched_layers(model):
         shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
         if with_experts:
             parts.append(_part(shapes, state, functools.partial(_unpacked_experts, layer)))
             continue
-        for name in shapes:
+        for name, like in shapes.items():
+            if with_others:
+                elsewhere[name] = torch.empty(like.shape, dtype=like.dtype, device="meta")
             if name in state and _has_values(state.pop(name)):
                 raise MeshError(
                     f"state_dict has values of {name}, but experts that are rounded are saved as they are: leave them out, or "
@@ -172,7 +171,7 @@ def _unpacking(
                 f"Linear layers that dense= rounded to {rounded} are saved as ordinary weights with their rounded values.",
                 stacklevel=4,
             )
-    return Unpacking(model, state, parts, original_format)
+    return Unpacking(model, state, parts, original_format, elsewhere)
 
 
 def _part(shapes: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], unpack: Any) -> PackedPart:
@@ -237,7 +236,7 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
 
     ``beside``: bytes that will be written beside them.
     """
-    store = _store_of(pool)
+    store = _store_of(model, pool)
     if store is None:
         return _write_records(model, pool, staging, beside)
     manifest = store.manifest
@@ -256,28 +255,27 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     return replace(manifest, source_fingerprint=fingerprint)
 
 
-def _store_of(pool: ExpertPool) -> Store | None:
-    """The store that the pool reads, if it is still where it was."""
+def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
+    """The store that the pool reads, if it is still where it was and would give the saved model the records that this one has.
+
+    Layers that were moved or removed since have other names than it knows them by.
+    """
     if pool.store is None:
         return None
+    layers = _patched_layers(model)
     try:
         now = open_store(pool.store.folder)
+        as_named = [now.layer_of(layer.path) for layer in layers]
     except (StoreError, OSError):
         return None
-    return now if now.manifest.store_id == pool.store.manifest.store_id else None
+    same = now.manifest.store_id == pool.store.manifest.store_id
+    return now if same and as_named == [layer.module._mesh_layer for layer in layers] else None
 
 
 def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
-    """Of experts that are in memory alone, or in a store without a name."""
+    """Of experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
-    plan = StorePlan(
-        shape=shape_of(layers),
-        modules=tuple(layer.path for layer in layers),
-        weights=pool.weights,
-        group_size=pool.group_size,
-        source_name=type(model).__name__,
-        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
-    )
+    plan = plan_of_model(model, layers, pool.weights, pool.group_size)
     _check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
     records = (
         (number, expert, functools.partial(_record, layer.module, expert))
@@ -285,7 +283,7 @@ def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
         for expert in range(layer.num_experts)
     )
     with progress_bar(f"Writing experts in {pool.weights}") as progress:
-        store = write_store(staging / "records", plan, records, progress=progress).store
+        store = write_store(staging / "records", plan, records, private=True, progress=progress).store
     for file in store.manifest.record_files:
         (store.folder / file.name).rename(staging / file.name)
     shutil.rmtree(store.folder)
@@ -345,13 +343,28 @@ def _write_manifest(staging: Path, manifest: Manifest) -> None:
 
 
 def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
-    """The manifest goes first where one is replaced and comes last, so that a folder in between passes for no store."""
+    """What is replaced goes aside first, and comes back if anything fails.
+
+    The manifest leaves first and comes last, so that a folder in between, of a process that was killed, passes for no store.
+    """
     names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
-    for name in _outdated(folder, variant):
-        if name not in names or name == MANIFEST_NAME:
-            (folder / name).unlink(missing_ok=True)
-    for name in names:
-        os.replace(staging / name, folder / name)
+    outdated = {name for name in [*_outdated(folder, variant), *names] if os.path.lexists(folder / name)}
+    # Not within the staging folder, which goes in any case: what cannot come back stays.
+    aside = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=folder))
+    steps = [(folder / name, aside / name) for name in sorted(outdated, key=lambda name: (name != MANIFEST_NAME, name))]
+    steps += [(staging / name, folder / name) for name in names]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in steps:
+            done.append((source, target))
+            source.rename(target)
+    except BaseException:
+        for source, target in reversed(done):
+            if not os.path.lexists(source):  # the last step may not have been taken
+                target.rename(source)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside)
     return names
 
 
@@ -363,8 +376,8 @@ def _outdated(folder: Path, variant: str | None) -> list[str]:
     outdated = [path.name for path in folder.iterdir() if re.fullmatch(f"{weights}|{index}", path.name)]
     if not is_store(folder):
         return outdated
-    with contextlib.suppress(StoreError):
-        outdated += [file.name for file in read_manifest(folder).record_files]
+    with contextlib.suppress(StoreError):  # whose names may be anything, and so any file's
+        outdated += [file.name for file in read_manifest(folder).record_files if is_record_file(file.name)]
     return [MANIFEST_NAME, *outdated]
 
 

@@ -58,11 +58,17 @@ class Unpacking:
     """A state dict of which the weights of ``parts`` are still packed.
 
     ``original_format`` says that the files have the family's own names and layout, which transformers' conversions make of the
-    model's.
+    model's. ``elsewhere`` are tensors like the weights that are saved in another way, and are known here for those conversions alone: of
+    some families they want several modules' weights together, and number them through.
     """
 
     def __init__(
-        self, model: Any, state: Mapping[str, torch.Tensor], parts: Iterable[PackedPart], original_format: bool
+        self,
+        model: Any,
+        state: Mapping[str, torch.Tensor],
+        parts: Iterable[PackedPart],
+        original_format: bool,
+        elsewhere: Mapping[str, torch.Tensor],
     ) -> None:
         self._model = model
         self._original_format = original_format
@@ -72,13 +78,15 @@ class Unpacking:
             for part in self._parts
             for name, like in part.weights.items()
         }
+        if original_format:
+            unwritten |= {name: Unwritten.of(like, self, _ELSEWHERE) for name, like in elsewhere.items()}
         self.state: dict[str, torch.Tensor] = {**state, **unwritten}
 
     @property
     def nbytes(self) -> int:
         """Of all that is to be written; what is tied counts once."""
-        sizes = {tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in self.state.values()}
-        return sum(sizes.values())
+        tensors = _without_elsewhere(self.state).values()
+        return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     def values(self, blocks: frozenset[str]) -> Mapping[str, torch.Tensor]:
         """The tensors that ``blocks`` of the model become in the files, by their names there."""
@@ -86,13 +94,13 @@ class Unpacking:
         for part in self._parts:
             if state.keys() & part.weights.keys():
                 state.update(part.unpack())
-        return core_model_loading.revert_weight_conversion(self._model, state) if self._original_format else state
+        return _revert(self._model, state) if self._original_format else state
 
 
 class Unwritten(torch.Tensor):
     """A packed weight, or what a conversion makes of one: shape, strides and dtype of a tensor on the CPU, but no values yet.
 
-    ``blocks`` are those parts of the model that it is made of.
+    ``blocks`` are those parts of the model that it is made of; there are none of what is saved elsewhere.
     """
 
     unpacking: Unpacking
@@ -127,6 +135,12 @@ class Unwritten(torch.Tensor):
         inputs = pytree.tree_leaves((args, kwargs or {}))
         unwritten = [leaf for leaf in inputs if isinstance(leaf, Unwritten)]
         blocks = frozenset(block for leaf in unwritten for block in leaf.blocks)
+        tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        if len({_is_elsewhere(tensor) for tensor in tensors}) > 1:
+            raise MeshError(
+                "The layout of this model's own checkpoints has rounded experts and other weights in one tensor, so that they cannot be saved "
+                "apart: pass save_original_format=False, or make ordinary weights of them with torch_mesh.unpatch(model, lossy=True)."
+            )
         args, kwargs = pytree.tree_map(_on_meta, (args, kwargs or {}))
         return pytree.tree_map_only(
             torch.Tensor, lambda like: Unwritten.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
@@ -147,6 +161,17 @@ class _Storage:
 
 # Below all that memory can have, so that none is taken for sharing memory with a tensor, or with another of its kind.
 _addresses: Iterator[int] = itertools.count(-1, -1)
+
+
+_ELSEWHERE: frozenset[str] = frozenset()
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, Unwritten) and tensor.blocks == _ELSEWHERE
+
+
+def _without_elsewhere(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if not _is_elsewhere(tensor)}
 
 
 def _on_meta(value: Any) -> Any:
@@ -200,6 +225,14 @@ def save_file(
         _write(tensors, filename, metadata or {})
 
 
+def revert_weight_conversion(model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' own, without what becomes of weights that are saved elsewhere."""
+    return _without_elsewhere(_revert(model, state_dict))
+
+
+_revert = core_model_loading.revert_weight_conversion
+# What it makes is spread over shards, and listed in their index, right afterwards.
+modeling_utils.revert_weight_conversion = revert_weight_conversion
 _save_file = modeling_utils.safe_save_file
 # save_pretrained offers no other place between its shards and safetensors, which wants all of a shard in memory.
 modeling_utils.safe_save_file = save_file

@@ -201,6 +201,35 @@ def test_a_raw_checkpoint_opens_and_is_saved_as_it_was(
     assert again.keys() == bits.keys() and all(torch.equal(again[name], bits[name]) for name in bits)
 
 
+@pytest.mark.parametrize("way", ["raw", "converted", "patched"])
+def test_rounded_experts_are_saved_apart_from_the_others(
+    model: PreTrainedModel, checkpoint: Path, way: str, tmp_path: Path
+) -> None:
+    """Which keep the names and numbers that they have beside them in the checkpoint."""
+    bits = _values(model)
+    convert(checkpoint, tmp_path / "converted", "int8")
+    config = MeshConfig(resident=0.5, io="threads")
+    if way != "converted":
+        config = config.replace(weights="int8", store=str(tmp_path / "store"))
+    rounded: Any = model
+    if way == "patched":
+        torch_mesh.patch(rounded, config=config)
+    else:
+        folder = tmp_path / "converted" if way == "converted" else checkpoint
+        rounded = type(model).from_pretrained(folder, quantization_config=config)
+    expected = _run(rounded)
+    rounded.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+    saved, converted = (_all_tensors(tmp_path / name) for name in ("saved", "converted"))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in converted.items()}
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == saved.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in saved.values())
+    again: Any = type(model).from_pretrained(tmp_path / "saved", quantization_config=MeshConfig(resident=0.3))
+    _check_kinds(again, bits)
+    assert all(map(torch.equal, _run(again), expected))
+    torch_mesh.unpatch(rounded, lossy=True)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_a_converted_checkpoint_has_the_other_experts_as_they_were(
     model: PreTrainedModel, checkpoint: Path, weights: str, tmp_path: Path
@@ -301,6 +330,10 @@ def test_at_their_real_sizes_the_text_experts_go_into_the_pool(family: str) -> N
     assert "text_moe" in pooled[0].path or "language_model" in pooled[0].path or "thinker" in pooled[0].path
     assert others and not {layer.kind for layer in others} & {layer.kind for layer in pooled}
     assert sum(layer.nbytes for layer in pooled) > 2 * sum(layer.nbytes for layer in others)
+
+
+def _all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in folder.glob("model*.safetensors") for name, t in load_file(path).items()}
 
 
 def _tensors(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TINY_MODELS
+from tiny_models import TINY_MODELS, inputs_for, output_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig, GPTQConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -67,6 +67,21 @@ def test_raw_checkpoint_equals_the_patched_model(name: str, tmp_path: Path, ids:
     state = model.state_dict()
     assert list(state) == list(reference.state_dict())
     assert all(torch.equal(state[key], value) for key, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_experts_that_the_module_around_them_initialises_are_loaded(weights: str, tmp_path: Path) -> None:
+    """transformers asks that module to, though nothing of it is missing."""
+    model = TINY_MODELS["Qwen3OmniMoeThinkerTextExperts"].build()
+    model.save_pretrained(tmp_path / "raw")
+    inputs = inputs_for(model)
+    expected = output_of(torch_mesh.patch(model, weights=weights), inputs)
+    convert(tmp_path / "raw", tmp_path / "converted", weights)
+    for folder, fields in (("raw", {"weights": weights}), ("converted", {})):
+        config = MeshConfig(resident=0.5, **fields)
+        opened = type(model).from_pretrained(tmp_path / folder, quantization_config=config)
+        assert torch.equal(output_of(opened, inputs), expected)
+        assert not set(vars(_patched(opened)[0])) & {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("name", RAW)

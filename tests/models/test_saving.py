@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch_mesh import MeshConfig, MeshError, StoreError, saving
 from torch_mesh.dense import packed_linears
 from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
+from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.verify import verify
@@ -205,6 +208,25 @@ def model_fingerprint(folder: Path) -> str:
     return open_store(folder).manifest.source_fingerprint
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", ["first removed", "last removed", "swapped"])
+def test_layers_that_were_moved_or_removed_keep_their_records(change: str, way: str, tmp_path: Path) -> None:
+    model = _rounded(way, tmp_path)
+    layers = model.model.layers
+    if change == "swapped":
+        layers[0], layers[1] = layers[1], layers[0]
+    else:
+        del layers[0 if "first" in change else -1]
+        model.config.num_hidden_layers = len(layers)
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+    inputs = inputs_for(model)
+    expected = output_of(model, inputs)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(output_of(_open(tmp_path / "saved"), inputs), expected)
+    assert list(verify(open_store(tmp_path / "saved"))) == []
+
+
 @pytest.mark.parametrize("way", ["converted", "in memory"])
 def test_a_part_of_a_model_can_be_saved(way: str, tmp_path: Path) -> None:
     rounded = _rounded(way, tmp_path)
@@ -308,6 +330,73 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("earlier", ["auto", "int8"])
+def test_a_save_that_fails_on_its_way_into_place_is_taken_back(
+    earlier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever step, and whether the step was taken when it failed or not."""
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=earlier).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "mine.txt").write_text("kept")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
+    steps = 0
+
+    def failing(name: str) -> Any:
+        original = getattr(os, name)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            own = moving and str(args[0]).startswith(str(tmp_path))
+            steps += own
+            if own and steps == fails_at and not afterwards:
+                raise OSError(errno.EIO, "Input/output error")
+            result = original(*args, **kwargs)
+            if own and steps == fails_at:
+                raise KeyboardInterrupt
+            return result
+
+        return step
+
+    def move(*args: Any) -> Any:
+        nonlocal moving
+        moving = True
+        try:
+            return into_place(*args)
+        finally:
+            moving = False
+
+    into_place, moving = saving._move_into_place, False
+    monkeypatch.setattr(saving, "_move_into_place", move)
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, failing(name))
+    failed = 0
+    for afterwards in (False, True):
+        for fails_at in range(1, 100):
+            steps = 0
+            try:
+                model.save_pretrained(tmp_path)
+            except (OSError, KeyboardInterrupt):
+                failed += 1
+                assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+                continue
+            break
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert failed > 8 and is_store(tmp_path) and (tmp_path / "mine.txt").read_text() == "kept"
+    assert len(list(tmp_path.glob("model*.safetensors"))) == len(list(tmp_path.glob("mesh-*"))) == 1
+
+
+def test_a_save_removes_no_file_that_a_manifest_calls_its_own(tmp_path: Path) -> None:
+    """Somebody else may have written it."""
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8").save_pretrained(tmp_path)
+    manifest = open_store(tmp_path).manifest
+    (file,) = manifest.record_files
+    (tmp_path / file.name).rename(tmp_path / "thesis.safetensors")
+    renamed = replace(manifest, record_files=(replace(file, name="thesis.safetensors"),))
+    (tmp_path / MANIFEST_NAME).write_text(renamed.to_json())
+    torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5).save_pretrained(tmp_path)
+    assert not is_store(tmp_path) and (tmp_path / "thesis.safetensors").is_file()
+
+
 @pytest.mark.parametrize("name", [MIXTRAL, GPT_OSS, QWEN, "MiniMaxM2Experts"])
 def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: Path) -> None:
     """In the family's own layout, though loading found no experts to convert."""
@@ -355,6 +444,22 @@ def test_a_save_that_was_killed_leaves_nothing_that_stays(tmp_path: Path) -> Non
     assert is_store(tmp_path)
 
 
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a store that other processes may write as well."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for weights in ("auto", "int8"):
+        model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
+        model.save_pretrained(tmp_path / weights)
+        assert is_store(tmp_path / weights) == (weights == "int8")
+    with pytest.raises(StoreError, match="cannot be written.*not implemented"):
+        torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8", resident=0.5, store=str(tmp_path / "store"))
+
+
 def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
     model = TINY_MODELS[QWEN].build()
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -376,6 +481,19 @@ def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "rounded", state_dict=plain)
     model.save_pretrained(tmp_path / "rounded", state_dict={n: t for n, t in plain.items() if "experts" not in n})
     assert is_store(tmp_path / "rounded")
+
+
+def test_weights_that_are_saved_elsewhere_are_in_no_tensor_with_others() -> None:
+    """Dropped with them, others would be lost."""
+    like = torch.empty(2, 4, device="meta")
+    packed = PackedPart({"layers.0.packed": like}, dict)
+    unpacking = Unpacking(None, {}, [packed], original_format=True, elsewhere={"layers.0.rounded": like})
+    rounded = unpacking.state["layers.0.rounded"]
+    assert torch.cat([rounded, rounded.transpose(0, 1).reshape(2, 4)]).shape == (4, 4)
+    for other in (torch.ones(2, 4), unpacking.state["layers.0.packed"]):
+        with pytest.raises(MeshError, match=r"in one tensor.*unpatch\(model, lossy=True\)"):
+            torch.cat([rounded, other])
+    assert unpacking.nbytes == like.nbytes
 
 
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
@@ -543,4 +661,4 @@ def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken
 @pytest.fixture(autouse=True)
 def _no_staging_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert not list(tmp_path.glob("**/.torch_mesh-saving-*"))
+    assert not list(tmp_path.glob("**/.torch_mesh-*"))

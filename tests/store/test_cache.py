@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from tiny_checkpoints import tiny_model
 import torch_mesh
 from torch_mesh.cache import cache_folder, unnamed_folder
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.files import new_file, scratch_folder
+from torch_mesh.files import locked, new_file, scratch_folder
 
 PATCH = """
 import os, signal, sys
@@ -92,6 +94,30 @@ def test_what_is_in_use_or_of_others_stays(tmp_path: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert {"unnamed-thesis", "elsewhere", "unnamed-link"} <= set(os.listdir(tmp_path))
     assert (tmp_path / "elsewhere" / "file").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_has_scratch_folders(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with scratch_folder(tmp_path, "unnamed-") as first, scratch_folder(tmp_path, "unnamed-") as second:
+        (first / "file").touch()
+        assert sorted(os.listdir(tmp_path)) == sorted([first.name, second.name])  # nobody can tell that they are left
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_scratch_folder_takes_another_name_where_one_that_sweeps_was_quicker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter(["swept", "free"])
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
+    with locked(tmp_path / "unnamed-swept.lock"), scratch_folder(tmp_path, "unnamed-") as folder:
+        assert folder == tmp_path / "unnamed-free" and folder.is_dir()
+    assert os.listdir(tmp_path) == []
 
 
 NO_HOME = """

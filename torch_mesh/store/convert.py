@@ -117,12 +117,24 @@ def convert_model(
     group_size: int = 64,
     *,
     force: bool = False,
+    private: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a loaded model, as they are in memory, to a store of records alone."""
+    """Writes the experts of a loaded model, as they are in memory, to a store of records alone. ``private``: see ``write_store``."""
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
-    plan = StorePlan(
+    plan = plan_of_model(model, layers, weights, group_size)
+    records = (
+        (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
+        for number, layer in enumerate(layers)
+        for expert in range(layer.num_experts)
+    )
+    return write_store(destination, plan, records, force=force, private=private, progress=progress)
+
+
+def plan_of_model(model: torch.nn.Module, layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> StorePlan:
+    """Of experts in memory."""
+    return StorePlan(
         shape=shape_of(layers),
         modules=tuple(layer.path for layer in layers),
         weights=weights,
@@ -130,12 +142,6 @@ def convert_model(
         source_name=type(model).__name__,
         source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
     )
-    records = (
-        (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
-        for number, layer in enumerate(layers)
-        for expert in range(layer.num_experts)
-    )
-    return write_store(destination, plan, records, force=force, progress=progress)
 
 
 def convert_store(

@@ -151,6 +151,26 @@ class Store:
         shape = self.manifest.shape
         return ((layer, expert) for layer in range(shape.layers) for expert in range(shape.experts))
 
+    def layer_of(self, path: str) -> int:
+        """The number of a model's layer. A part of the stored model, such as one without a head or the text model, has other first names.
+
+        Raises ``StoreError`` for one that is not there.
+        """
+        modules = self.manifest.modules
+        for index, module in enumerate(modules):
+            if f".{module}".endswith(f".{path}") or f".{path}".endswith(f".{module}"):
+                return index
+        alike = [index for index, module in enumerate(modules) if _from_number(module) == _from_number(path)]
+        if len(alike) == 1:
+            return alike[0]
+        raise store_error(self.folder, f"has no records for {path}; its modules are {modules[0]} to {modules[-1]}")
+
+
+def _from_number(path: str) -> str:
+    """``layers.3.mlp.experts`` of ``model.language_model.layers.3.mlp.experts``."""
+    match = re.search(r"[^.]+\.\d+\..*", path)
+    return path if match is None else match[0]
+
 
 def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memoryview) -> str:
     """That of block ``number`` of a file beside the records: XXH3-64 over the store, the file's name, the number and the bytes."""
@@ -219,6 +239,11 @@ def plan_record_files(
         size = len(header) + len(indices) * record_bytes
         plan.append((RecordFile(name, size, len(header), len(indices)), header))
     return plan
+
+
+def is_record_file(name: str) -> bool:
+    """Whether a file of this name is one that a plan would make."""
+    return re.fullmatch(r"mesh-\d{5}-of-\d{5}\.safetensors", name) is not None
 
 
 def record_file_header(

@@ -122,6 +122,7 @@ def write_store(
     files: Sequence[NewFile] = (),
     *,
     force: bool = False,
+    private: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -130,7 +131,8 @@ def write_store(
     """Writes the store of ``plan`` to ``folder``, or continues what an earlier run of the same plan began.
 
     ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on ``workers`` threads
-    (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``check_source``
+    (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``private`` says that no
+    other process knows of ``folder``, so that no lock is needed, which some file systems do not have. ``check_source``
     is called when everything is read, and raises if that was not of one piece: then no store comes of it.
 
     A link is followed: what it leads to is written or replaced. A store of this plan that is there already is only looked at.
@@ -159,7 +161,7 @@ def write_store(
             folder,
             "is where a file system is mounted, and a store is put in its place under its name: name a folder in it",
         )
-    with _lock_of(folder, problem):
+    with contextlib.nullcontext() if private else _lock_of(folder, problem):
         existing = _existing_store(folder, plan, force)
         if existing is None:
             _check_ours(partial)
