@@ -56,7 +56,8 @@ class MeshLinear(PackedModule, nn.Linear):
     @property
     def exact(self) -> bool:
         """Whether unpacking gives back the very weights that were packed."""
-        return self._packed_weight.exact
+        weight: Any = self.weight
+        return not isinstance(weight, PackedLinearWeight) or weight.exact  # or it is on its way back
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
@@ -151,9 +152,10 @@ def restore_dense(model: Any, device: torch.device) -> None:
     """The reverse of ``pack_dense``; what was tied to an embedding is tied to it again."""
     for _, linear in list(packed_linears(model)):
         module: Any = linear
-        module._parameters["weight"] = nn.Parameter(
-            module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
-        )
+        if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before
+            module._parameters["weight"] = nn.Parameter(
+                module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
+            )
         restore_class(module)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

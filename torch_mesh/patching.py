@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _C
 from .announce import announce, withdraw
-from .attention import check_attention, give_back_attention, take_attention
+from .attention import check_attention, take_attention
 from .cache import unnamed_folder
 from .config import MeshConfig
 from .dense import dense_saving, pack_dense, packed_linears, restore_dense
@@ -24,7 +24,7 @@ from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, m
 from .left_alone import announce_left_alone
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
-from .modules import MeshExperts, install, patched_modules, restore
+from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, install, patched_modules, restore
 from .other_format import Records, open_other, other_config
 from .packed_weight import PackedWeight
 from .pool import ExpertPool, least_slots, pool_slots
@@ -99,23 +99,29 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 
     The parameters get the values that the model would have without torch_mesh. Where the pool does not have those (int8,
     int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get the rounded ones.
-    They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``.
+    They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``. After an error or Ctrl-C the same call goes on.
     """
-    patched = list(patched_modules(model))
-    if not patched:
+    if not _is_patched(model):
         raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
     if not lossy:
         _check_exact(model)
     device = _device(model)
     detach_quantizer(model)
     withdraw(model)
+    undo_lossy(model)
+    restore_dense(model, device)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
-    undo_lossy(model)
-    restore_dense(model, device)
-    give_back_attention(model)
+    # Last, as whatever is left makes a model count as patched; what an earlier, interrupted call left in restored modules, too.
+    for module in model.modules():
+        drop_attributes(module)
     return model
+
+
+def _is_patched(model: nn.Module) -> bool:
+    """Whether anything of it is, be it what an interrupted ``unpatch`` left."""
+    return any(isinstance(module, PackedModule) or has_attributes(module) for module in model.modules())
 
 
 def _check_exact(model: nn.Module) -> None:
@@ -129,7 +135,7 @@ def _check_exact(model: nn.Module) -> None:
 
 
 def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
-    if next(patched_modules(model), None) is not None:
+    if _is_patched(model):
         raise MeshError(
             f"{type(model).__name__} is patched already. To change its configuration call torch_mesh.unpatch(model) first."
         )

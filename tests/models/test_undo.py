@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshError, gpu, modules, patching
+from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
 
 PACKAGE = str(Path(torch_mesh.__file__).parent)
@@ -258,6 +259,64 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
             torch_mesh.patch(model, gpu_experts=3, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL])
+def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: np.random.Generator) -> None:
+    model = _build()
+    fields = fields | {"dense": "bf16"}
+    before = _State(model)
+    torch_mesh.patch(model, **fields)
+    with _InterruptAt(None) as counted:
+        torch_mesh.unpatch(model)
+    before.check(model, freed="")
+    for line in [*(rng.choice(counted.lines, 5, replace=False) + 1), counted.lines]:
+        torch_mesh.patch(model, **fields)
+        with pytest.raises(KeyboardInterrupt, match="injected"), _InterruptAt(int(line)):
+            torch_mesh.unpatch(model)
+        try:
+            torch_mesh.unpatch(model)
+        except MeshError as error:  # it was whole again: that nothing is missing is checked below
+            assert "not patched" in str(error)
+        before.check(model, freed="")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (importlib.import_module("torch_mesh.dense"), "restore_class"),
+        (importlib.import_module("torch_mesh.lossy"), "restore_class"),
+        (modules, "change_class"),
+        (patching, "restore_dense"),
+        (patching, "undo_lossy"),
+        (patching, "withdraw"),
+    ],
+)
+def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    for after in (False, True):
+        torch_mesh.patch(model, resident=1.0, **ALL | {"dense": "bf16"})
+        with monkeypatch.context() as faulty:
+            _at_call(faulty, owner, name, 1, KeyboardInterrupt, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                torch_mesh.unpatch(model)
+        torch_mesh.unpatch(model)
+        before.check(model, freed="")
+    assert torch.equal(_logits(model, ids), plain)
+
+
+def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    torch_mesh.patch(model, resident=1.0)
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, modules, "change_class", 3, KeyboardInterrupt, after=True)
+        with pytest.raises(KeyboardInterrupt):
+            torch_mesh.unpatch(model)
+    assert len(find_experts(model)) == len(find_experts(_build()))
+    with pytest.raises(MeshError, match="patched already.*unpatch"):
+        torch_mesh.patch(model)
+    torch_mesh.patch(torch_mesh.unpatch(model), resident=1.0)
 
 
 def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
