@@ -251,11 +251,11 @@ def _packed(model: nn.Module, config: MeshConfig, undo: Undo) -> Iterator[Record
     """The experts in a store, to be opened within: whoever has its files open keeps them when an unnamed one loses their names."""
     weights = "bf16" if config.weights == "auto" else config.weights
     with _store_folder(config) as folder:
+        fingerprint = undo.new_store(folder)
         with progress_bar(f"Packing experts to {weights}") as progress:
-            store = convert_model(model, folder, weights, config.group_size, progress=progress).store
-        # Of weights that have no name: the next call could not use it, nor write another there.
-        if config.store is not None:
-            undo.stores.append(store.folder)
+            store = convert_model(
+                model, folder, weights, config.group_size, fingerprint=fingerprint, progress=progress
+            ).store
         yield Records.of_store(store, range(store.manifest.shape.layers))
 
 

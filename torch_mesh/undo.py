@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import secrets
 import signal
 import threading
 import warnings
@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 from .announce import withdraw
+from .errors import StoreError
 from .families import ExpertsLayer
 from .modules import unpacked_parameters
 from .pool import ExpertPool
+from .store.writer import remove_made_from
 
 
 class Undo:
-    """What a model was before, and what has been made for it since: ``pools``, and named ``stores``.
+    """What a model was before, and what has been made for it since: ``pools``, and stores.
 
     It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were freed, which get their
     values from their pool.
@@ -29,7 +31,7 @@ class Undo:
 
     def __init__(self, model: nn.Module) -> None:
         self.pools: list[ExpertPool] = []
-        self.stores: list[Path] = []
+        self._stores: list[tuple[Path, str]] = []
         self._model = model
         self._before = [(module, type(module), dict(vars(module))) for module in model.modules()]
         self._parameters: dict[Any, dict[str, Any]] = {
@@ -42,17 +44,18 @@ class Undo:
         self._freed[layer.module] = layer, device
         del self._parameters[layer.module]
 
+    def new_store(self, folder: Path) -> str:
+        """Notes a store that is about to be written; returns the fingerprint by which it is known there, and that no other has."""
+        fingerprint = secrets.token_hex(16)
+        self._stores.append((folder, fingerprint))
+        return fingerprint
+
     def take_back(self) -> None:
+        """Makes the model what it was."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
         for layer, device in freed:
             self._parameters[layer.module] = _unpacked(layer, device)
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
-        if rounded:
-            warnings.warn(
-                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
-                f"{rounded[0]} now: load the model anew to have the originals.",
-                stacklevel=4,
-            )
         withdraw(self._model)
         for module, cls, attributes in self._before:
             module.__class__ = cls
@@ -62,10 +65,20 @@ class Undo:
             now.update(attributes)
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
-        for pool in self.pools:  # at once: frames that an error keeps alive refer to them
-            pool.close()
-        for folder in self.stores:
-            shutil.rmtree(folder, ignore_errors=True)
+        if rounded:  # at last, since a warning may be an error
+            warnings.warn(
+                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
+                f"{rounded[0]} now: load the model anew to have the originals.",
+                stacklevel=4,
+            )
+
+    def clean_up(self) -> None:
+        """Closes the pools and removes the stores; all of them, whatever happens to one."""
+        with contextlib.ExitStack() as stack:
+            for folder, fingerprint in self._stores:
+                stack.callback(_remove_store, folder, fingerprint)
+            for pool in self.pools:  # at once: frames that an error keeps alive refer to them
+                stack.callback(pool.close)
 
 
 @contextlib.contextmanager
@@ -75,8 +88,11 @@ def undone_on_error(model: nn.Module) -> Iterator[Undo]:
     try:
         yield undo
     except BaseException:
-        with _uninterrupted():
-            undo.take_back()
+        try:
+            with _uninterrupted():
+                undo.take_back()
+        finally:
+            undo.clean_up()  # Ctrl-C ends it: a pool may wait for its reads, and a store for another process
         raise
 
 
@@ -95,6 +111,17 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if waiting:
             signal.raise_signal(signal.SIGINT)
+
+
+def _remove_store(folder: Path, fingerprint: str) -> None:
+    try:
+        remove_made_from(folder, fingerprint)
+    except (OSError, StoreError) as error:
+        warnings.warn(
+            f"Patching ended early, and what it has written cannot be removed ({error}). Remove {folder} and "
+            f"{folder.with_name(f'.{folder.name}.partial')}, as far as they are there.",
+            stacklevel=2,
+        )
 
 
 def _unpacked(layer: ExpertsLayer, device: torch.device) -> dict[str, Any]:

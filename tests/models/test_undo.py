@@ -17,9 +17,11 @@ from tiny_models import TINY_MODELS
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, gpu, modules, patching
+from torch_mesh import MeshError, gpu, modules, patching, undo
 from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
+from torch_mesh.pool import ExpertPool
+from torch_mesh.store import convert, writer
 
 PACKAGE = str(Path(torch_mesh.__file__).parent)
 
@@ -224,10 +226,88 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(convert, "_pack_from_layer"), (writer, "_move_into_place"), (convert, "write_store")]
+)
+def test_a_named_store_that_was_not_finished_is_gone_too(
+    owner: Any,
+    name: str,
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    model = _build()
+    with monkeypatch.context() as faulty:
+        count = 5 if name == "_pack_from_layer" else 1
+        _at_call(faulty, owner, name, count, error, after=name == "write_store" or bool(rng.integers(2)))
+        with pytest.raises(error, match="injected"):
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
+    assert [path.name for path in tmp_path.iterdir() if "store" in path.name] == []
+
+
+def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, partial = _build(), tmp_path / ".store.partial"
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, convert, "_pack_from_layer", 5, KeyboardInterrupt, after=False)
+        with pytest.raises(KeyboardInterrupt):
+            convert.convert_model(model, tmp_path / "store", "int8")
+    left = sorted(path.name for path in partial.iterdir())
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, writer, "_check_free_space", 1, OSError, after=False)
+        with pytest.raises(OSError, match="injected"):
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
+    assert left == sorted(path.name for path in partial.iterdir()) != []
+
+
+def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = _build(), tmp_path / "store"
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "connect", 1, KeyboardInterrupt, after=True)
+        _at_call(faulty, undo, "remove_made_from", 1, PermissionError, after=False)
+        with (
+            pytest.warns(UserWarning, match=r"cannot be removed \(injected\). Remove .*/store "),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            torch_mesh.patch(model, store=store, resident=0.4)
+    assert store.is_dir() and not list(patched_modules(model))
+
+
+def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, closed, original = _build(), [], ExpertPool.close
+    before = _State(model)
+
+    def interrupted(pool: ExpertPool) -> None:
+        before.check(model)
+        original(pool)
+        closed.append(pool)
+        if len(closed) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        faulty.setattr(ExpertPool, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt) as ended:
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", fallback="int4")
+    signal.signal(signal.SIGINT, handler)
+    assert any(entry.name == "interrupted" for entry in ended.traceback)  # and not after all was closed
+    assert len(closed) == 2 and [path for path in tmp_path.iterdir() if "store" in path.name] == []
+
+
+@pytest.mark.filterwarnings("error:Patching ended early")
+def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    _at_call(monkeypatch, patching, "attach_quantizer", 1, OSError, after=True)
+    with pytest.raises(UserWarning, match="Patching ended early"):
+        torch_mesh.patch(model, weights="int4", resident=1.0)
+    assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
+
+
 def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     before = _State(model)
-    undo = importlib.import_module("torch_mesh.undo")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
         _at_call(faulty, patching, "attach_quantizer", 1, OSError, after=True)

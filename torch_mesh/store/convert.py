@@ -116,10 +116,15 @@ def convert_model(
     weights: str,
     group_size: int = 64,
     *,
+    fingerprint: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a loaded model, as they are in memory, to a store of records alone."""
+    """Writes the experts of a loaded model, as they are in memory, to a store of records alone.
+
+    Weights in memory have no identity, and are never taken for another's: nobody can continue this, and ``fingerprint`` is one that no other
+    store has, by which ``remove_made_from`` finds what was written.
+    """
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
     plan = StorePlan(
@@ -128,7 +133,7 @@ def convert_model(
         weights=weights,
         group_size=group_size,
         source_name=type(model).__name__,
-        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
+        source_fingerprint=fingerprint or secrets.token_hex(16),
     )
     records = (
         (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
