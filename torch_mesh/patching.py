@@ -16,7 +16,7 @@ from .announce import announce, withdraw
 from .attention import check_attention, take_attention
 from .cache import unnamed_folder
 from .config import MeshConfig
-from .dense import dense_saving, pack_dense, packed_linears, restore_dense
+from .dense import dense_bytes, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
@@ -68,16 +68,18 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     group_size = checked_group_size(weights, config.group_size)
     placement = choose_experts(model, layers, config, weights, group_size)
     for_pool = placement.adjusted(config)
+    dense_freed, dense_taken = dense_bytes(model, layers, config)
     slots = pool_slots(
         layers,
         config,
         stored_layers=len(layers),
         weights=weights,
         group_size=group_size,
-        freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
-        staging=gpu_pool_bytes(layers, placement, weights, config),
+        freed=_cpu_bytes(layers) + dense_freed,
+        staging=gpu_pool_bytes(layers, placement, weights, config) + dense_taken,
     )
     with undone_on_error(model) as undo:
+        pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         if config.store is None and slots == _experts(layers) and config.io != "mmap":
             gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)  # before the weights are gone
             pool = _patch_in_memory(layers, for_pool, weights, group_size, undo)
@@ -86,7 +88,6 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
             pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement, undo)
         attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
         make_lossy(model, layers, config)
-        pack_dense(model, layers, config)
         take_attention(model, config)
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)

@@ -26,7 +26,7 @@ class Undo:
     """What a model was before, and what has been made for it since: ``pools``, and stores.
 
     It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were freed, which get their
-    values from their pool.
+    values from their pool. What it keeps is in memory until patching has ended, beside the pool: ``pool_slots`` counts on it.
     """
 
     def __init__(self, model: nn.Module) -> None:
