@@ -47,7 +47,8 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process. So are, in every case,
     those of another format (``gpu_weights``, ``fallback``).
     No forward of the model may run meanwhile: its weights move away under it. An error, or Ctrl-C, makes the model what it was; the originals of layers
-    that have been packed in memory and rounded are gone by then, and a warning says so.
+    that have been packed in memory and rounded are gone by then, and a warning says so; where there is no memory to unpack such layers, they stay
+    patched, and a warning says that.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
@@ -78,7 +79,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         freed=_cpu_bytes(layers) + dense_freed,
         staging=gpu_pool_bytes(layers, placement, weights, config) + dense_taken,
     )
-    with undone_on_error(model) as undo:
+    with undone_on_error(model, config) as undo:
         pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         if config.store is None and slots == _experts(layers) and config.io != "mmap":
             gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)  # before the weights are gone

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .announce import withdraw
+from .announce import announce, withdraw
+from .config import MeshConfig
 from .errors import StoreError
 from .families import ExpertsLayer
+from .memory import available_bytes
 from .modules import unpacked_parameters
 from .pool import ExpertPool
+from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.writer import remove_made_from
 
 
@@ -29,10 +32,11 @@ class Undo:
     values from their pool. What it keeps is in memory until patching has ended, beside the pool: ``pool_slots`` counts on it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: MeshConfig) -> None:
         self.pools: list[ExpertPool] = []
         self._stores: list[tuple[Path, str]] = []
         self._model = model
+        self._config = config
         self._before = [(module, type(module), dict(vars(module))) for module in model.modules()]
         self._parameters: dict[Any, dict[str, Any]] = {
             module: dict(module._parameters) for module, _, _ in self._before
@@ -51,13 +55,19 @@ class Undo:
         return fingerprint
 
     def take_back(self) -> None:
-        """Makes the model what it was."""
+        """Makes the model what it was; but where there is no room for originals that were freed, those layers stay in their pool."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
-        for layer, device in freed:
-            self._parameters[layer.module] = _unpacked(layer, device)
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
+        needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
+        left = available_bytes()
+        stay = {layer.module for layer, _ in freed} if needed > left else set()
+        if not stay:
+            for layer, device in freed:
+                self._parameters[layer.module] = _unpacked(layer, device)
         withdraw(self._model)
         for module, cls, attributes in self._before:
+            if module in stay:
+                continue
             module.__class__ = cls
             now = vars(module)
             for name in now.keys() - attributes.keys():
@@ -65,12 +75,35 @@ class Undo:
             now.update(attributes)
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
-        if rounded:  # at last, since a warning may be an error
+        if stay:
+            self._go_on_with(stay)
+        # At last, since a warning may be an error.
+        if stay:
+            lossy = ", lossy=True" if rounded else ""
+            warnings.warn(
+                f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in the pool alone, their "
+                f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the model runs: free some "
+                f"memory and call torch_mesh.unpatch(model{lossy}), or save it, or go on with it.",
+                stacklevel=4,
+            )
+        elif rounded:
             warnings.warn(
                 f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
                 f"{rounded[0]} now: load the model anew to have the originals.",
                 stacklevel=4,
             )
+
+    def _go_on_with(self, stay: set[nn.Module]) -> None:
+        """Makes the model one of which ``stay`` is patched, and nothing beside those."""
+        for module in stay:
+            any_module: Any = module
+            any_module._mesh_deferred = 0  # what one defers may have nobody to add it
+            any_module._mesh_pool.lossy = ""
+        self.pools.clear()
+        self._stores.clear()
+        config = self._config.replace(dense="none", attention="model", deferred_experts=0, routing_bias=0.0)
+        attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
+        announce(self._model, config)
 
     def clean_up(self) -> None:
         """Closes the pools and removes the stores; all of them, whatever happens to one."""
@@ -82,9 +115,9 @@ class Undo:
 
 
 @contextlib.contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[Undo]:
-    """Within, whatever ends patching, Ctrl-C included, makes ``model`` what it was."""
-    undo = Undo(model)
+def undone_on_error(model: nn.Module, config: MeshConfig) -> Iterator[Undo]:
+    """Within, whatever ends patching, Ctrl-C included, makes ``model`` what it was: see ``Undo.take_back``."""
+    undo = Undo(model, config)
     try:
         yield undo
     except BaseException:

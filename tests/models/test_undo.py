@@ -208,6 +208,40 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
     torch_mesh.patch(model, weights="int4", resident=1.0)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize(("name", "layers"), [("install", 2), ("attach_quantizer", 3)])
+def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
+    name: str, layers: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, ids = _build(), _ids()
+    before = _State(model)
+    reference = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0)
+    for layer in range(layers, 3):
+        reference.model.layers[layer].mlp.experts = copy.deepcopy(model.model.layers[layer].mlp.experts)
+    expected = _logits(reference, ids)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(undo, "available_bytes", lambda: 1000)
+        _at_call(faulty, patching, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
+        with (
+            pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            torch_mesh.patch(model, **IN_MEMORY | ALL, weights=weights)
+    assert len(list(patched_modules(model))) == layers
+    assert model.config.quantization_config.dense == "none"
+    assert torch.equal(_logits(model, ids), expected)
+    if weights == "bf16":
+        model.save_pretrained(tmp_path / "saved")
+        saved = type(model).from_pretrained(tmp_path / "saved")
+        assert all(torch.equal(saved.state_dict()[key], value) for key, value in before.values.items())
+    with pytest.raises(MeshError, match="patched already"):
+        torch_mesh.patch(model)
+    torch_mesh.unpatch(model, lossy=weights == "int4")
+    if weights == "bf16":
+        before.check(model, freed=".experts.")
+    assert not list(patched_modules(model))
+
+
 def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
