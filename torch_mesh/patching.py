@@ -87,13 +87,26 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
         else:
             slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
             pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement, undo)
-        attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
-        make_lossy(model, layers, config)
-        take_attention(model, config)
-        move_experts(layers, pool, placement, gpu_pool)
-        announce_left_alone(model, layers)
-        announce(model, config)
+        finish(model, layers, config, pool, placement, gpu_pool, PatchedModelQuantizer(config, pre_quantized=False))
     return model
+
+
+def finish(
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    pool: ExpertPool,
+    placement: Placement,
+    gpu_pool: ExpertPool | None,
+    quantizer: PatchedModelQuantizer,
+) -> None:
+    """What comes after the layers are installed, however their weights came into the pool."""
+    make_lossy(model, layers, config)
+    take_attention(model, config)
+    move_experts(layers, pool, placement, gpu_pool)
+    announce_left_alone(model, layers)
+    attach_quantizer(model, quantizer)
+    announce(model, config)
 
 
 def unpatch(model: Model, lossy: bool = False) -> Model:
