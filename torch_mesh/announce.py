@@ -35,10 +35,11 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
 def withdraw(model: nn.Module) -> None:
     """The reverse of ``announce``."""
     for module in model.modules():
-        for config, before in vars(module).pop(_REPLACED, ()):
+        for config, before in vars(module).get(_REPLACED, ()):
             vars(config).pop("quantization_config", None)
             if before is not None:
                 config.quantization_config = before
+        vars(module).pop(_REPLACED, None)  # when all is back, or nobody could go on after Ctrl-C
         if isinstance(module, PreTrainedModel):
             vars(module).pop("get_memory_footprint", None)
 

@@ -77,7 +77,10 @@ AttentionInterface.register("sdpa", attention_forward)
 
 
 def take_attention(model: nn.Module, config: MeshConfig) -> None:
-    """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``."""
+    """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
+
+    ``unpatch`` removes the attribute with all others.
+    """
     if config.attention == "mesh" or (config.attention == "auto" and config.dense != "none"):
         for module in model.modules():
             vars(module)[_TAKEN] = True
@@ -92,9 +95,3 @@ def check_attention(model: nn.Module, config: MeshConfig) -> None:
             f"attention='mesh' takes the place of attn_implementation='sdpa'; {type(model).__name__} uses "
             f"{', '.join(used) or 'none'}. Load it with attn_implementation='sdpa' if it can, or leave attention at 'auto'."
         )
-
-
-def give_back_attention(model: nn.Module) -> None:
-    """The reverse of ``take_attention``."""
-    for module in model.modules():
-        vars(module).pop(_TAKEN, None)

@@ -56,7 +56,8 @@ class MeshLinear(PackedModule, nn.Linear):
     @property
     def exact(self) -> bool:
         """Whether unpacking gives back the very weights that were packed."""
-        return self._packed_weight.exact
+        weight: Any = self.weight
+        return not isinstance(weight, PackedLinearWeight) or weight.exact  # or it is on its way back
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
@@ -131,16 +132,21 @@ def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig,
 
     A model that is not ``loaded`` is on the meta device.
     """
+    freed, packed = dense_bytes(model, layers, config, loaded)
+    return freed - packed
+
+
+def dense_bytes(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> tuple[int, int]:
+    """What ``pack_dense`` frees, and what it takes. A model that is not ``loaded`` is on the meta device."""
     if config.dense == "none":
-        return 0
+        return 0, 0
     group_size = checked_group_size(config.dense, config.group_size)
     embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
-    saving = 0
-    for _, linear in find_dense(model, layers, loaded):
-        saving -= _C.linear_bytes(config.dense, group_size, linear.in_features, linear.out_features)
-        if linear.weight is not embedding:  # a head that is tied to the embedding frees nothing
-            saving += linear.weight.nbytes
-    return saving
+    linears = [linear for _, linear in find_dense(model, layers, loaded)]
+    # A head that is tied to the embedding frees nothing.
+    freed = sum(linear.weight.nbytes for linear in linears if linear.weight is not embedding)
+    sizes = ((linear.in_features, linear.out_features) for linear in linears)
+    return freed, sum(_C.linear_bytes(config.dense, group_size, *size) for size in sizes)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
@@ -151,9 +157,10 @@ def restore_dense(model: Any, device: torch.device) -> None:
     """The reverse of ``pack_dense``; what was tied to an embedding is tied to it again."""
     for _, linear in list(packed_linears(model)):
         module: Any = linear
-        module._parameters["weight"] = nn.Parameter(
-            module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
-        )
+        if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before
+            module._parameters["weight"] = nn.Parameter(
+                module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
+            )
         restore_class(module)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

@@ -219,6 +219,10 @@ class ExpertsLayer:
         return weight.t() if self.is_transposed else weight
 
 
+class InPool:
+    """Base of the classes that patched experts modules have: what says that a layer's weights are in a pool."""
+
+
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
 
@@ -231,7 +235,7 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     layers = [_describe(path, module) for path, module in _decorated_modules(model)]
     if not layers:
         raise UnsupportedModelError(_no_experts_message(model))
-    patched = [layer for layer in layers if "_mesh_pool" in vars(layer.module)]
+    patched = [layer for layer in layers if isinstance(layer.module, InPool)]
     if patched:
         return patched
     kinds: dict[Geometry, list[ExpertsLayer]] = {}

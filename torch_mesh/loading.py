@@ -19,23 +19,23 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from . import _C
-from .announce import announce
-from .attention import check_attention, take_attention
+from .attention import check_attention
 from .cache import cache_folder
 from .config import MeshConfig
 from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
-from .left_alone import LeftAlone, announce_left_alone
+from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, open_gpu_pool
+from .left_alone import LeftAlone
 from .lookahead import check_predictor, connect
-from .lossy import check_lossy, make_lossy
+from .lossy import check_lossy
 from .modules import install, put_back, take_parameters
 from .other_format import Records, open_other, other_config
+from .patching import finish
 from .pool import ExpertPool, least_slots, pool_slots
 from .profiles import check_profile
-from .saving import PatchedModelQuantizer, attach_quantizer
+from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
     CheckpointExperts,
@@ -132,13 +132,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         for layer, place in zip(layers, records.places, strict=True):
             install(layer, pool, place)
         connect(model, layers, config)
-        make_lossy(model, layers, config)
-        take_attention(model, config)
-        move_experts(layers, pool, placement, gpu_pool)
-        announce_left_alone(model, layers)
         _forget_quantization(model)
-        attach_quantizer(model, self)
-        announce(model, config)
+        finish(model, layers, config, pool, placement, gpu_pool, self)
         if records.store is not None:
             keep_expert_conversions(model, layers)
         return model

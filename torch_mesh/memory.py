@@ -47,13 +47,15 @@ def resident_slots(
     top_k: int,
     record_bytes: int,
     reserved: int = 0,
+    freed: int = 0,
     available: int | None = None,
     mapped: bool = False,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
-    ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin. ``available`` is what
-    can be taken; None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken.
+    ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin; ``freed`` bytes
+    more will be free, but a pool is taken as a whole before they are, so that it fits beside them too. ``available`` is what can be taken;
+    None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
     a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
@@ -64,7 +66,8 @@ def resident_slots(
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
         return slots if mapped else _affordable(slots, resident, record_bytes, free)
     if resident == "auto":
-        return min(every, max(top_k, auto_budget(free, reserved) // record_bytes))
+        budget = min(auto_budget(free + freed, reserved), free - reserved - _MARGIN_BYTES)
+        return min(every, max(top_k, budget // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
     if slots < top_k:
         raise ValueError(

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .families import ExpertsLayer
+from .families import ExpertsLayer, InPool
 from .lookahead import NextLayer
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
 from .pool import ExpertPool, refuse_to_pickle
+
+_PREFIX = "_mesh_"  # of all attributes that patching gives to modules
 
 
 class PackedModule(nn.Module):
@@ -63,7 +65,7 @@ class PackedModule(nn.Module):
         missing_keys[:] = [key for key in missing_keys if key not in packed]
 
 
-class MeshExperts(PackedModule):
+class MeshExperts(PackedModule, InPool):
     """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
 
     The expert parameters stay as PackedWeights, so that the module still says what it stands for; the weights are in the pool.
@@ -256,8 +258,17 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
 def restore_class(module: Any) -> None:
     """Gives a patched module, whose parameters have their values again, the class that it had."""
     change_class(module, type(module).__bases__[1])
-    for name in [name for name in vars(module) if name.startswith("_mesh_")]:
-        delattr(module, name)
+    drop_attributes(module)
+
+
+def has_attributes(module: nn.Module) -> bool:
+    """Whether something of patching is in it, be it what an interrupted ``unpatch`` left."""
+    return any(name.startswith(_PREFIX) for name in vars(module))
+
+
+def drop_attributes(module: nn.Module) -> None:
+    for name in [name for name in vars(module) if name.startswith(_PREFIX)]:
+        del vars(module)[name]
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:

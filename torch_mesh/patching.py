@@ -13,10 +13,10 @@ from torch import nn
 
 from . import _C
 from .announce import announce, withdraw
-from .attention import check_attention, give_back_attention, take_attention
+from .attention import check_attention, take_attention
 from .cache import unnamed_folder
 from .config import MeshConfig
-from .dense import dense_saving, pack_dense, packed_linears, restore_dense
+from .dense import dense_bytes, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
@@ -24,7 +24,7 @@ from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, m
 from .left_alone import announce_left_alone
 from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
-from .modules import MeshExperts, install, patched_modules, restore
+from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, install, patched_modules, restore
 from .other_format import Records, open_other, other_config
 from .packed_weight import PackedWeight
 from .pool import ExpertPool, least_slots, pool_slots
@@ -47,7 +47,8 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process. So are, in every case,
     those of another format (``gpu_weights``, ``fallback``).
     No forward of the model may run meanwhile: its weights move away under it. An error, or Ctrl-C, makes the model what it was; the originals of layers
-    that have been packed in memory and rounded are gone by then, and a warning says so.
+    that have been packed in memory and rounded are gone by then, and a warning says so; where there is no memory to unpack such layers, they stay
+    patched, and a warning says that.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
@@ -68,30 +69,44 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     group_size = checked_group_size(weights, config.group_size)
     placement = choose_experts(model, layers, config, weights, group_size)
     for_pool = placement.adjusted(config)
+    dense_freed, dense_taken = dense_bytes(model, layers, config)
     slots = pool_slots(
         layers,
         config,
         stored_layers=len(layers),
         weights=weights,
         group_size=group_size,
-        freed=_cpu_bytes(layers) + dense_saving(model, layers, config),
-        staging=gpu_pool_bytes(layers, placement, weights, config),
+        freed=_cpu_bytes(layers) + dense_freed,
+        staging=gpu_pool_bytes(layers, placement, weights, config) + dense_taken,
     )
-    with undone_on_error(model) as undo:
+    with undone_on_error(model, config) as undo:
+        pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         if config.store is None and slots == _experts(layers) and config.io != "mmap":
             gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)  # before the weights are gone
             pool = _patch_in_memory(layers, for_pool, weights, group_size, undo)
         else:
             slots = placement.cpu_slots(slots, _experts(layers), least_slots(layers))
             pool, gpu_pool = _patch_on_disk(model, layers, for_pool, weights, group_size, slots, placement, undo)
-        attach_quantizer(model, PatchedModelQuantizer(config, pre_quantized=False))
-        make_lossy(model, layers, config)
-        pack_dense(model, layers, config)
-        take_attention(model, config)
-        move_experts(layers, pool, placement, gpu_pool)
-        announce_left_alone(model, layers)
-        announce(model, config)
+        finish(model, layers, config, pool, placement, gpu_pool, PatchedModelQuantizer(config, pre_quantized=False))
     return model
+
+
+def finish(
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    pool: ExpertPool,
+    placement: Placement,
+    gpu_pool: ExpertPool | None,
+    quantizer: PatchedModelQuantizer,
+) -> None:
+    """What comes after the layers are installed, however their weights came into the pool."""
+    make_lossy(model, layers, config)
+    take_attention(model, config)
+    move_experts(layers, pool, placement, gpu_pool)
+    announce_left_alone(model, layers)
+    attach_quantizer(model, quantizer)
+    announce(model, config)
 
 
 def unpatch(model: Model, lossy: bool = False) -> Model:
@@ -99,23 +114,29 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 
     The parameters get the values that the model would have without torch_mesh. Where the pool does not have those (int8,
     int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get the rounded ones.
-    They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``.
+    They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``. After an error or Ctrl-C the same call goes on.
     """
-    patched = list(patched_modules(model))
-    if not patched:
+    if not _is_patched(model):
         raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
     if not lossy:
         _check_exact(model)
     device = _device(model)
     detach_quantizer(model)
     withdraw(model)
+    undo_lossy(model)
+    restore_dense(model, device)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
-    undo_lossy(model)
-    restore_dense(model, device)
-    give_back_attention(model)
+    # Last, as whatever is left makes a model count as patched; what an earlier, interrupted call left in restored modules, too.
+    for module in model.modules():
+        drop_attributes(module)
     return model
+
+
+def _is_patched(model: nn.Module) -> bool:
+    """Whether anything of it is, be it what an interrupted ``unpatch`` left."""
+    return any(isinstance(module, PackedModule) or has_attributes(module) for module in model.modules())
 
 
 def _check_exact(model: nn.Module) -> None:
@@ -129,7 +150,7 @@ def _check_exact(model: nn.Module) -> None:
 
 
 def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
-    if next(patched_modules(model), None) is not None:
+    if _is_patched(model):
         raise MeshError(
             f"{type(model).__name__} is patched already. To change its configuration call torch_mesh.unpatch(model) first."
         )
@@ -245,12 +266,17 @@ def _packed(model: nn.Module, config: MeshConfig, undo: Undo) -> Iterator[Record
     """The experts in a store, to be opened within: whoever has its files open keeps them when an unnamed one loses their names."""
     weights = "bf16" if config.weights == "auto" else config.weights
     with _store_folder(config) as folder:
+        fingerprint = undo.new_store(folder)
         with progress_bar(f"Packing experts to {weights}") as progress:
-            private = config.store is None
-            store = convert_model(model, folder, weights, config.group_size, private=private, progress=progress).store
-        # Of weights that have no name: the next call could not use it, nor write another there.
-        if config.store is not None:
-            undo.stores.append(store.folder)
+            store = convert_model(
+                model,
+                folder,
+                weights,
+                config.group_size,
+                fingerprint=fingerprint,
+                private=config.store is None,
+                progress=progress,
+            ).store
         yield Records.of_store(store, range(store.manifest.shape.layers))
 
 

@@ -38,7 +38,8 @@ def pool_slots(
 ) -> int:
     """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
 
-    ``freed``: bytes that are taken now and will be given back. ``staging``: bytes of the buffers that raw records are read into.
+    ``freed``: bytes that will be given back, but only when the pool is there. ``staging``: what will be taken beside it, as by the buffers that
+    raw records are read into.
     """
     return resident_slots(
         config.resident,
@@ -46,7 +47,8 @@ def pool_slots(
         experts=layers[0].num_experts,
         top_k=least_slots(layers),
         record_bytes=record_bytes(layers, weights, group_size),
-        reserved=config.workspace_bytes + staging - freed,
+        reserved=config.workspace_bytes + staging,
+        freed=freed,
         mapped=config.io == "mmap",
     )
 

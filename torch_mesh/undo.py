@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import secrets
 import signal
 import threading
 import warnings
@@ -14,23 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from .announce import withdraw
+from .announce import announce, withdraw
+from .config import MeshConfig
+from .errors import StoreError
 from .families import ExpertsLayer
+from .memory import available_bytes
 from .modules import unpacked_parameters
 from .pool import ExpertPool
+from .saving import PatchedModelQuantizer, attach_quantizer
+from .store.writer import remove_made_from
 
 
 class Undo:
-    """What a model was before, and what has been made for it since: ``pools``, and named ``stores``.
+    """What a model was before, and what has been made for it since: ``pools``, and stores.
 
     It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were freed, which get their
-    values from their pool.
+    values from their pool. What it keeps is in memory until patching has ended, beside the pool: ``pool_slots`` counts on it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: MeshConfig) -> None:
         self.pools: list[ExpertPool] = []
-        self.stores: list[Path] = []
+        self._stores: list[tuple[Path, str]] = []
         self._model = model
+        self._config = config
         self._before = [(module, type(module), dict(vars(module))) for module in model.modules()]
         self._parameters: dict[Any, dict[str, Any]] = {
             module: dict(module._parameters) for module, _, _ in self._before
@@ -42,19 +48,26 @@ class Undo:
         self._freed[layer.module] = layer, device
         del self._parameters[layer.module]
 
+    def new_store(self, folder: Path) -> str:
+        """Notes a store that is about to be written; returns the fingerprint by which it is known there, and that no other has."""
+        fingerprint = secrets.token_hex(16)
+        self._stores.append((folder, fingerprint))
+        return fingerprint
+
     def take_back(self) -> None:
+        """Makes the model what it was; but where there is no room for originals that were freed, those layers stay in their pool."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
-        for layer, device in freed:
-            self._parameters[layer.module] = _unpacked(layer, device)
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
-        if rounded:
-            warnings.warn(
-                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
-                f"{rounded[0]} now: load the model anew to have the originals.",
-                stacklevel=4,
-            )
+        needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
+        left = available_bytes()
+        stay = {layer.module for layer, _ in freed} if needed > left else set()
+        if not stay:
+            for layer, device in freed:
+                self._parameters[layer.module] = _unpacked(layer, device)
         withdraw(self._model)
         for module, cls, attributes in self._before:
+            if module in stay:
+                continue
             module.__class__ = cls
             now = vars(module)
             for name in now.keys() - attributes.keys():
@@ -62,21 +75,57 @@ class Undo:
             now.update(attributes)
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
-        for pool in self.pools:  # at once: frames that an error keeps alive refer to them
-            pool.close()
-        for folder in self.stores:
-            shutil.rmtree(folder, ignore_errors=True)
+        if stay:
+            self._go_on_with(stay)
+        # At last, since a warning may be an error.
+        if stay:
+            lossy = ", lossy=True" if rounded else ""
+            warnings.warn(
+                f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in the pool alone, their "
+                f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the model runs: free some "
+                f"memory and call torch_mesh.unpatch(model{lossy}), or save it, or go on with it.",
+                stacklevel=4,
+            )
+        elif rounded:
+            warnings.warn(
+                f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
+                f"{rounded[0]} now: load the model anew to have the originals.",
+                stacklevel=4,
+            )
+
+    def _go_on_with(self, stay: set[nn.Module]) -> None:
+        """Makes the model one of which ``stay`` is patched, and nothing beside those."""
+        for module in stay:
+            any_module: Any = module
+            any_module._mesh_deferred = 0  # what one defers may have nobody to add it
+            any_module._mesh_pool.lossy = ""
+        self.pools.clear()
+        self._stores.clear()
+        config = self._config.replace(dense="none", attention="model", deferred_experts=0, routing_bias=0.0)
+        attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
+        announce(self._model, config)
+
+    def clean_up(self) -> None:
+        """Closes the pools and removes the stores; all of them, whatever happens to one."""
+        with contextlib.ExitStack() as stack:
+            for folder, fingerprint in self._stores:
+                stack.callback(_remove_store, folder, fingerprint)
+            for pool in self.pools:  # at once: frames that an error keeps alive refer to them
+                stack.callback(pool.close)
 
 
 @contextlib.contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[Undo]:
-    """Within, whatever ends patching, Ctrl-C included, makes ``model`` what it was."""
-    undo = Undo(model)
+def undone_on_error(model: nn.Module, config: MeshConfig) -> Iterator[Undo]:
+    """Within, whatever ends patching, Ctrl-C included, makes ``model`` what it was: see ``Undo.take_back``."""
+    undo = Undo(model, config)
     try:
         yield undo
     except BaseException:
-        with _uninterrupted():
-            undo.take_back()
+        try:
+            with _uninterrupted():
+                undo.take_back()
+        finally:
+            undo.clean_up()  # Ctrl-C ends it: a pool may wait for its reads, and a store for another process
         raise
 
 
@@ -95,6 +144,17 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if waiting:
             signal.raise_signal(signal.SIGINT)
+
+
+def _remove_store(folder: Path, fingerprint: str) -> None:
+    try:
+        remove_made_from(folder, fingerprint)
+    except (OSError, StoreError) as error:
+        warnings.warn(
+            f"Patching ended early, and what it has written cannot be removed ({error}). Remove {folder} and "
+            f"{folder.with_name(f'.{folder.name}.partial')}, as far as they are there.",
+            stacklevel=2,
+        )
 
 
 def _unpacked(layer: ExpertsLayer, device: torch.device) -> dict[str, Any]:

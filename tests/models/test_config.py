@@ -201,6 +201,16 @@ def test_auto_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 30) == 8
 
 
+def test_auto_fits_beside_what_will_be_freed_later() -> None:
+    def slots(freed: int) -> int:
+        sizes = {"layers": 100, "experts": 100, "top_k": 8, "record_bytes": 1 << 20, "reserved": 1 << 28}
+        return resident_slots("auto", **sizes, available=8 << 30, freed=freed)
+
+    fits = (8 << 10) - 256 - 512  # the margin is least while both are there
+    assert slots(0) < slots(1 << 28) <= fits
+    assert slots(1 << 32) == slots(1 << 40) == fits
+
+
 def _machine(root: Path, version: int, limits: dict[str, int], mounted_root: str = "/") -> Path:
     """A /proc and a cgroup hierarchy of which this process is in /a/b."""
     proc, mount = root / "proc", root / "cgroup"

@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, PoolClosedError
-from torch_mesh.modules import MeshExperts
+from torch_mesh.dense import dense_bytes
+from torch_mesh.families import find_experts
+from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.packed_weight import PackedExpertsWeight
+from torch_mesh.pool import record_bytes
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -177,6 +180,18 @@ def test_a_cast_of_a_patched_model_casts_what_unpatch_gives_back(dense: str) -> 
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert state[name].dtype == value.dtype and torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("dense", ["none", "int8"])
+def test_an_automatic_pool_fits_beside_the_originals(monkeypatch: pytest.MonkeyPatch, dense: str) -> None:
+    model, config = _build(), MeshConfig(dense=dense)
+    layers = find_experts(model)
+    record = record_bytes(layers, "bf16", 0)
+    _, packed = dense_bytes(model, layers, config)
+    left = (512 << 20) + config.workspace_bytes + packed + 10 * record
+    monkeypatch.setattr("torch_mesh.memory.available_bytes", lambda: left)
+    torch_mesh.patch(model, config, resident="auto")
+    assert next(patched_modules(model))._mesh_pool.slots == 10
 
 
 def test_submodules_of_experts_are_moved() -> None:

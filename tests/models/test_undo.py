@@ -17,8 +17,11 @@ from tiny_models import TINY_MODELS
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, gpu, modules, patching
+from torch_mesh import MeshError, gpu, modules, patching, undo
+from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
+from torch_mesh.pool import ExpertPool
+from torch_mesh.store import convert, writer
 
 PACKAGE = str(Path(torch_mesh.__file__).parent)
 
@@ -205,6 +208,40 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
     torch_mesh.patch(model, weights="int4", resident=1.0)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize(("name", "layers"), [("install", 2), ("attach_quantizer", 3)])
+def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
+    name: str, layers: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, ids = _build(), _ids()
+    before = _State(model)
+    reference = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0)
+    for layer in range(layers, 3):
+        reference.model.layers[layer].mlp.experts = copy.deepcopy(model.model.layers[layer].mlp.experts)
+    expected = _logits(reference, ids)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(undo, "available_bytes", lambda: 1000)
+        _at_call(faulty, patching, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
+        with (
+            pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            torch_mesh.patch(model, **IN_MEMORY | ALL, weights=weights)
+    assert len(list(patched_modules(model))) == layers
+    assert model.config.quantization_config.dense == "none"
+    assert torch.equal(_logits(model, ids), expected)
+    if weights == "bf16":
+        model.save_pretrained(tmp_path / "saved")
+        saved = type(model).from_pretrained(tmp_path / "saved")
+        assert all(torch.equal(saved.state_dict()[key], value) for key, value in before.values.items())
+    with pytest.raises(MeshError, match="patched already"):
+        torch_mesh.patch(model)
+    torch_mesh.unpatch(model, lossy=weights == "int4")
+    if weights == "bf16":
+        before.check(model, freed=".experts.")
+    assert not list(patched_modules(model))
+
+
 def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
@@ -223,10 +260,88 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
     assert (tmp_path / "store").is_dir() and (tmp_path / "store-int4").is_dir()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(convert, "_pack_from_layer"), (writer, "_move_into_place"), (convert, "write_store")]
+)
+def test_a_named_store_that_was_not_finished_is_gone_too(
+    owner: Any,
+    name: str,
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    model = _build()
+    with monkeypatch.context() as faulty:
+        count = 5 if name == "_pack_from_layer" else 1
+        _at_call(faulty, owner, name, count, error, after=name == "write_store" or bool(rng.integers(2)))
+        with pytest.raises(error, match="injected"):
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
+    assert [path.name for path in tmp_path.iterdir() if "store" in path.name] == []
+
+
+def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, partial = _build(), tmp_path / ".store.partial"
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, convert, "_pack_from_layer", 5, KeyboardInterrupt, after=False)
+        with pytest.raises(KeyboardInterrupt):
+            convert.convert_model(model, tmp_path / "store", "int8")
+    left = sorted(path.name for path in partial.iterdir())
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, writer, "_check_free_space", 1, OSError, after=False)
+        with pytest.raises(OSError, match="injected"):
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
+    assert left == sorted(path.name for path in partial.iterdir()) != []
+
+
+def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = _build(), tmp_path / "store"
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "connect", 1, KeyboardInterrupt, after=True)
+        _at_call(faulty, undo, "remove_made_from", 1, PermissionError, after=False)
+        with (
+            pytest.warns(UserWarning, match=r"cannot be removed \(injected\). Remove .*/store "),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            torch_mesh.patch(model, store=store, resident=0.4)
+    assert store.is_dir() and not list(patched_modules(model))
+
+
+def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, closed, original = _build(), [], ExpertPool.close
+    before = _State(model)
+
+    def interrupted(pool: ExpertPool) -> None:
+        before.check(model)
+        original(pool)
+        closed.append(pool)
+        if len(closed) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        faulty.setattr(ExpertPool, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt) as ended:
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", fallback="int4")
+    signal.signal(signal.SIGINT, handler)
+    assert any(entry.name == "interrupted" for entry in ended.traceback)  # and not after all was closed
+    assert len(closed) == 2 and [path for path in tmp_path.iterdir() if "store" in path.name] == []
+
+
+@pytest.mark.filterwarnings("error:Patching ended early")
+def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    _at_call(monkeypatch, patching, "attach_quantizer", 1, OSError, after=True)
+    with pytest.raises(UserWarning, match="Patching ended early"):
+        torch_mesh.patch(model, weights="int4", resident=1.0)
+    assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
+
+
 def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     before = _State(model)
-    undo = importlib.import_module("torch_mesh.undo")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
         _at_call(faulty, patching, "attach_quantizer", 1, OSError, after=True)
@@ -258,6 +373,64 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
             torch_mesh.patch(model, gpu_experts=3, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("fields", [IN_MEMORY | ALL, ON_DISK | ALL])
+def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: np.random.Generator) -> None:
+    model = _build()
+    fields = fields | {"dense": "bf16"}
+    before = _State(model)
+    torch_mesh.patch(model, **fields)
+    with _InterruptAt(None) as counted:
+        torch_mesh.unpatch(model)
+    before.check(model, freed="")
+    for line in [*(rng.choice(counted.lines, 5, replace=False) + 1), counted.lines]:
+        torch_mesh.patch(model, **fields)
+        with pytest.raises(KeyboardInterrupt, match="injected"), _InterruptAt(int(line)):
+            torch_mesh.unpatch(model)
+        try:
+            torch_mesh.unpatch(model)
+        except MeshError as error:  # it was whole again: that nothing is missing is checked below
+            assert "not patched" in str(error)
+        before.check(model, freed="")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (importlib.import_module("torch_mesh.dense"), "restore_class"),
+        (importlib.import_module("torch_mesh.lossy"), "restore_class"),
+        (modules, "change_class"),
+        (patching, "restore_dense"),
+        (patching, "undo_lossy"),
+        (patching, "withdraw"),
+    ],
+)
+def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _build(), _ids()
+    before, plain = _State(model), _logits(model, ids)
+    for after in (False, True):
+        torch_mesh.patch(model, resident=1.0, **ALL | {"dense": "bf16"})
+        with monkeypatch.context() as faulty:
+            _at_call(faulty, owner, name, 1, KeyboardInterrupt, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                torch_mesh.unpatch(model)
+        torch_mesh.unpatch(model)
+        before.check(model, freed="")
+    assert torch.equal(_logits(model, ids), plain)
+
+
+def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _build()
+    torch_mesh.patch(model, resident=1.0)
+    with monkeypatch.context() as faulty:
+        _at_call(faulty, modules, "change_class", 3, KeyboardInterrupt, after=True)
+        with pytest.raises(KeyboardInterrupt):
+            torch_mesh.unpatch(model)
+    assert len(find_experts(model)) == len(find_experts(_build()))
+    with pytest.raises(MeshError, match="patched already.*unpatch"):
+        torch_mesh.patch(model)
+    torch_mesh.patch(torch_mesh.unpatch(model), resident=1.0)
 
 
 def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,14 +116,19 @@ def convert_model(
     weights: str,
     group_size: int = 64,
     *,
+    fingerprint: str | None = None,
     force: bool = False,
     private: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Writes the experts of a loaded model, as they are in memory, to a store of records alone. ``private``: see ``write_store``."""
+    """Writes the experts of a loaded model, as they are in memory, to a store of records alone. ``private``: see ``write_store``.
+
+    Weights in memory have no identity, and are never taken for another's: nobody can continue this, and ``fingerprint`` is one that no other
+    store has, by which ``remove_made_from`` finds what was written.
+    """
     group_size = checked_group_size(weights, group_size)
     layers = find_experts(model)
-    plan = plan_of_model(model, layers, weights, group_size)
+    plan = plan_of_model(model, layers, weights, group_size, fingerprint)
     records = (
         (number, expert, functools.partial(_pack_from_layer, layer, expert, weights, group_size))
         for number, layer in enumerate(layers)
@@ -132,7 +137,13 @@ def convert_model(
     return write_store(destination, plan, records, force=force, private=private, progress=progress)
 
 
-def plan_of_model(model: torch.nn.Module, layers: Sequence[ExpertsLayer], weights: str, group_size: int) -> StorePlan:
+def plan_of_model(
+    model: torch.nn.Module,
+    layers: Sequence[ExpertsLayer],
+    weights: str,
+    group_size: int,
+    fingerprint: str | None = None,
+) -> StorePlan:
     """Of experts in memory."""
     return StorePlan(
         shape=shape_of(layers),
@@ -140,7 +151,7 @@ def plan_of_model(model: torch.nn.Module, layers: Sequence[ExpertsLayer], weight
         weights=weights,
         group_size=group_size,
         source_name=type(model).__name__,
-        source_fingerprint=secrets.token_hex(16),  # weights in memory have no identity: never taken for another's
+        source_fingerprint=fingerprint or secrets.token_hex(16),
     )
 
 

@@ -179,6 +179,21 @@ def write_store(
     return Written(existing or open_store(folder), existed=existing is not None)
 
 
+def remove_made_from(folder: str | os.PathLike[str], fingerprint: str) -> None:
+    """Removes the store in ``folder``, or what there is of it beside that, if it was made from the source of this fingerprint.
+
+    Raises ``OSError`` or ``StoreError`` if it cannot be.
+    """
+    folder = _real_folder(folder)
+    found = [folder.with_name(f".{folder.name}.partial"), folder]
+    if not any(_is_made_from(path, fingerprint) for path in found):
+        return
+    with _lock_of(folder, None):
+        for path in found:
+            if _is_made_from(path, fingerprint):
+                _remove_store(path)
+
+
 class _Journal:
     """Lines of JSON: the plan, then what is finished. A torn last line is dropped."""
 
@@ -565,6 +580,18 @@ def _has_manifest(folder: Path) -> bool:
     return True
 
 
+def _is_made_from(folder: Path, fingerprint: str) -> bool:
+    if not _is_folder(folder) or not _is_ours(folder):
+        return False
+    if is_store(folder):
+        return read_manifest(folder).source_fingerprint == fingerprint
+    try:
+        with (folder / _JOURNAL_NAME).open("rb") as stream:
+            return bool(parse_json(stream.readline())["plan"]["source_fingerprint"] == fingerprint)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return False  # nothing is in it, or one line that was cut off: whoever comes next goes on with it
+
+
 def _is_finished(partial: Path, plan: StorePlan) -> bool:
     """Whether the last run was killed between its manifest and its rename."""
     if not is_store(partial):
@@ -610,11 +637,13 @@ def _remove_remains(folder: Path) -> None:
 
 
 def _remove_store(folder: Path) -> None:
-    """Its mark last, by which the next run knows what is left of it."""
+    """Its marks last, by which the next run knows what is left of it."""
+    marks = (MANIFEST_NAME, _JOURNAL_NAME)
     for path in folder.iterdir():
-        if path.name != MANIFEST_NAME:
+        if path.name not in marks:
             shutil.rmtree(path) if _is_folder(path) else path.unlink()
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for name in marks:
+        (folder / name).unlink(missing_ok=True)
     folder.rmdir()
 
 
