@@ -231,12 +231,17 @@ class PackedExpertsWeight(PackedWeight):
     def _equals(self, source: torch.Tensor) -> bool:
         if source.shape != self.shape:
             return False
-        one = torch.empty((1, *self.shape[1:]), dtype=self.dtype)
         for expert in range(self.place.layer.num_experts):
-            self._unpack(expert, one.expand(self.shape))
-            if not torch.equal(one[0], source[expert].detach().to("cpu", self.dtype)):
+            # Experts that are tied to others are in the pool twice, and their parameters are set to each other's.
+            other = source._expert(expert) if isinstance(source, PackedExpertsWeight) else source[expert].detach()
+            if not torch.equal(self._expert(expert), other.to("cpu", self.dtype)):
                 return False
         return True
+
+    def _expert(self, expert: int) -> torch.Tensor:
+        one = torch.empty((1, *self.shape[1:]), dtype=self.dtype)
+        self._unpack(expert, one.expand(self.shape))
+        return one[0]
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedExpertsWeight:
         return PackedExpertsWeight(self.handle, self.shape, dtype or self.dtype, self.place)

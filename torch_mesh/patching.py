@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import _C
 from .announce import announce, withdraw
@@ -128,6 +129,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()  # experts too may be tied to others
     # Last, as whatever is left makes a model count as patched; what an earlier, interrupted call left in restored modules, too.
     for module in model.modules():
         drop_attributes(module)
