@@ -154,7 +154,7 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
 
 
 def restore_dense(model: Any, device: torch.device) -> None:
-    """The reverse of ``pack_dense``; what was tied to an embedding is tied to it again."""
+    """The reverse of ``pack_dense``, but that what was tied to an embedding is still to be tied to it again."""
     for _, linear in list(packed_linears(model)):
         module: Any = linear
         if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before
@@ -162,8 +162,6 @@ def restore_dense(model: Any, device: torch.device) -> None:
                 module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
             )
         restore_class(module)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
 
 
 def _stack(path: str) -> str:

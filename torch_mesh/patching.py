@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from . import _C
 from .announce import announce, withdraw
@@ -38,6 +37,8 @@ from .undivided import check_forwards, check_undivided
 from .undo import Undo, undone_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_UNPATCHING = "_mesh_unpatching"
 
 
 def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Model:
@@ -122,6 +123,9 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     if not lossy:
         _check_exact(model)
     device = _device(model)
+    vars(model)[_UNPATCHING] = (
+        True  # so that an interrupted call leaves a model that counts as patched, until the very last step
+    )
     detach_quantizer(model)
     withdraw(model)
     undo_lossy(model)
@@ -129,9 +133,10 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)
-    if isinstance(model, PreTrainedModel):
-        model.tie_weights()  # experts too may be tied to others
-    # Last, as whatever is left makes a model count as patched; what an earlier, interrupted call left in restored modules, too.
+    tied: Any = model
+    if hasattr(tied, "tie_weights"):
+        tied.tie_weights()  # a head that was packed on its own, and experts that are tied to others
+    # What an earlier, interrupted call left in restored modules, too.
     for module in model.modules():
         drop_attributes(module)
     return model

@@ -75,10 +75,9 @@ class Undo:
             now.update(attributes)
             module._parameters.clear()
             module._parameters.update(self._parameters[module])
+        # Warnings at last, since one may be an error.
         if stay:
             self._go_on_with(stay)
-        # At last, since a warning may be an error.
-        if stay:
             lossy = ", lossy=True" if rounded else ""
             warnings.warn(
                 f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in the pool alone, their "
