@@ -101,7 +101,7 @@ def convert(
         destination,
         plan,
         records,
-        _files_beside_records(experts, plan, max_file_bytes),
+        _files_beside_records(experts, model, plan, max_file_bytes),
         force=force,
         workers=workers,
         progress=progress,
@@ -242,7 +242,9 @@ def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_
     return torch.ops.torch_mesh.pack(gate, up, down, *biases, weights, group_size)
 
 
-def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
+def _files_beside_records(
+    experts: CheckpointExperts, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int
+) -> list[NewFile]:
     dense = _dense_files(experts, max_file_bytes)
     index = {
         "metadata": {"total_size": sum(t.bytes for _, members in dense for _, t in members)},
@@ -250,7 +252,6 @@ def _files_beside_records(experts: CheckpointExperts, plan: StorePlan, max_file_
     }
     files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
     text = (experts.folder / "config.json").read_text(encoding="utf-8")
-    model = meta_model(read_config(experts.folder))
     config = mesh_config(text, model, plan.modules, plan.weights, plan.group_size)
     files.append(_in_memory("config.json", config))
     files.extend(_copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path))
