@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -55,9 +54,7 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
 struct Extras {
   // As in ExpertsCall. Empty: never.
   std::function<void()> reads_queued = {};
-  std::span<const int32_t> deferred = {};
-  bool stood_in = false;
-  bool late = false;
+  Deferral deferral = {};
   std::optional<at::ScalarType> out = {};  // none: that of x
 };
 
@@ -81,9 +78,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                   .weights = weights.const_data_ptr<float>(),
                   .sentinels = sentinels,
                   .out = mutable_rows(out, "x"),
-                  .deferred = extras.deferred,
-                  .stood_in = extras.stood_in,
-                  .late = extras.late,
+                  .deferral = extras.deferral,
                   .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
                   .context = &extras});
   return out;
@@ -255,46 +250,14 @@ struct Split {
   std::vector<int32_t> deferred;  // the distinct experts of `later`
 };
 
-// Of each token's choices, up to `most` of least weight whose experts are not READY go to `later`:
-// all but those that some token needs now anyway.
 Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tensor& weights,
                  int64_t most) {
-  const std::vector<SlotState> states = states_of(layer);
-  const auto experts = static_cast<int64_t>(states.size());
-  const int64_t k = ids.size(1);
-  Split split{ids.clone(), at::full_like(ids, experts), {}};
-  auto now = split.now.accessor<int64_t, 2>();
-  auto later = split.later.accessor<int64_t, 2>();
-  const auto weight = weights.accessor<float, 2>();
-  std::vector<bool> needed_now(states.size());
-  std::vector<int64_t> order(k);
-  for (int64_t token = 0; token < ids.size(0); ++token) {
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int64_t a, int64_t b) { return weight[token][a] < weight[token][b]; });
-    int64_t left = most;
-    for (const int64_t choice : order) {
-      const int64_t id = now[token][choice];
-      if (id >= experts) continue;
-      if (left > 0 && states[id] != SlotState::kReady) {
-        std::swap(now[token][choice], later[token][choice]);
-        --left;
-      } else {
-        needed_now[id] = true;
-      }
-    }
-  }
-  for (int64_t token = 0; token < ids.size(0); ++token) {
-    for (int64_t choice = 0; choice < k; ++choice) {
-      const int64_t id = later[token][choice];
-      if (id >= experts) continue;
-      if (needed_now[id]) {
-        std::swap(now[token][choice], later[token][choice]);
-      } else if (std::ranges::find(split.deferred, id) == split.deferred.end()) {
-        split.deferred.push_back(static_cast<int32_t>(id));
-      }
-    }
-  }
+  Pool& pool = layer.engine().pool();
+  Split split{ids.clone(), at::full_like(ids, pool.experts()), {}};
+  SplitChoices choices{.now = values_of<int64_t>(split.now), .elsewhere = values_of<int64_t>(split.later)};
+  pool.split_cold(layer.layer, const_values_of<float>(weights), static_cast<int32_t>(ids.size(1)),
+                  most, choices);
+  split.deferred = std::move(choices.experts);
   return split;
 }
 
@@ -321,10 +284,10 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
   at::Tensor out =
       run_experts(layer, x, split.now, weights, /*sentinels=*/true,
-                  {.reads_queued = prefetch_of(lookahead), .deferred = split.deferred});
+                  {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
   if (carried && follows(*carried, layer, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
-                         /*sentinels=*/true, {.late = true}));
+                         /*sentinels=*/true, {.deferral = {.late = true}}));
   }
   if (!split.deferred.empty()) {
     remainder = Remainder{layer.ids(), x.clone(), split.later, weights.clone()};
@@ -342,27 +305,13 @@ struct StandIns {
   std::vector<int32_t> doubles;  // those of `exact` that are READY in both pools
 };
 
-// What is not READY goes to `low`, but for what is being read here and lacking there.
 StandIns split_by_pool(const LayerHandle& layer, const LayerHandle& low, const at::Tensor& ids) {
-  const std::vector<SlotState> here = states_of(layer), there = states_of(low);
-  const auto experts = static_cast<int64_t>(here.size());
-  StandIns split{ids.clone(), at::full_like(ids, experts), {}, {}};
-  int64_t* exact = split.exact.mutable_data_ptr<int64_t>();
-  int64_t* stand_in = split.low.mutable_data_ptr<int64_t>();
-  std::vector<bool> seen(here.size());
-  for (int64_t at = 0; at < ids.numel(); ++at) {
-    const int64_t id = exact[at];
-    if (id >= experts) continue;
-    const bool first = !seen[id];
-    seen[id] = true;
-    if (here[id] == SlotState::kReady) {
-      if (first && there[id] == SlotState::kReady)
-        split.doubles.push_back(static_cast<int32_t>(id));
-    } else if (here[id] == SlotState::kEmpty || there[id] != SlotState::kEmpty) {
-      std::swap(exact[at], stand_in[at]);
-      if (first) split.experts.push_back(static_cast<int32_t>(id));
-    }
-  }
+  Pool& pool = layer.engine().pool();
+  StandIns split{ids.clone(), at::full_like(ids, pool.experts()), {}, {}};
+  SplitChoices choices{.now = values_of<int64_t>(split.exact), .elsewhere = values_of<int64_t>(split.low)};
+  pool.split_by_pool(layer.layer, low.engine().pool(), choices);
+  split.experts = std::move(choices.experts);
+  split.doubles = std::move(choices.doubles);
   return split;
 }
 
@@ -404,8 +353,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   const auto compute_exact = [&](std::optional<at::ScalarType> out) {
     return run_experts(layer, x, split.exact, weights, /*sentinels=*/true,
                        {.reads_queued = prefetch_of(lookahead),
-                        .deferred = split.experts,
-                        .stood_in = true,
+                        .deferral = {.experts = split.experts, .stood_in = true},
                         .out = out});
   };
   if (split.experts.empty()) return compute_exact({});

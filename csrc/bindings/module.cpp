@@ -25,7 +25,7 @@
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "residency/topology.h"
+#include "residency/memory/topology.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -311,7 +311,7 @@ class PyEngine {
            double timeout, const std::string& prefill, const PySource* source,
            const std::optional<std::map<std::string, double>>& faults, int32_t least_slots,
            const std::optional<ProfileArrays>& profile, double pins, int32_t early_layers,
-           int32_t early_experts, bool quotas, const std::vector<bool>& elsewhere) {
+           int32_t early_experts, const std::vector<bool>& elsewhere) {
     const RecordLayout layout =
         RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
     EngineOptions engine{.layout = layout,
@@ -325,7 +325,6 @@ class PyEngine {
     pool.least_slots = least_slots;
     pool.record_bytes = layout.bytes;
     pool.policy = policy;
-    pool.quotas = quotas;
     pool.kept = kept_options(profile, pins, early_layers, early_experts);
     pool.kept.elsewhere = elsewhere;
     pool.verify = verify_from(verify);
@@ -685,7 +684,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
            py::arg("faults") = py::none(), py::arg("least_slots") = 1,
            py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
-           py::arg("early_experts") = 0, py::arg("quotas") = false,
+           py::arg("early_experts") = 0,
            py::arg("elsewhere") = std::vector<bool>())
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "residency/kept_options.h"
+#include "residency/core/kept_options.h"
 
 namespace torch_mesh {
 

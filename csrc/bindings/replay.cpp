@@ -35,7 +35,7 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                       const std::optional<Array<int64_t>>& sequences, const std::string& predictor,
                       int32_t prefetch, double recall, uint64_t seed, double read_seconds,
                       double layer_seconds, const std::optional<ProfileArrays>& profile,
-                      double pins, int32_t early_layers, int32_t early_experts, bool quotas) {
+                      double pins, int32_t early_layers, int32_t early_experts) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
   const RoutingTrace trace{
       .tokens = dimension(ids, 0),
@@ -48,7 +48,6 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
       .sequences = sequences ? span_of(*sequences) : std::span<const int64_t>()};
   const ReplayOptions options{.policy = policy,
                               .slots = slots,
-                              .quotas = quotas,
                               .predictor = predictor,
                               .prefetch = prefetch,
                               .recall = recall,
@@ -93,7 +92,7 @@ void define_replay(py::module_& module) {
              py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
              py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.,
              py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
-             py::arg("early_experts") = 0, py::arg("quotas") = false);
+             py::arg("early_experts") = 0);
 }
 
 }  // namespace torch_mesh

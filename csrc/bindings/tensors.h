@@ -19,6 +19,16 @@ at::Tensor contiguous_as(const at::Tensor& tensor, at::ScalarType type);
 ConstRows const_rows(const at::Tensor& tensor, const char* what);
 MutableRows mutable_rows(const at::Tensor& tensor, const char* what);
 
+// The values of a contiguous tensor.
+template <typename T>
+std::span<const T> const_values_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
+}
+template <typename T>
+std::span<T> values_of(const at::Tensor& tensor) {
+  return {tensor.mutable_data_ptr<T>(), static_cast<size_t>(tensor.numel())};
+}
+
 // A size as layouts take it; beyond what any of them takes, so that narrowing cannot make a wrong
 // size a right one.
 int32_t narrowed(int64_t size);

@@ -97,8 +97,8 @@ void Engine::experts(const ExpertsCall& call) {
     part.weights += int64_t{begin} * call.top_k;
     if (begin > 0) part.reads_queued = nullptr;
     const bool last = begin + part.tokens == call.tokens;
-    if (!last) part.deferred = {};
-    experts_chunk(part, {phase_of(call.tokens), last && !call.late}, *lease);
+    if (!last) part.deferral.experts = {};
+    experts_chunk(part, {phase_of(call.tokens), last && !call.deferral.late}, *lease);
   }
 }
 
@@ -118,15 +118,16 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   }
   workspace.scratch.at_least(scratch);
 
-  forward.window = takes_window(forward.phase, count);
+  const bool covers_all = pool_->slots() == pool_->layers() * pool_->experts();
+  forward.window =
+      takes_window(options_.prefill, forward.phase, count, pool_->experts(), covers_all);
   if (forward.phase == Phase::kPrefill) {
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
-  if (call.late) forward.kind = ClaimKind::kLate;
-  forward.stood_in = call.stood_in;
-  forward.deferred = static_cast<int32_t>(call.deferred.size());
-  grouping.experts.insert(grouping.experts.end(), call.deferred.begin(), call.deferred.end());
+  forward.deferral = call.deferral;
+  const std::span<const int32_t> left_out = call.deferral.experts;
+  grouping.experts.insert(grouping.experts.end(), left_out.begin(), left_out.end());
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
   if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
   std::array<ReadyExpert, kReadyBatch> batch;
@@ -143,26 +144,10 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     if (kept) {
       claim.check_read();
     } else {
-      for (const ReadyExpert& expert : ready) claim.release(expert.index);
+      claim.release(ready);
     }
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
-}
-
-// Where a forward leaves out many experts of its layer, so will the next layer's, and most of what
-// would be read ahead for it would be in vain.
-bool Engine::takes_window(Phase phase, int32_t distinct_experts) const {
-  if (phase != Phase::kPrefill || pool_->slots() == pool_->layers() * pool_->experts())
-    return false;
-  switch (options_.prefill) {
-    case PrefillWindow::kNever:
-      return false;
-    case PrefillWindow::kAuto:
-      return int64_t{distinct_experts} * 8 >= int64_t{pool_->experts()} * 7;
-    case PrefillWindow::kAlways:
-      return true;
-  }
-  return false;
 }
 
 // One batch in one region: preparing the rows before the first, adding up the products after the
@@ -309,7 +294,7 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute_linear(chunk, rows, ready, part, workspace);
-    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    claim.release(ready);
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
 }

@@ -13,6 +13,7 @@
 #include "engine/workspace.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/matrix_view.h"
+#include "residency/core/window.h"
 #include "residency/pool.h"
 #include "store/record.h"
 
@@ -22,10 +23,6 @@ namespace torch_mesh {
 // products in `workspace` bytes, and at least one.
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
                          int64_t workspace);
-
-// Whether forwards of prompts take the pool's window: never, those that need nearly all experts of
-// their layer, or all.
-enum class PrefillWindow : uint8_t { kNever, kAuto, kAlways };
 
 // A team that the system has no threads for ends the process: OpenMP knows no error.
 inline constexpr int32_t kMostThreads = 1024;
@@ -51,10 +48,8 @@ struct ExpertsCall {
   const float* weights;  // [tokens][top_k]
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
-  // Experts that are not among `ids`: a late call comes for them. Distinct, of a decode step.
-  std::span<const int32_t> deferred = {};
-  bool stood_in = false;  // another engine computes those, and no late call comes
-  bool late = false;      // for what an earlier call deferred
+  // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
+  Deferral deferral = {};
   // Called when all of the call's own reads are queued and before it computes: the time for reads
   // that nobody waits for yet. Not called where reads still wait for slots. nullptr: never.
   void (*reads_queued)(void* context) = nullptr;
@@ -98,14 +93,13 @@ class Engine {
     ReadyExpert ready;
     while (claim.next({&ready, 1}) > 0) {
       visit(experts[ready.index], ready.record);
-      claim.release(ready.index);
+      claim.release({&ready, 1});
     }
   }
 
  private:
   int32_t rows_per_chunk(int32_t projection) const;
   void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
-  bool takes_window(Phase phase, int32_t distinct_experts) const;
   // Which batch of a chunk's experts.
   struct Part {
     bool first, last;

@@ -8,7 +8,7 @@
 
 #include "engine/task_queue.h"
 #include "residency/pool.h"
-#include "residency/topology.h"
+#include "residency/memory/topology.h"
 
 namespace torch_mesh {
 

@@ -21,7 +21,7 @@
 
 #include "engine/engine.h"
 #include "gpu/driver.h"
-#include "residency/policy.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 

@@ -23,6 +23,7 @@ ChunkScheduler::ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t align
   assert(depth > 0 && chunk_bytes > 0 && chunk_bytes % alignment == 0);
   requests_.reserve(kReservedRequests);
   free_requests_.reserve(kReservedRequests);
+  by_tag_.reserve(kReservedRequests);
   chunks_.resize(depth);
   for (int32_t chunk = depth - 1; chunk >= 0; --chunk) free_chunks_.push_back(chunk);
 }
@@ -42,6 +43,8 @@ void ChunkScheduler::unlink(Queue& queue, int32_t request) {
 
 void ChunkScheduler::add(const ReadRequest& read) {
   assert(read.pieces >= 1 && read.pieces <= kMaxPieces);
+  const auto low = static_cast<uint32_t>(read.tag);
+  if (low >= by_tag_.size()) by_tag_.resize(size_t{low} + 1, -1);
   if (free_requests_.empty()) {
     requests_.emplace_back();
     free_requests_.reserve(requests_.capacity());  // so that taking a finished one cannot fail
@@ -53,6 +56,7 @@ void ChunkScheduler::add(const ReadRequest& read) {
   request = Request{};
   request.read = read;
   request.state = RequestState::kQueued;
+  by_tag_[low] = index;
   push(queue_of(read.urgency), index);
   ++live_;
   ++stats_.requests;
@@ -63,17 +67,17 @@ void ChunkScheduler::add(const ReadRequest& read) {
 }
 
 void ChunkScheduler::hasten(uint64_t tag) {
-  for (size_t index = 0; index < requests_.size(); ++index) {
-    Request& request = requests_[index];
-    const bool waits =
-        request.state == RequestState::kQueued || request.state == RequestState::kCut;
-    if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) continue;
-    if (request.state == RequestState::kQueued) {
-      unlink(queue_of(request.read.urgency), static_cast<int32_t>(index));
-      push(queue_of(Urgency::kDemand), static_cast<int32_t>(index));
-    }
-    request.read.urgency = Urgency::kDemand;
+  const auto low = static_cast<uint32_t>(tag);
+  if (low >= by_tag_.size() || by_tag_[low] < 0) return;
+  const int32_t index = by_tag_[low];
+  Request& request = requests_[index];
+  const bool waits = request.state == RequestState::kQueued || request.state == RequestState::kCut;
+  if (!waits || request.read.tag != tag || request.read.urgency == Urgency::kDemand) return;
+  if (request.state == RequestState::kQueued) {
+    unlink(queue_of(request.read.urgency), index);
+    push(queue_of(Urgency::kDemand), index);
   }
+  request.read.urgency = Urgency::kDemand;
 }
 
 void ChunkScheduler::cancel() {

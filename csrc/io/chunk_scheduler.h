@@ -13,8 +13,6 @@
 
 namespace torch_mesh {
 
-inline constexpr std::array kUrgencies{Urgency::kDemand, Urgency::kWindow, Urgency::kPrefetch};
-
 class ChunkScheduler {
  public:
   ChunkScheduler(int32_t depth, int64_t chunk_bytes, int64_t alignment, int32_t retries);
@@ -112,6 +110,7 @@ class ChunkScheduler {
   bool canceled_ = false;
 
   std::vector<Request> requests_;
+  std::vector<int32_t> by_tag_;  // by the low bits of tags: the last request that had it
   std::vector<Chunk> chunks_;  // `depth` of them, never more
   std::vector<int32_t> free_requests_;
   std::vector<int32_t> free_chunks_;

@@ -75,33 +75,43 @@ class IoLoop {
     if (start_error_) std::rethrow_exception(start_error_);
   }
 
-  void submit(const ReadRequest& request) {
+  void submit(std::span<const ReadRequest> requests) {
     const std::lock_guard lock(mutex_);
     if (life_ != Life::kRunning) throw_closed();
-    inbox_.requests.push_back(request);
-    wake_once();
+    inbox_.requests.insert(inbox_.requests.end(), requests.begin(), requests.end());
   }
 
   void hasten(uint64_t tag) {
     const std::lock_guard lock(mutex_);
-    if (life_ != Life::kRunning) return;
-    inbox_.hastened.push_back(tag);
-    wake_once();
+    if (life_ == Life::kRunning) inbox_.hastened.push_back(tag);
   }
 
   void change_buffer(BufferChange change) {
-    const std::lock_guard lock(mutex_);
-    if (life_ != Life::kRunning) throw_closed();
-    inbox_.buffers.push_back(std::move(change));
-    wake_once();
+    {
+      const std::lock_guard lock(mutex_);
+      if (life_ != Life::kRunning) throw_closed();
+      inbox_.buffers.push_back(std::move(change));
+    }
+    flush();
+  }
+
+  // A backend that has stopped still takes a wake-up.
+  void flush() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (inbox_.empty() || std::exchange(awake_, true)) return;
+    }
+    backend_->wake();
   }
 
   void close() {
-    std::unique_lock lock(mutex_);
-    if (life_ == Life::kRunning) {
-      life_ = Life::kClosing;
-      wake_once();
+    {
+      const std::lock_guard lock(mutex_);
+      if (life_ == Life::kRunning) life_ = Life::kClosing;
+      awake_ = true;
     }
+    backend_->wake();
+    std::unique_lock lock(mutex_);
     life_changed_.wait(lock, [this] { return life_ == Life::kClosed; });
   }
 
@@ -123,16 +133,12 @@ class IoLoop {
     std::vector<ReadRequest> requests;
     std::vector<uint64_t> hastened;
     std::vector<BufferChange> buffers;
+
+    bool empty() const { return requests.empty() && hastened.empty() && buffers.empty(); }
   };
 
   [[noreturn]] static void throw_closed() {
     throw Error(ErrorKind::kClosed, "the reader is closed; open another one");
-  }
-
-  // Under the lock, so that the backend is not stopped meanwhile. One wake-up serves everything
-  // that arrives before the I/O thread has looked.
-  void wake_once() {
-    if (!std::exchange(awake_, true)) backend_->wake();
   }
 
   void set_life(Life life) {
@@ -162,6 +168,7 @@ class IoLoop {
       start_chunks();
       report_finished();
       if (closing && scheduler_.idle()) break;
+      if (!may_sleep()) continue;
       const int32_t count = backend_->wait(kLongestWait, results_);
       for (const ChunkResult& result : std::span(results_).first(count)) {
         scheduler_.complete(result.chunk, result.result);
@@ -178,7 +185,7 @@ class IoLoop {
     {
       const std::lock_guard lock(mutex_);
       std::swap(inbox_, taken_);
-      awake_ = false;
+      awake_ = true;
       closing = life_ == Life::kClosing;
       stats_ = scheduler_.stats();
     }
@@ -190,6 +197,13 @@ class IoLoop {
     taken_.buffers.clear();
     if (closing) scheduler_.cancel();
     return closing;
+  }
+
+  // False when something has arrived that nobody will wake this thread for.
+  bool may_sleep() {
+    const std::lock_guard lock(mutex_);
+    awake_ = !inbox_.empty();
+    return !awake_;
   }
 
   // Nothing that this thread throws has anybody to catch it.
@@ -247,7 +261,7 @@ class IoLoop {
   std::exception_ptr start_error_;
   std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
-  bool awake_ = false;
+  bool awake_ = true;  // the I/O thread, or it is about to be: it looks into the inbox
   ReaderStats stats_{};
 
   std::thread thread_;
@@ -268,14 +282,18 @@ class EngineReader final : public Reader {
     if (forked()) static_cast<void>(loop_.release());
   }
 
-  void submit(const ReadRequest& request) override {
+  void submit(std::span<const ReadRequest> requests) override {
     check_process();
-    check(request);
-    loop_->submit(request);
+    for (const ReadRequest& request : requests) check(request);
+    loop_->submit(requests);
   }
 
   void hasten(uint64_t tag) override {
     if (!forked()) loop_->hasten(tag);
+  }
+
+  void flush() override {
+    if (!forked()) loop_->flush();
   }
 
   void register_buffer(const MemoryRegion& buffer, Then then) override {
@@ -323,6 +341,10 @@ class EngineReader final : public Reader {
     if (request.pieces < 1 || request.pieces > kMaxPieces) {
       refuse("has " + std::to_string(request.pieces) + " pieces; 1 to " +
              std::to_string(kMaxPieces) + " are allowed");
+    }
+    if (static_cast<uint32_t>(request.tag) >= kMostTags) {
+      refuse("has tag " + std::to_string(request.tag) + "; its low 32 bits must be below " +
+             std::to_string(kMostTags));
     }
     for (int32_t piece = 0; piece < request.pieces; ++piece) check(request.piece[piece]);
   }

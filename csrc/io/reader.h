@@ -18,13 +18,11 @@
 #include <string_view>
 #include <vector>
 
+#include "io/urgency.h"
 #include "store/extent.h"
 #include "store/source.h"
 
 namespace torch_mesh {
-
-// kWindow: sure to be needed, but not yet, and so behind demand only, at full depth.
-enum class Urgency : uint8_t { kDemand, kWindow, kPrefetch };
 
 // One contiguous read. With direct I/O file offset, bytes and memory are multiples of the reader's
 // alignment(), so a piece is the aligned superset of what is wanted; `needed` is how many of its
@@ -34,6 +32,10 @@ struct Piece {
   int64_t needed;
   std::byte* to;
 };
+
+// The low 32 bits of a tag are below this, and differ among the requests that have not been
+// reported.
+inline constexpr uint32_t kMostTags = 1 << 28;
 
 struct ReadRequest {
   uint64_t tag;
@@ -94,15 +96,19 @@ struct ReaderStats {
 class Reader {
  public:
   // Called on the I/O thread, once per request, in order of completion. Must not throw. It may call
-  // submit() and hasten().
+  // submit(), hasten() and flush().
   using Done = std::function<void(const ReadResult&)>;
 
   virtual ~Reader() = default;  // lets what is under way complete, drops what was not started
 
-  // From any thread; never waits for the disk. Throws Error(kClosed) after close().
-  virtual void submit(const ReadRequest& request) = 0;
-  // The read `tag` has become a demand read. Unknown tags are ignored.
+  // From any thread; never waits for the disk, and begins with flush(). All requests or, when it
+  // throws, none: Error(kClosed) after close().
+  virtual void submit(std::span<const ReadRequest> requests) = 0;
+  // The read `tag` becomes a demand read with flush(). Unknown tags are ignored.
   virtual void hasten(uint64_t tag) = 0;
+  // Wakes the I/O thread if it sleeps and there is something to do: a system call, for which a
+  // caller had better hold no lock.
+  virtual void flush() = 0;
   // Memory that requests read into has come, or goes: a ring that pins its buffers lets go of the
   // pages, which nothing else could take away. Carried out on the I/O thread, which then calls
   // `then`, once; as `Done`, it must not throw. Nothing may be under way into the buffer. Throws

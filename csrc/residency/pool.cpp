@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <ranges>
+#include <new>
+#include <optional>
 #include <utility>
 
 #include "residency/pool_impl.h"
@@ -80,53 +81,57 @@ const Source& checked(const Source& source, const PackRecord& pack, const PoolOp
   return source;
 }
 
+// As many chunks as the reader lets prefetches have, and a record to follow; a slot that is taken
+// sooner is an eviction that may prove needless.
+int64_t reads_ahead(const PoolOptions& options) {
+  const int64_t chunks =
+      (options.record_bytes + options.reader.chunk_bytes - 1) / options.reader.chunk_bytes;
+  return 1 + (options.reader.depth / 4 + chunks - 1) / chunks;
+}
+
+std::unique_ptr<SlotMemory> make_memory(const PoolOptions& options, const Source& source) {
+  if (options.reader.backend == "mmap" && !source.files.empty()) return make_mapped_memory(source);
+  return make_arena_memory({.slots = options.slots,
+                            .record_bytes = options.record_bytes,
+                            .topology = options.topology,
+                            .segment_bytes = options.segment_bytes},
+                           source);
+}
+
 }  // namespace
 
-int64_t staging_bytes(const Source& source) {
-  if (!source.raw) return 0;
-  int64_t largest = 0;
-  for (size_t first = 0; first < source.extents.size(); first += source.pieces) {
-    int64_t bytes = 0;
-    for (int32_t piece = 0; piece < source.pieces; ++piece) {
-      bytes += round_up(source.extents[first + piece].bytes, kRecordAlignment) + kRecordAlignment;
-    }
-    largest = std::max(largest, bytes);
-  }
-  return largest;
-}
-
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
-                 PackRecord given_pack, int32_t given_layers, int32_t given_experts)
-    : options(checked(given, given_layers, given_experts)),
+                 PackRecord pack, int32_t layers, int32_t experts)
+    : options(checked(given, layers, experts)),
       runtime(given_runtime),
       source(std::move(given_source)),
-      pack(std::move(given_pack)),
-      layers(given_layers),
-      experts(given_experts),
-      mapping(maps() ? std::make_shared<MappedFiles>(source.files) : nullptr),
-      arena(maps() ? 0 : options.slots, options.record_bytes, options.topology,
-            options.segment_bytes),
-      slots(layers * experts, options.slots,
-            make_policy(options.policy, {layers, experts, options.slots, options.quotas})),
-      loads(static_cast<size_t>(options.slots)),
-      kept(options.kept, layers, experts, slots),
-      use(options.kept.profile.tokens.empty() ? ModelUse(layers, experts) : options.kept.profile),
-      warming(options.kept.elsewhere.empty()),
-      last_phase(static_cast<size_t>(layers), Phase::kNone),
-      expected(experts),
-      segments(arena.segments().size(), SegmentState::kPresent),
-      target(options.slots),
-      stats(layers, experts),
-      forwards(static_cast<size_t>(layers)),
-      queue_links(options.slots),
-      demand_queue(queue_links),
-      prefetch_queue(queue_links) {
-  awaited.reserve(static_cast<size_t>(layers) * experts);
+      memory(make_memory(options, source)),
+      core({.layers = layers,
+            .experts = experts,
+            .slots = options.slots,
+            .kept = options.kept,
+            .reads_ahead = reads_ahead(options),
+            .slots_per_segment = memory->slots_per_segment(),
+            .reads = !source.files.empty()},
+           make_policy(options.policy, {layers, experts, options.slots})) {
+  if (source.files.empty()) return;
+  const auto slots = static_cast<size_t>(options.slots);
+  refused.reserve(slots);
+  leaving.reserve(memory->segments().size());
+  to_cool.reserve(memory->may_lose() ? static_cast<size_t>(layers) * experts : 0);
+  loader = std::make_unique<Loader>(LoaderOptions{.slots = options.slots,
+                                                  .record_bytes = options.record_bytes,
+                                                  .staging = options.staging,
+                                                  .verify = options.verify,
+                                                  .reader = options.reader},
+                                    source, std::move(pack), *memory, options.topology,
+                                    [this](Loader::Ended ended) { on_ended(std::move(ended)); });
+  const Turn begin(*this);
 }
 
-Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t given_layers,
-                 int32_t given_experts)
-    : Impl(given, given_runtime, Source{}, nullptr, given_layers, given_experts) {
+Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t layers,
+                 int32_t experts)
+    : Impl(given, given_runtime, Source{}, nullptr, layers, experts) {
   if (options.slots != layers * experts) {
     throw_invalid("a pool without a source holds every expert: slots must be " +
                   std::to_string(layers * experts) + ", got " + std::to_string(options.slots));
@@ -134,54 +139,16 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t
 }
 
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source given_source,
-                 PackRecord given_pack)
-    : Impl(given, given_runtime, checked(given_source, given_pack, given), given_pack,
-           given_source.layers, given_source.experts) {
-  open();
-}
-
-void Pool::Impl::open() {
-  const auto all = static_cast<size_t>(layers) * experts;
-  checksums = source.checksums;
-  checksums.resize(all);
-  checksum_known.assign(all, !source.checksums.empty());
-  verified.assign(all, false);
-
-  std::span<const MemoryRegion> buffers = arena.segments();
-  if (source.raw) {
-    staging_arena.emplace(options.staging, staging_bytes(source), options.topology);
-    buffers = staging_arena->segments();
-    for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging.push_back(buffer);
-  }
-  const auto done = [this](const ReadResult& result) { on_read(result); };
-  to_cool.reserve(mapping ? all : 0);
-  reader = mapping ? open_mapped_reader(options.reader, mapping, done)
-                   : open_reader(options.reader, source.files, buffers, done);
-
-  const int64_t alignment = reader->alignment();
-  if (alignment < 1 || kRecordAlignment % alignment != 0) {
-    throw_invalid("this file system wants direct reads in multiples of " +
-                  std::to_string(alignment) +
-                  " bytes; records are aligned to 4096. Move the model to another disk");
-  }
-  for (const Extent& extent : source.extents) {
-    if (source.raw || extent.offset % alignment == 0) continue;
-    throw_invalid("a record of " + source.files[extent.file].path + " starts at offset " +
-                  std::to_string(extent.offset) + ", no multiple of the " +
-                  std::to_string(alignment) +
-                  " bytes that direct reads need; convert the checkpoint again");
-  }
-  const Lock lock(mutex);
-  read_ahead();
-}
-
-void Pool::Impl::check_process() const { owner.check("this pool"); }
+                 PackRecord pack)
+    : Impl(given, given_runtime, checked(given_source, pack, given), pack, given_source.layers,
+           given_source.experts) {}
 
 void Pool::Impl::check_open() const {
-  if (closed) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
+  if (core.closed()) throw Error(ErrorKind::kClosed, "this pool of experts is closed");
 }
 
 void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) const {
+  const auto [layers, experts] = std::pair(core.options().layers, core.options().experts);
   if (layer < 0 || layer >= layers) {
     throw_invalid("layer " + std::to_string(layer) + " is not in [0, " + std::to_string(layers) +
                   ")");
@@ -193,63 +160,135 @@ void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) 
   }
 }
 
-std::string Pool::Impl::describe(ExpertId id) const {
-  return "expert " + std::to_string(id % experts) + " of layer " + std::to_string(id / experts);
-}
+// A read that is refused and a segment that cannot leave are events again.
+void Pool::Impl::carry_out() {
+  for (Effects* effects = &core.effects(); effects->any(); effects = &core.effects()) {
+    if (!effects->loads.empty()) loader->begin(effects->loads, refused);
+    for (int32_t slot : effects->hastened) loader->hasten(slot);
+    for (ExpertId id : effects->dropped) {
+      // Advice may be lost; memory for it is not asked for here.
+      if (to_cool.size() < to_cool.capacity()) to_cool.push_back(id);
+    }
+    if (effects->landed) landed.notify_all();
+    if (effects->freed && core.claims().queued()) freed.notify_all();
+    if (effects->idle) idle.notify_all();
+    if (effects->resized) resized.notify_all();
+    if (effects->forward_ended && forward_waiters > 0) forward_ended.notify_all();
+    leaving.assign(effects->vacant.begin(), effects->vacant.end());
+    effects->clear();
 
-ErrorPlace Pool::Impl::place_of(ExpertId id) const {
-  const int32_t layer = id / experts, expert = id % experts;
-  if (source.extents.empty()) return {layer, expert, "", -1};
-  const Extent& extent = source.expert(layer, expert)[0];
-  return {layer, expert, source.files[extent.file].path, extent.offset};
-}
-
-int32_t Pool::Impl::reserve(ExpertId id, Phase phase) {
-  if (!slots.has_empty()) {
-    const ExpertId victim = choose_victim();
-    if (victim == kNoExpert) return -1;
-    evict(slots.find(victim), phase);
-  }
-  return slots.reserve(id);
-}
-
-void Pool::Impl::evict(int32_t slot, Phase phase) {
-  const ExpertId id = slots[slot].expert;
-  if (loads[slot].unused) count_wasted(slot);
-  ++stats_of(id / experts, phase).evicted;
-  ++stats.experts[id].evicted;
-  slots.evict(slot);
-  // Advice may be lost; memory for it is not asked for here.
-  if (mapping && to_cool.size() < to_cool.capacity()) to_cool.push_back(id);
-}
-
-void Pool::Impl::count_wasted(int32_t slot) {
-  LayerStats& layer = stats_of(slot);
-  ++layer.prefetches_wasted;
-  layer.wasted_bytes += loads[slot].bytes;
-  loads[slot].unused = false;
-}
-
-void Pool::Impl::read_ahead() {
-  // As many chunks as the reader lets prefetches have, and a record to follow; a slot that is taken
-  // sooner is an eviction that may prove needless.
-  const ReaderOptions& io = options.reader;
-  const int64_t chunks = (options.record_bytes + io.chunk_bytes - 1) / io.chunk_bytes;
-  const int64_t most =
-      std::min(1 + (io.depth / 4 + chunks - 1) / chunks, int64_t{slots.unkept() / 2});
-  // Those that queue for slots come first.
-  while (!closed && prefetching < most && first_ticket == nullptr) {
-    const auto reserve_one = [this](ExpertId id) { return reserve(id, expected_phase); };
-    int32_t slot = expected.reserve_next(slots, reserve_one);
-    const Phase phase = slot < 0 ? Phase::kNone : expected_phase;
-    if (slot < 0 && warming) slot = kept.reserve_warm();
-    if (slot < 0) return;
-    start_load(slot, Urgency::kPrefetch, phase);
+    for (Loader::Ended& ended : refused) {
+      core.failed(ended.slot, ended.bytes, std::move(*ended.error));
+    }
+    refused.clear();
+    for (int64_t segment : leaving) {
+      if (!let_go(segment)) core.sizing().stays(segment);
+    }
   }
 }
 
-void Pool::Impl::wake_slot_waiters() {
-  if (first_ticket != nullptr) freed.notify_all();
+void Pool::Impl::flush() {
+  if (loader != nullptr) loader->flush();
+}
+
+void Pool::Impl::on_ended(Loader::Ended ended) {
+  {
+    const Turn turn(*this);
+    if (ended.error) {
+      core.failed(ended.slot, ended.bytes, std::move(*ended.error));
+    } else {
+      core.landed(ended.slot, ended.bytes);
+    }
+  }
+  cool_dropped();
+}
+
+// The I/O thread takes the segment from the ring, then drops its pages.
+bool Pool::Impl::let_go(int64_t segment) {
+  try {
+    loader->reader().unregister_buffer(memory->segments()[segment],
+                                       [this, segment] { on_dropped(segment); });
+    return true;
+  } catch (const Error&) {
+    return false;  // the reader is closed: all goes with the pool
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+void Pool::Impl::on_dropped(int64_t segment) {
+  memory->drop(segment);
+  const Turn turn(*this);
+  core.sizing().gone(segment);
+}
+
+void Pool::Impl::on_registered(int64_t segment) {
+  const Turn turn(*this);
+  core.sizing().came(segment);
+}
+
+bool Pool::Impl::grow(Lock& lock) {
+  const int64_t segment = core.sizing().next_to_come();
+  if (segment < 0) return false;
+  lock.unlock();
+  std::optional<Error> error;
+  try {
+    memory->fault_in(segment);
+    loader->reader().register_buffer(memory->segments()[segment],
+                                     [this, segment] { on_registered(segment); });
+  } catch (const Error& thrown) {
+    error = thrown;
+  } catch (const std::bad_alloc&) {
+    error = Error(ErrorKind::kMemory, "no memory to make this pool of experts larger");
+  }
+  if (error) memory->drop(segment);
+  lock.lock();
+  if (!error) return true;
+  core.sizing().failed(segment);
+  carry_out();
+  throw *error;
+}
+
+int64_t Pool::Impl::present_bytes() const {
+  int64_t bytes = 0;
+  for (size_t segment = 0; segment < memory->segments().size(); ++segment) {
+    if (!core.sizing().held(static_cast<int64_t>(segment))) continue;
+    bytes += static_cast<int64_t>(memory->segments()[segment].bytes);
+  }
+  return bytes;
+}
+
+void Pool::Impl::forget_lost(int32_t layer, std::span<const int32_t> indices) {
+  if (!memory->may_lose()) return;
+  for (int32_t index : indices) {
+    const ExpertId id = core.id_of(layer, index);
+    const int32_t slot = core.slots().find(id);
+    if (slot < 0 || !core.slots().reusable(slot) || memory->holds(id)) continue;
+    core.lost(slot);
+  }
+}
+
+int64_t Pool::Impl::losses_so_far() {
+  const int64_t losses = memory->losses();
+  if (losses == losses_seen) return losses;
+  if (memory->mend()) losses_seen = losses;  // else the next claim tries again
+  core.evict_all();
+  return losses;
+}
+
+void Pool::Impl::cool_dropped() {
+  if (!memory->may_lose()) return;
+  for (;;) {
+    ExpertId id = kNoExpert;
+    {
+      const Lock lock(mutex);
+      if (to_cool.empty()) return;
+      id = to_cool.back();
+      to_cool.pop_back();
+      if (core.slots().find(id) >= 0) continue;  // again
+    }
+    memory->cool(id);
+  }
 }
 
 Pool::Impl::Patience Pool::Impl::patience() const {
@@ -280,13 +319,13 @@ Pool::Pool(const PoolOptions& options, const Runtime& runtime, int32_t layers, i
 
 Pool::~Pool() {
   if (impl_->owner.forked()) {
-    // The I/O thread and those that wait exist in the parent alone: joining it, or destroying what
-    // they wait on, would hang.
+    // The threads that read and those that wait exist in the parent alone: joining them, or
+    // destroying what they wait on, would hang.
     static_cast<void>(impl_.release());
     return;
   }
   close();
-  if (impl_->reader != nullptr) impl_->reader->close();
+  if (impl_->loader != nullptr) impl_->loader->close();
 }
 
 void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record) {
@@ -299,112 +338,119 @@ void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record
     throw_invalid("a record has " + std::to_string(impl.options.record_bytes) + " bytes; got " +
                   std::to_string(record.size()));
   }
-  const ExpertId id = impl.id_of(layer, expert);
+  const ExpertId id = impl.core.id_of(layer, expert);
   Impl::Lock lock(impl.mutex);
   impl.check_open();
-  if (const int32_t present = impl.slots.find(id); present >= 0) {
-    if (!impl.slots.reusable(present)) {
-      throw_invalid(impl.describe(id) + " is in use; fill() it when no forward runs");
-    }
-    impl.slots.evict(present);
+  const int32_t slot = impl.core.fill(id);
+  if (slot < 0) {
+    throw_invalid("expert " + std::to_string(expert) + " of layer " + std::to_string(layer) +
+                  " is in use; fill() it when no forward runs");
   }
-  const int32_t slot = impl.slots.reserve(id);
   lock.unlock();
-  std::memcpy(impl.arena.piece(slot), record.data(), record.size());
-  lock.lock();
-  impl.slots.land(slot);
-  impl.landed.notify_all();
-  if (impl.slots.loading() == 0) impl.idle.notify_all();
+  std::memcpy(impl.memory->record(slot, id), record.data(), record.size());
+  const Impl::Turn turn(impl);
+  impl.core.landed(slot, 0);
 }
 
 void Pool::promote(int32_t layer, std::span<const int32_t> experts) {
   std::vector<Claim::Entry> entries(experts.size());
   Claim claim(*this, layer, experts, entries);
   ReadyExpert ready;
-  while (claim.next({&ready, 1}) > 0) claim.release(ready.index);
+  while (claim.next({&ready, 1}) > 0) claim.release({&ready, 1});
 }
 
 void Pool::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  Impl& impl = *impl_;
-  impl.check_process();
-  impl.check_experts(layer, experts);
-  const Impl::Lock lock(impl.mutex);
-  impl.check_open();
-  // Those that queue for slots come first.
-  if (impl.memory_only() || impl.first_ticket != nullptr) return;
-  const Stopwatch decision(impl.stats_of(layer, phase).decision_nanoseconds);
-  const auto ids =
-      experts | std::views::transform([&](int32_t expert) { return impl.id_of(layer, expert); });
-  while_kept(impl.slots, ids, [&] {
-    for (ExpertId id : ids) {
-      if (impl.prefetching >= impl.slots.unkept() / 2) break;
-      if (impl.slots.find(id) >= 0) continue;
-      const int32_t slot = impl.reserve(id, phase);
-      if (slot < 0) break;
-      impl.start_load(slot, Urgency::kPrefetch, phase);
-    }
-  });
+  impl_->check_process();
+  impl_->check_experts(layer, experts);
+  const Impl::Turn turn(*impl_);
+  impl_->check_open();
+  const Stopwatch decision(impl_->stats_of(layer, phase).decision_nanoseconds);
+  impl_->core.prefetch(layer, experts, phase);
+  impl_->carry_out();
 }
 
 void Pool::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
-  Impl& impl = *impl_;
-  impl.check_process();
-  impl.check_experts(layer, experts);
-  const Impl::Lock lock(impl.mutex);
-  impl.check_open();
-  if (impl.memory_only()) return;
-  const Stopwatch decision(impl.stats_of(layer, phase).decision_nanoseconds);
-  impl.expected.set(layer, experts);
-  impl.expected_phase = phase;
-  impl.read_ahead();
+  impl_->check_process();
+  impl_->check_experts(layer, experts);
+  const Impl::Turn turn(*impl_);
+  impl_->check_open();
+  const Stopwatch decision(impl_->stats_of(layer, phase).decision_nanoseconds);
+  impl_->core.expect(layer, experts, phase);
+  impl_->carry_out();
 }
 
 int32_t Pool::evict(int32_t layer, std::span<const int32_t> experts) {
+  impl_->check_process();
+  impl_->check_experts(layer, experts);
+  if (impl_->memory_only()) {
+    throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
+  }
+  int32_t evicted = 0;
+  {
+    const Impl::Turn turn(*impl_);
+    impl_->check_open();
+    evicted = impl_->core.evict(layer, experts);
+  }
+  impl_->cool_dropped();
+  return evicted;
+}
+
+int32_t Pool::resize(int32_t slots) {
   Impl& impl = *impl_;
   impl.check_process();
-  impl.check_experts(layer, experts);
   if (impl.memory_only()) {
-    throw_invalid("a pool without a source cannot evict: its records exist nowhere else");
+    throw_invalid(
+        "a pool without a source cannot be resized: its records exist nowhere else");
+  }
+  if (slots < impl.options.least_slots || slots > impl.options.slots) {
+    throw_invalid("this pool takes " + std::to_string(impl.options.least_slots) + " to " +
+                  std::to_string(impl.options.slots) + " slots; got " + std::to_string(slots));
   }
   Impl::Lock lock(impl.mutex);
   impl.check_open();
-  int32_t evicted = 0;
-  for (int32_t expert : experts) {
-    const int32_t slot = impl.slots.find(impl.id_of(layer, expert));
-    if (slot < 0 || !impl.slots.reusable(slot)) continue;
-    impl.evict(slot, Phase::kNone);
-    ++evicted;
+  impl.core.sizing().resize(slots);
+  impl.carry_out();
+  auto patience = impl.patience();
+  while (!impl.core.sizing().settled()) {
+    // Memory that comes takes the time that the kernel takes to clear it.
+    if (impl.grow(lock)) patience.deadline = impl.patience().deadline;
+    impl.check_open();
+    if (impl.core.sizing().settled()) break;
+    if (impl.wait(lock, impl.resized, patience)) continue;
+    throw Error(ErrorKind::kTimeout,
+                "the pool did not come to " + std::to_string(slots) + " slots in " +
+                    std::to_string(impl.options.timeout.count()) +
+                    " ms: the I/O thread does not come to it; the rest is done when it does");
   }
-  if (evicted > 0) impl.wake_slot_waiters();
+  const int32_t limit = impl.core.slots().limit();
   lock.unlock();
-  impl.cool_evicted();
-  return evicted;
+  impl.cool_dropped();
+  return limit;
 }
 
 void Pool::observe(int32_t layer, std::span<const float> scores) {
   impl_->check_process();
   impl_->check_experts(layer, {});
-  if (static_cast<int64_t>(scores.size()) != impl_->experts) {
-    throw_invalid("observe() takes one score per expert, " + std::to_string(impl_->experts) +
-                  "; got " + std::to_string(scores.size()));
+  if (static_cast<int64_t>(scores.size()) != experts()) {
+    throw_invalid("observe() takes one score per expert, " + std::to_string(experts()) + "; got " +
+                  std::to_string(scores.size()));
   }
   const Impl::Lock lock(impl_->mutex);
   impl_->check_open();
-  if (!impl_->covers_all()) impl_->slots.policy().observe(layer, scores);
+  impl_->core.observe(layer, scores);
 }
 
 ModelUse Pool::model_use() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->use;
+  return impl_->core.use();
 }
 
 void Pool::warm_up() {
   impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
+  const Impl::Turn turn(*impl_);
   impl_->check_open();
-  if (std::exchange(impl_->warming, true) || impl_->memory_only()) return;
-  impl_->read_ahead();
+  impl_->core.warm_up();
 }
 
 void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t top_k,
@@ -413,7 +459,29 @@ void Pool::count_elsewhere(int32_t layer, std::span<const int64_t> ids, int32_t 
   impl_->check_experts(layer, {});
   const bool prompt = phase_of(static_cast<int64_t>(ids.size()) / top_k) == Phase::kPrefill;
   const Impl::Lock lock(impl_->mutex);
-  impl_->use.count_elsewhere(layer, ids, top_k, elsewhere, prompt, alone);
+  impl_->core.use().count_elsewhere(layer, ids, top_k, elsewhere, prompt, alone);
+}
+
+void Pool::split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
+                      SplitChoices& choices) {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->core.split_cold(layer, weights, top_k, most, choices);
+}
+
+void Pool::split_by_pool(int32_t layer, const Pool& stand_ins, SplitChoices& choices) {
+  impl_->check_process();
+  std::vector<SlotState> there(static_cast<size_t>(experts()));
+  stand_ins.states(layer, there);
+  const Impl::Lock lock(impl_->mutex);
+  impl_->core.split_by_pool(layer, there, choices);
+}
+
+void Pool::reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
+                   std::span<int64_t> chosen, int32_t top_k) {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->core.reroute(layer, scores, bias, kept, chosen, top_k);
 }
 
 void Pool::check_process() const { impl_->check_process(); }
@@ -422,86 +490,66 @@ SlotState Pool::state(int32_t layer, int32_t expert) const {
   impl_->check_process();
   impl_->check_experts(layer, {&expert, 1});
   const Impl::Lock lock(impl_->mutex);
-  const int32_t slot = impl_->slots.find(impl_->id_of(layer, expert));
-  return slot < 0 ? SlotState::kEmpty : impl_->slots[slot].state;
+  return impl_->core.state(impl_->core.id_of(layer, expert));
 }
 
 void Pool::states(int32_t layer, std::span<SlotState> states) const {
   impl_->check_process();
   impl_->check_experts(layer, {});
   const Impl::Lock lock(impl_->mutex);
-  for (int32_t expert = 0; expert < impl_->experts; ++expert) {
-    const int32_t slot = impl_->slots.find(impl_->id_of(layer, expert));
-    states[expert] = slot < 0 ? SlotState::kEmpty : impl_->slots[slot].state;
-  }
+  impl_->core.states(layer, states);
 }
 
 std::vector<LayerStats> Pool::stats() const {
   impl_->check_process();
-  std::vector<LayerStats> sum(static_cast<size_t>(layers()));
   const Impl::Lock lock(impl_->mutex);
-  for (const std::vector<LayerStats>& phase : impl_->stats.layers) {
-    for (size_t layer = 0; layer < sum.size(); ++layer) sum[layer] += phase[layer];
-  }
-  return sum;
+  return impl_->core.statistics().by_layer();
 }
 
 PoolStats Pool::detailed_stats() const {
   impl_->check_process();
-  PoolStats copy(impl_->layers, impl_->experts);  // its memory, before the lock is taken
+  PoolStats copy(layers(), experts());  // its memory, before the lock is taken
   const Impl::Lock lock(impl_->mutex);
-  copy = impl_->stats;
-  copy.slots = impl_->slots.limit();
-  copy.kept = copy.slots - impl_->slots.unkept();
+  copy = impl_->core.statistics().counts();
+  copy.slots = impl_->core.slots().limit();
+  copy.kept = copy.slots - impl_->core.slots().unkept();
   return copy;
-}
-
-void Pool::count_rerouted(int32_t layer, int64_t choices, Phase phase) {
-  impl_->check_process();
-  const Impl::Lock lock(impl_->mutex);
-  impl_->stats_of(layer, phase).rerouted += choices;
 }
 
 void Pool::reset_stats() {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  // In place: a forward that waits holds on to its counter.
-  PoolStats& stats = impl_->stats;
-  for (std::vector<LayerStats>& phase : stats.layers) {
-    std::fill(phase.begin(), phase.end(), LayerStats{});
-  }
-  std::fill(stats.experts.begin(), stats.experts.end(), ExpertStats{});
-  stats.prefetch_error.reset();
-  stats.shrinks = stats.grows = 0;
-  for (Load& load : impl_->loads) load.unused = false;
+  impl_->core.reset_statistics();
 }
 
 bool Pool::wait_for_forwards(int32_t layer, int64_t forwards,
                              std::chrono::milliseconds patience) const {
-  impl_->check_process();
-  impl_->check_experts(layer, {});
-  Impl::Lock lock(impl_->mutex);
-  ++impl_->forward_waiters;
-  const bool woken = impl_->forward_ended.wait_for(
-      lock, patience, [&] { return impl_->closed || impl_->forwards[layer] >= forwards; });
-  --impl_->forward_waiters;
-  return woken && !impl_->closed;
+  Impl& impl = *impl_;
+  impl.check_process();
+  impl.check_experts(layer, {});
+  Impl::Lock lock(impl.mutex);
+  ++impl.forward_waiters;
+  const bool woken = impl.forward_ended.wait_for(lock, patience, [&] {
+    return impl.core.closed() || impl.core.statistics().forwards(layer) >= forwards;
+  });
+  --impl.forward_waiters;
+  return woken && !impl.core.closed();
 }
 
 int64_t Pool::forwards(int32_t layer) const {
   impl_->check_process();
   impl_->check_experts(layer, {});
   const Impl::Lock lock(impl_->mutex);
-  return impl_->forwards[layer];
+  return impl_->core.statistics().forwards(layer);
 }
 
 void Pool::drain() {
   impl_->check_process();
   Impl::Lock lock(impl_->mutex);
   auto patience = impl_->patience();
-  while (impl_->slots.loading() > 0) {
+  while (impl_->core.slots().loading() > 0) {
     if (impl_->wait(lock, impl_->idle, patience)) continue;
-    throw Error(ErrorKind::kTimeout, std::to_string(impl_->slots.loading()) +
+    throw Error(ErrorKind::kTimeout, std::to_string(impl_->core.slots().loading()) +
                                          " reads have not ended within the time-out of " +
                                          std::to_string(impl_->options.timeout.count()) + " ms");
   }
@@ -510,7 +558,7 @@ void Pool::drain() {
 void Pool::close() {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  impl_->closed = true;
+  impl_->core.close();
   impl_->forward_ended.notify_all();
   impl_->resized.notify_all();
 }
@@ -518,50 +566,48 @@ void Pool::close() {
 void Pool::validate() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  impl_->slots.validate();
-  impl_->validate_claims();
-  impl_->validate_loads();
-  impl_->validate_segments();
+  impl_->core.validate();
+  if (impl_->loader != nullptr) impl_->loader->validate();
 }
 
-int32_t Pool::layers() const { return impl_->layers; }
-int32_t Pool::experts() const { return impl_->experts; }
+int32_t Pool::layers() const { return impl_->core.options().layers; }
+int32_t Pool::experts() const { return impl_->core.options().experts; }
 int32_t Pool::least_slots() const { return impl_->options.least_slots; }
-int32_t Pool::segment_slots() const {
-  return impl_->mapping ? 1 : static_cast<int32_t>(impl_->arena.first_of(1));
-}
+int32_t Pool::segment_slots() const { return std::max(1, impl_->memory->slots_per_segment()); }
 int32_t Pool::most_slots() const { return impl_->options.slots; }
 
 int32_t Pool::slots() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->slots.limit();
+  return impl_->core.slots().limit();
 }
 
 int32_t Pool::pinned() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->slots.pinned();
+  return impl_->core.slots().pinned();
 }
 
 int64_t Pool::memory_bytes() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->present_bytes() + (impl_->staging_arena ? impl_->staging_arena->bytes() : 0);
+  return impl_->present_bytes() + (impl_->loader ? impl_->loader->staging_bytes() : 0);
 }
 
 int64_t Pool::slot_bytes() const {
   impl_->check_process();
   const Impl::Lock lock(impl_->mutex);
-  return impl_->mapping ? impl_->slots.limit() * impl_->options.record_bytes
-                        : impl_->present_bytes();
+  return impl_->memory->may_lose() ? impl_->core.slots().limit() * impl_->options.record_bytes
+                                   : impl_->present_bytes();
 }
 
-int64_t Pool::mapped_bytes() const { return impl_->mapping ? impl_->mapping->bytes() : 0; }
+int64_t Pool::mapped_bytes() const { return impl_->memory->mapped_bytes(); }
 
 std::chrono::milliseconds Pool::timeout() const { return impl_->options.timeout; }
 const Topology& Pool::topology() const { return impl_->options.topology; }
-const char* Pool::policy() const { return impl_->slots.policy().name(); }
-const Reader* Pool::reader() const { return impl_->reader.get(); }
+const char* Pool::policy() const { return impl_->core.slots().policy().name(); }
+const Reader* Pool::reader() const {
+  return impl_->loader == nullptr ? nullptr : &impl_->loader->reader();
+}
 
 }  // namespace torch_mesh

@@ -1,24 +1,9 @@
 // The resident experts: slots, their states, promotion and eviction. One pool serves all MoE layers
 // of a model.
 //
-// The life of a slot:
-//
-//            reserve            land                 evict
-//   EMPTY ───────────▶ LOADING ───────▶ READY ─────────────────▶ EMPTY
-//     ▲                   │            (pinned by readers, evictable at zero pins)
-//     └───────────────────┘
-//        fail: the error stays with the slot until the last forward that joined has seen it
-//
-// - A pin counts a claim, of a forward or of a visit, that uses the slot or waits for its read. A
-//   LOADING slot is never a victim, pinned or not, so a buffer is not reused before its read has
-//   completed.
-// - A forward waits for slots only while it holds no pin, first come first served; so forwards on a
-//   small pool cannot deadlock, and none starves.
-// - Reading, checking and packing happen outside the lock.
-// - With a mapped store slots hold no bytes: READY says that the page cache held the record, and an
-//   evicted one is what the kernel is advised to take back first. See mapped.cpp.
-// - resize() retires slots: a retired one is never reserved, and evicted as soon as nobody uses it.
-//   The pages of a segment whose slots are all retired and EMPTY go back to the system.
+// What it decides is core/core.h, what reads is loader.h, where records lie is memory/. Here are
+// what those do not know: threads that wait, and for how long. Reading, checking and packing happen
+// outside the lock.
 #pragma once
 
 #include <chrono>
@@ -26,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,11 +19,14 @@
 #include "base/error.h"
 #include "base/runtime.h"
 #include "io/reader.h"
-#include "residency/arena.h"
-#include "residency/kept_options.h"
-#include "residency/policy.h"
-#include "residency/stats.h"
-#include "residency/topology.h"
+#include "residency/core/claims.h"
+#include "residency/core/deferral.h"
+#include "residency/core/forward.h"
+#include "residency/core/kept_options.h"
+#include "residency/core/statistics.h"
+#include "residency/loader.h"
+#include "residency/memory/arena.h"
+#include "residency/memory/topology.h"
 #include "store/source.h"
 
 namespace torch_mesh {
@@ -45,16 +34,12 @@ namespace torch_mesh {
 // In seconds, 31 years: what clocks can add to the present without an overflow.
 inline constexpr double kLongestTimeout = 1e9;
 
-enum class SlotState : uint8_t { kEmpty, kLoading, kReady };
-enum class Verify : uint8_t { kFirst, kAlways, kNever };
-
 struct PoolOptions {
   int32_t slots = 0;         // at most, and at first
   int32_t least_slots = 1;   // that resize() may leave
   int64_t record_bytes = 0;  // a multiple of 4 KiB
   std::string policy = "auto";
-  bool quotas = false;  // of the layers, see quotas.cpp
-  KeptOptions kept;     // a profile warms the pool: what it names is read while slots are empty
+  KeptOptions kept;  // a profile warms the pool: what it names is read while slots are empty
   Verify verify = Verify::kFirst;
   std::chrono::milliseconds timeout{30000};  // the longest wait for one read, and for a slot
   ReaderOptions reader;
@@ -62,15 +47,6 @@ struct PoolOptions {
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
   int64_t segment_bytes = kSegmentBytes;            // memory comes and goes in pieces of this size
 };
-
-// Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
-// store.
-int64_t staging_bytes(const Source& source);
-
-// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
-// Called on the I/O thread.
-using PackRecord =
-    std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
 
 class Claim;
 
@@ -130,8 +106,13 @@ class Pool {
   void states(int32_t layer, std::span<SlotState> states) const;
   std::vector<LayerStats> stats() const;  // by layer, over all phases
   PoolStats detailed_stats() const;
-  // Choices of tokens that went to a resident expert instead of the one that scored higher.
-  void count_rerouted(int32_t layer, int64_t choices, Phase phase);
+  // Which of the choices of a decode step go elsewhere or are replaced by resident ones, as of one
+  // moment: see core/deferral.h. What is replaced is counted. scores: [tokens][experts].
+  void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
+                  SplitChoices& choices);
+  void split_by_pool(int32_t layer, const Pool& stand_ins, SplitChoices& choices);
+  void reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
+               std::span<int64_t> chosen, int32_t top_k);
   // What is prefetched and unused at this moment will count neither as used nor as wasted.
   void reset_stats();
   // Waits until `layer` has seen `forwards` forwards end since the pool was opened; false when the
@@ -170,34 +151,6 @@ class Pool {
   std::unique_ptr<Impl> impl_;
 };
 
-// What a claim is to the pool.
-enum class ClaimKind : uint8_t {
-  kForward,  // a use: it counts, teaches the policy, and begins its layer
-  kLate,     // of a forward, for what an earlier claim of it deferred and counted
-  // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
-  // teaches nothing, and leaves what is foretold of the layer alone.
-  kVisit,
-};
-
-// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
-struct ForwardPart {
-  Phase phase = Phase::kNone;
-  bool last = true;
-  // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
-  // the claim is one use of each of its experts, else each token is one of those it chose.
-  std::span<const int64_t> ids = {};
-  int32_t top_k = 0;
-  // The forward needs nearly all of its layer, and the next layer's will: see window.cpp.
-  bool window = false;
-  // The last so many of the claim's experts are not handed out: the forward comes for them with a
-  // late claim, one layer later. See deferred.cpp.
-  int32_t deferred = 0;
-  // What would be deferred is computed from another pool instead: this one learns of it, and reads
-  // what is worth a slot ahead of its next use. Neither an access nor waited for.
-  bool stood_in = false;
-  ClaimKind kind = ClaimKind::kForward;
-};
-
 struct ReadyExpert {
   int32_t index;  // position in the claim's list of experts
   const std::byte* record;
@@ -209,16 +162,13 @@ struct ReadyExpert {
 // slots for.
 class Claim {
  public:
-  // `experts` are distinct and stay alive as long as the claim. Queues the first reads at once.
-  // `scratch` is room for the claim's bookkeeping: an entry for each expert that is not deferred,
-  // so that claiming allocates nothing.
-  struct Entry {
-    int32_t slot;
-    uint8_t state;  // private to the pool
-    bool read;      // for this claim, or ahead of it
-  };
+  using Entry = ClaimEntry;
+
+  // `experts` are distinct and stay alive as long as the claim; the last ones are those of
+  // part.deferral. Queues the first reads at once. `scratch` is room for the claim's bookkeeping: an
+  // entry for each of the others, so that claiming allocates nothing.
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
-        ForwardPart part = {});
+        const ForwardPart& part = {});
   ~Claim();  // drops all pins; reads under way go on as if they were prefetches
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -228,31 +178,21 @@ class Claim {
   // read failed, timed out, or the wait was interrupted, and Error(kInvalid) when only release() of
   // what the claim holds could give it another slot.
   int32_t next(std::span<ReadyExpert> ready);
-  // The forward is done with this one; its slot may be reused, also by this claim.
-  void release(int32_t index);
+  // The forward is done with these; their slots may be reused, also by this claim.
+  void release(std::span<const ReadyExpert> done);
   // Throws Error(kRead) if some bytes of what was handed out were not to be had when they were
   // used, which only happens to a mapped store. release() asks, too.
   void check_read() const;
   // Whether every expert is resident or being read; false while some wait for a slot.
-  bool placed() const { return waiting_ == 0; }
+  bool placed() const { return state_.waiting == 0; }
 
  private:
-  void begin(std::span<const int32_t> experts);
+  void wait_for_slots(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
+  void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
 
   Pool& pool_;
-  int32_t layer_;
-  ForwardPart part_;
-  std::span<const int32_t> experts_;
-  std::span<Entry> entries_;
-  int32_t waiting_ = 0;          // not reserved yet
-  int32_t joined_ = 0;           // resident or being read for this claim, not handed out
-  int32_t held_ = 0;             // handed out, not released
-  int32_t reading_ = 0;          // read for this claim or ahead of it, not released
-  int64_t losses_ = 0;           // of a mapped store, when this began
-  Claim* next_alive_ = nullptr;  // the pool's list of claims, for validate()
-  Claim* previous_alive_ = nullptr;
-
-  friend struct Pool::Impl;
+  ClaimState state_;
+  int64_t losses_ = 0;  // of a mapped store, when this began
 };
 
 }  // namespace torch_mesh

@@ -1,19 +1,20 @@
 #include "residency/replay.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <utility>
 
 #include "base/error.h"
-#include "residency/belady.h"
-#include "residency/expected.h"
-#include "residency/kept.h"
+#include "residency/policies/belady.h"
+#include "residency/core/core.h"
 #include "residency/predictor.h"
-#include "residency/slots.h"
 
 namespace torch_mesh {
 namespace {
@@ -49,6 +50,13 @@ void check(const RoutingTrace& trace) {
             (id < 0 || id >= trace.experts ? ", which is not in [0, " : " twice; of [0, ") +
             std::to_string(trace.experts) + ")");
   }
+  for (size_t forward = 0; forward < trace.forwards.size(); ++forward) {
+    const int64_t token = trace.forwards[forward];
+    const bool follows = forward == 0 ? token == 0 : token > trace.forwards[forward - 1];
+    if (follows && token < trace.tokens) continue;
+    invalid("forwards must rise from 0 to below " + std::to_string(trace.tokens) + "; forward " +
+            std::to_string(forward) + " begins at token " + std::to_string(token));
+  }
 }
 
 void check(const ReplayOptions& options, const RoutingTrace& trace) {
@@ -75,8 +83,9 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
         "the trace has no lookahead scores; record it with lookahead=True, or use another "
         "predictor");
   }
-  if (options.quotas && options.policy == "belady") {
-    invalid("belady is the bound over all layers; it takes no quotas");
+  if (options.deferred < 0 || options.deferred > trace.top_k) {
+    invalid("deferred must be in [0, top_k=" + std::to_string(trace.top_k) + "]; got " +
+            std::to_string(options.deferred));
   }
   if (options.predictor != "off" && options.policy == "belady") {
     invalid("belady is the bound without prefetch; use predictor \"off\"");
@@ -151,193 +160,291 @@ class Foresight {
   std::vector<int32_t> order_;
 };
 
+// One disk, which reads one record at a time: what somebody waits for first, then what a window
+// reads, then guesses.
+class Disk {
+ public:
+  void queue(const Effects::Load& load) { queue_of(load.urgency).push_back(load.slot); }
+
+  // It has become a demand read, unless it is under way.
+  void hasten(int32_t slot) {
+    for (Urgency urgency : {Urgency::kWindow, Urgency::kPrefetch}) {
+      if (std::erase(queue_of(urgency), slot) == 0) continue;
+      queue_of(Urgency::kDemand).push_back(slot);
+      return;
+    }
+  }
+
+  // Whether a read is under way, or now begins. `now`: when what is queued was queued at the
+  // earliest.
+  bool start(double now, double seconds) {
+    if (reading_ >= 0) return true;
+    for (Urgency urgency : kUrgencies) {
+      std::deque<int32_t>& queue = queue_of(urgency);
+      if (queue.empty()) continue;
+      reading_ = queue.front();
+      queue.pop_front();
+      end_ = std::max(end_, now) + seconds;
+      return true;
+    }
+    return false;
+  }
+  double end() const { return end_; }  // of the read under way, or of the last one
+  int32_t take() { return std::exchange(reading_, -1); }
+
+ private:
+  std::deque<int32_t>& queue_of(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
+
+  std::array<std::deque<int32_t>, kUrgencies.size()> queues_;  // slots
+  int32_t reading_ = -1;
+  double end_ = 0;
+};
+
 class Replay {
  public:
   Replay(const RoutingTrace& trace, const ReplayOptions& options)
       : trace_(trace),
         options_(options),
-        slots_(trace.layers * trace.experts, options.slots,
-               options.policy == "belady"
-                   ? make_belady(trace)
-                   : make_policy(options.policy,
-                                 {trace.layers, trace.experts, options.slots, options.quotas})),
-        kept_(options.kept, trace.layers, trace.experts, slots_),
-        unused_(options.slots, false),
+        core_({.layers = trace.layers,
+               .experts = trace.experts,
+               .slots = options.slots,
+               .kept = options.kept},
+              options.policy == "belady"
+                  ? make_belady(trace)
+                  : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
         foresight_(trace, options),
         guess_(options.prefetch),
-        guessed_(trace.layers * trace.experts, -1),
-        expected_(trace.experts) {
+        guessed_(trace.layers * trace.experts, -1) {
     result_.hits.assign(trace.tokens, 0);
+    result_.accesses_of.assign(trace.tokens, 0);
   }
 
   ReplayResult run() {
     const auto begin = std::chrono::steady_clock::now();
+    carry_out();
+    while (disk_.start(0, 0)) land();  // a profile's experts are there when the first token comes
     size_t sequence = 0;
-    warm();
-    const int64_t steps = int64_t{trace_.tokens} * trace_.layers;
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t forward = 0; forward < trace_.forward_count(); ++forward) {
       if (sequence < trace_.sequences.size() &&
-          step == trace_.sequences[sequence] * trace_.layers) {
+          trace_.first_token(forward) == trace_.sequences[sequence]) {
         foresight_.reset();
-        for (int32_t layer = 0; layer < trace_.layers; ++layer) {
-          slots_.policy().begin_sequence(layer);
+        // Of prompts the core sees it itself.
+        for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
+          core_.begin_sequence(layer);
         }
         ++sequence;
       }
-      forward(step, step + 1 < steps);
+      for (int32_t layer = 0; layer < trace_.layers; ++layer) run_layer(forward, layer);
     }
-    result_.virtual_seconds = now_;
-    result_.stalled_seconds = now_ - options_.layer_seconds * static_cast<double>(steps);
+    sum_up();
     result_.decision_seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     return std::move(result_);
   }
 
  private:
-  // A profile's experts are there when the first token comes.
-  void warm() {
-    for (int32_t slot; (slot = kept_.reserve_warm()) >= 0;) {
-      slots_.land(slot);
-      unused_[slot] = true;
-      ++result_.prefetched;
-    }
-  }
+  // Choices that the last layer left for this one.
+  struct Late {
+    int32_t layer;
+    std::vector<int32_t> experts;
+  };
 
-  // One forward of a layer by one token, in the order of Claim and Pool::expect().
-  void forward(int64_t step, bool has_next) {
-    const auto layer = static_cast<int32_t>(step % trace_.layers);
-    const std::span<const int32_t> experts = trace_.ids.subspan(step * trace_.top_k, trace_.top_k);
+  void run_layer(int64_t forward, int32_t layer) {
+    const int64_t first = trace_.first_token(forward), last = trace_.first_token(forward + 1);
     read_until(now_);
-    expected_.begin(layer);
     if (!trace_.scores.empty()) {
-      slots_.policy().observe(layer, trace_.scores.subspan(step * trace_.experts, trace_.experts));
+      for (int64_t token = first; token < last; ++token) core_.observe(layer, scores(token, layer));
     }
-    slots_.policy().tick(layer, experts);
-    kept_.tick(layer, experts, {}, 0);
+    std::vector<int32_t> experts = experts_of(trace_, forward, layer);
+    const Phase phase = phase_of(last - first);
     foresight_.observe(layer, experts);
-
-    const double end = now_ + options_.layer_seconds;
-    queued_at_ = now_;
-    join_present(step, layer, experts);
-    for (ExpertId id : missing_) {
-      int32_t slot = reserve(id);
-      if (slot < 0) {  // a wave: what is here is computed, and its slots serve the rest
-        finish();
-        queued_at_ = now_;
-        slot = reserve(id);
-      }
-      check_invariant(slot >= 0, "a replayed forward holds no pin and finds no slot");
-      slots_.pin(slot);
-      joined_.push_back(slot);
-      unused_[slot] = false;
-      demand_.push_back(slot);
+    for (int32_t expert : experts) {
+      result_.predicted_right += guessed_[core_.id_of(layer, expert)] == forward;
     }
-    if (has_next && options_.predictor != "off") expect(step + 1);
-    finish();
+    const size_t distinct = experts.size();
+    ForwardPart part{.phase = phase};
+    if (phase == Phase::kPrefill) {
+      prompt_.clear();
+      for (int64_t token = first; token < last; ++token) {
+        const auto chosen = trace_.chosen(token, layer);
+        prompt_.insert(prompt_.end(), chosen.begin(), chosen.end());
+      }
+      part.ids = prompt_;
+      part.top_k = trace_.top_k;
+    }
+    const bool covers_all = core_.slots().limit() == trace_.layers * trace_.experts;
+    part.window = takes_window(options_.prefill, phase, static_cast<int32_t>(distinct),
+                               trace_.experts, covers_all);
+    std::optional<Late> late = std::exchange(late_, std::nullopt);
+    if (phase == Phase::kDecode && options_.deferred > 0 && layer + 1 < trace_.layers) {
+      defer(first, last, layer, experts);
+      if (late_) part.deferral.experts = std::span(experts).last(late_->experts.size());
+    }
+
+    const int64_t hits = counts(phase, layer).hits, accesses = counts(phase, layer).accesses;
+    // Experts are read from memory once, however many tokens use them.
+    const double computing =
+        options_.layer_seconds * static_cast<double>(distinct) / trace_.top_k;
+    const double end = now_ + computing;
+    busy_ += computing;
+    queued_at_ = now_;
+    const auto foretell = [&] {
+      if (phase == Phase::kDecode && options_.predictor != "off") expect(forward, layer + 1);
+    };
+    claim(layer, experts, part, foretell);
+    if (late) claim(late->layer, late->experts, {.phase = phase, .last = false, .deferral = {.late = true}}, [] {});
     now_ = std::max(now_, end);
+    result_.hits[first] += counts(phase, layer).hits - hits;
+    result_.accesses_of[first] += counts(phase, layer).accesses - accesses;
   }
 
-  void join_present(int64_t step, int32_t layer, std::span<const int32_t> experts) {
-    missing_.clear();
-    for (int32_t expert : experts) {
-      const ExpertId id = layer * trace_.experts + expert;
-      ++result_.accesses;
-      result_.kept_accesses += slots_.kept(id);
-      result_.predicted_right += guessed_[id] == step;
-      const int32_t slot = slots_.find(id);
-      if (slot < 0) {
-        ++result_.cold_misses;
-        missing_.push_back(id);
+  // As an engine does it: what is ready is computed, and its slots serve what waits for some.
+  template <typename Queued>
+  void claim(int32_t layer, std::span<const int32_t> experts, const ForwardPart& part,
+             const Queued& reads_queued) {
+    entries_.resize(experts.size() - part.deferral.experts.size());
+    ClaimState claim{.layer = layer, .part = part, .experts = experts, .entries = entries_};
+    core_.begin(claim);
+    carry_out();
+    if (claim.waiting == 0) reads_queued();
+    std::vector<int32_t> held;
+    std::array<HandedOut, 64> ready;
+    std::optional<Error> error;  // none: this disk does not fail
+    for (;;) {
+      const int32_t count = core_.hand_out(claim, ready, error);
+      for (int32_t i = 0; i < count; ++i) held.push_back(ready[i].index);
+      if (count > 0) continue;
+      if (claim.joined > 0) {
+        wait_for_one_read();
         continue;
       }
-      const bool ready = slots_[slot].state == SlotState::kReady;
-      result_.kept_hits += ready && slots_.kept(id);
-      slots_.pin(slot);
-      joined_.push_back(slot);
-      result_.prefetch_used += unused_[slot];
-      unused_[slot] = false;
-      ++(ready ? result_.hits[step / trace_.layers] : result_.inflight_misses);
+      core_.release(claim, held);
+      held.clear();
+      carry_out();
+      if (claim.joined + claim.held + claim.waiting == 0) break;
+      check_invariant(claim.joined > 0, "a replayed forward holds no pin and finds no slot");
+      queued_at_ = now_;
     }
+    core_.end(claim);
+    carry_out();
   }
 
-  int32_t reserve(ExpertId id) {
-    if (!slots_.has_empty()) {
-      const ExpertId victim = slots_.policy().victim();
-      if (victim == kNoExpert) return -1;
-      slots_.evict(slots_.find(victim));
+  // Leaves the experts that are deferred at the end of the list, and in late_.
+  void defer(int64_t first, int64_t last, int32_t layer, std::vector<int32_t>& experts) {
+    std::vector<int64_t> now, later;
+    std::vector<float> weights;
+    for (int64_t token = first; token < last; ++token) {
+      const std::span<const int32_t> chosen = trace_.chosen(token, layer);
+      for (size_t i = 0; i < chosen.size(); ++i) {
+        now.push_back(chosen[i]);
+        // Routers list their choices by weight.
+        weights.push_back(trace_.scores.empty() ? -static_cast<float>(i)
+                                                : scores(token, layer)[chosen[i]]);
+      }
     }
-    return slots_.reserve(id);
+    later.assign(now.size(), trace_.experts);
+    SplitChoices choices{.now = now, .elsewhere = later};
+    core_.split_cold(layer, weights, trace_.top_k, options_.deferred, choices);
+    if (choices.experts.empty()) return;
+    late_ = Late{layer, choices.experts};
+    std::erase_if(experts, [&](int32_t expert) {
+      return std::ranges::find(choices.experts, expert) != choices.experts.end();
+    });
+    experts.insert(experts.end(), choices.experts.begin(), choices.experts.end());
   }
 
-  void expect(int64_t step) {
-    const auto layer = static_cast<int32_t>(step % trace_.layers);
-    const int32_t count = foresight_.predict(step, guess_);
+  // What the layer after this one will use, of the same forward or the next, if that is a step too.
+  void expect(int64_t forward, int32_t layer) {
+    if (layer == trace_.layers) {
+      layer = 0;
+      ++forward;
+    }
+    if (forward == trace_.forward_count()) return;
+    const int64_t token = trace_.first_token(forward);
+    if (trace_.first_token(forward + 1) != token + 1) return;
+    const int32_t count = foresight_.predict(token * trace_.layers + layer, guess_);
     const std::span<const int32_t> guess = std::span<const int32_t>(guess_).first(count);
-    for (int32_t expert : guess) guessed_[layer * trace_.experts + expert] = step;
-    expected_.set(layer, guess);
+    for (int32_t expert : guess) guessed_[core_.id_of(layer, expert)] = forward;
+    core_.expect(layer, guess, Phase::kDecode);
+    carry_out();
   }
 
-  // Waits for what this forward has joined, and lets go of it.
-  void finish() {
-    for (int32_t slot : joined_) {
-      while (slots_[slot].state == SlotState::kLoading) wait_for_one_read();
-    }
-    for (int32_t slot : joined_) slots_.unpin(slot);
-    joined_.clear();
+  std::span<const float> scores(int64_t token, int32_t layer) const {
+    return trace_.scores.subspan((token * trace_.layers + layer) * trace_.experts, trace_.experts);
+  }
+  const LayerStats& counts(Phase phase, int32_t layer) const {
+    return core_.statistics().counts().layers[static_cast<size_t>(phase)][layer];
   }
 
-  // The disk reads one expert after the other, those that a forward waits for first.
-  bool start_read() {
-    if (reading_ >= 0) return true;
-    if (demand_.empty()) {
-      if (slots_.unkept() / 2 < 1) return false;  // half of what is not kept, as in the pool
-      reading_ = expected_.reserve_next(slots_, [this](ExpertId id) { return reserve(id); });
-      if (reading_ < 0) return false;
-      unused_[reading_] = true;
-      ++result_.prefetched;
-    } else {
-      reading_ = demand_.front();
-      demand_.pop_front();
-    }
-    read_end_ = std::max(read_end_, queued_at_) + options_.read_seconds;
-    return true;
+  void carry_out() {
+    Effects& effects = core_.effects();
+    for (const Effects::Load& load : effects.loads) disk_.queue(load);
+    for (int32_t slot : effects.hastened) disk_.hasten(slot);
+    effects.clear();
   }
 
   void land() {
-    slots_.land(reading_);
-    reading_ = -1;
+    core_.landed(disk_.take(), 0);
+    carry_out();
   }
 
   void wait_for_one_read() {
-    start_read();
-    now_ = std::max(now_, read_end_);
+    check_invariant(disk_.start(queued_at_, options_.read_seconds), "a replayed read is lost");
+    now_ = std::max(now_, disk_.end());
     land();
   }
 
   void read_until(double time) {
-    while (start_read() && read_end_ <= time) land();
+    while (disk_.start(queued_at_, options_.read_seconds) && disk_.end() <= time) land();
+  }
+
+  void sum_up() {
+    for (const LayerStats& layer : core_.statistics().by_layer()) {
+      result_.accesses += layer.accesses;
+      result_.inflight_misses += layer.inflight_misses;
+      result_.cold_misses += layer.cold_misses;
+      result_.deferred += layer.deferred;
+      result_.kept_accesses += layer.kept_accesses;
+      result_.kept_hits += layer.kept_hits;
+      result_.promoted += layer.promoted;
+      result_.prefetched += layer.prefetches;
+      result_.prefetch_used += layer.prefetches_used;
+    }
+    result_.virtual_seconds = now_;
+    result_.stalled_seconds = now_ - busy_;
   }
 
   const RoutingTrace& trace_;
   const ReplayOptions& options_;
-  SlotTable slots_;
-  Kept kept_;
-  std::vector<bool> unused_;  // by slot: was prefetched, and no forward has come for it
+  Core core_;
+  Disk disk_;
   Foresight foresight_;
   std::vector<int32_t> guess_;
-  std::vector<int64_t> guessed_;  // by expert id: the last step that it was foretold for
-  Expected expected_;
-  std::vector<int32_t> joined_;  // slots
-  std::vector<ExpertId> missing_;
-  std::deque<int32_t> demand_;  // queued reads
-  int32_t reading_ = -1;
-  double read_end_ = 0;   // of the read under way, or of the last one
+  std::vector<int64_t> guessed_;  // by expert id: the last forward that it was foretold for
+  std::vector<ClaimEntry> entries_;
+  std::vector<int64_t> prompt_;  // ids of a prompt's tokens
+  std::optional<Late> late_;
   double queued_at_ = 0;  // when the last reads were queued
   double now_ = 0;
+  double busy_ = 0;
   ReplayResult result_;
 };
 
 }  // namespace
+
+std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int32_t layer) {
+  std::vector<int32_t> tokens(static_cast<size_t>(trace.experts));
+  for (int64_t token = trace.first_token(forward); token < trace.first_token(forward + 1);
+       ++token) {
+    for (int32_t expert : trace.chosen(token, layer)) ++tokens[expert];
+  }
+  std::vector<int32_t> experts;
+  for (int32_t expert = 0; expert < trace.experts; ++expert) {
+    if (tokens[expert] > 0) experts.push_back(expert);
+  }
+  std::ranges::stable_sort(experts, std::greater{}, [&](int32_t expert) { return tokens[expert]; });
+  return experts;
+}
 
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options) {
   check(trace);

@@ -1,5 +1,5 @@
-// Replays recorded routing through the live pool's own objects: its policies, its slot table and
-// its order of calls, with a virtual clock in place of threads and a disk.
+// Replays recorded routing: a virtual clock and a virtual disk drive the live pool's own core
+// (core/core.h), which decides here as it does there.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "residency/kept_options.h"
+#include "residency/core/kept_options.h"
+#include "residency/core/window.h"
 
 namespace torch_mesh {
 
@@ -21,38 +22,62 @@ struct RoutingTrace {
   std::span<const float> scores;       // [tokens][layers][experts], router probabilities; or empty
   std::span<const float> lookahead;    // as scores: of `layer`, foretold one layer before; or empty
   std::span<const int64_t> sequences;  // first token of each, ascending; or empty: one sequence
+  // First token of each forward, ascending from 0; or empty: each token is a decode step.
+  std::span<const int64_t> forwards = {};
+
+  int64_t forward_count() const {
+    return forwards.empty() ? tokens : static_cast<int64_t>(forwards.size());
+  }
+  // Of a forward; of the one behind the last: the number of tokens.
+  int64_t first_token(int64_t forward) const {
+    if (forwards.empty()) return forward;
+    return forward < std::ssize(forwards) ? forwards[forward] : tokens;
+  }
+  std::span<const int32_t> chosen(int64_t token, int32_t layer) const {
+    return ids.subspan((token * layers + layer) * top_k, top_k);
+  }
 };
+
+// The distinct experts of a layer in a forward, in the order in which a forward claims them: those
+// of most tokens first.
+std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int32_t layer);
 
 struct ReplayOptions {
   std::string policy = "auto";  // or "belady": the bound, without prefetch only
   int32_t slots = 0;
-  bool quotas = false;  // of the layers, see quotas.cpp
   // "off", a name of predictor_names(), "lookahead" (the trace's own), or "standin": a seeded one
   // that names each expert which will be used with probability `recall`, and others in its place.
   std::string predictor = "off";
-  int32_t prefetch = 0;  // experts that are asked for ahead of each layer
+  int32_t prefetch = 0;  // experts that are asked for ahead of each layer of a decode step
   double recall = .75;
   uint64_t seed = 0;
-  KeptOptions kept =
-      {};  // as the pool's; a profile's experts have been read when the first token comes
+  // As the pool's; a profile's experts have been read when the first token comes.
+  KeptOptions kept = {};
+  PrefillWindow prefill = PrefillWindow::kAuto;
+  int32_t deferred = 0;  // experts of a token that are put off by a layer at most where cold
   // Of the virtual clock; only ratios matter to the counts.
-  double read_seconds = 1;   // for one expert; the disk reads one at a time, demand first
-  double layer_seconds = 1;  // what a layer takes when nothing is cold
+  double read_seconds = 1;   // for one expert; the disk reads one at a time, in order of urgency
+  double layer_seconds = 1;  // what a layer takes for one token when nothing is cold
 };
 
 struct ReplayResult {
-  std::vector<int64_t> hits;  // by token: experts that were READY when their layer began
+  // By token, those of a forward at its first: experts that were READY when their layer began, and
+  // experts asked for.
+  std::vector<int64_t> hits;
+  std::vector<int64_t> accesses_of;
   int64_t accesses = 0;
   int64_t inflight_misses = 0;
   int64_t cold_misses = 0;
+  int64_t deferred = 0;
   int64_t kept_accesses = 0;  // to experts that are never given up, see kept.h
   int64_t kept_hits = 0;
-  int64_t prefetched = 0;  // prefetch reads begun, and those of them that a forward used
+  int64_t promoted = 0;    // reads that ended
+  int64_t prefetched = 0;  // reads begun ahead of a forward's need, and those that a forward used
   int64_t prefetch_used = 0;
   int64_t predicted_right = 0;  // predicted experts that the layer used, resident or not
   double virtual_seconds = 0;
   double stalled_seconds = 0;
-  double decision_seconds = 0;  // wall clock of the whole replay: policy, predictor, slot table
+  double decision_seconds = 0;  // wall clock of the whole replay: the core and the predictor
 };
 
 // Throws Error(kInvalid) for a trace or options that make no sense.

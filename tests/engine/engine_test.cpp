@@ -28,7 +28,7 @@
 #include "engine/task_queue.h"
 #include "engine_fixture.h"
 #include "kernels/convert.h"
-#include "residency/policy.h"
+#include "residency/policies/policy.h"
 #include "topology_fixture.h"
 
 namespace {
@@ -93,33 +93,29 @@ LayerStats total(Engine& engine) {
 TEST(Policies, LearnAndShareOutWithoutMemory) {
   constexpr int32_t kLayersOfModel = 4, kExpertsOfLayer = 64, kChosen = 6;
   for (const std::string_view name : policy_names()) {
-    for (const bool quotas : {false, true}) {
-      if (quotas && (name == "heat" || name == "auto")) continue;
-      const auto policy = make_policy(
-          name,
-          {.layers = kLayersOfModel, .experts = kExpertsOfLayer, .slots = 40, .quotas = quotas});
-      Random random;
-      std::vector<int32_t> chosen;
-      const auto forward = [&](int32_t layer) {
-        chosen.clear();
-        while (chosen.size() < kChosen) {
-          // Some more often than others.
-          const int32_t expert =
-              std::min(random.below(kExpertsOfLayer), random.below(kExpertsOfLayer));
-          if (std::ranges::find(chosen, expert) == chosen.end()) chosen.push_back(expert);
-        }
-        policy->tick(layer, chosen);
-      };
-      const auto run = [&](int32_t forwards) {
-        const int64_t before = allocations;
-        for (int32_t i = 0; i < forwards; ++i) {
-          for (int32_t layer = 0; layer < kLayersOfModel; ++layer) forward(layer);
-        }
-        return allocations - before;
-      };
-      run(300);  // what is allocated once
-      EXPECT_EQ(run(600), 0) << name << (quotas ? " with quotas" : "");
-    }
+    const auto policy = make_policy(
+        name, {.layers = kLayersOfModel, .experts = kExpertsOfLayer, .slots = 40});
+    Random random;
+    std::vector<int32_t> chosen;
+    const auto forward = [&](int32_t layer) {
+      chosen.clear();
+      while (chosen.size() < kChosen) {
+        // Some more often than others.
+        const int32_t expert =
+            std::min(random.below(kExpertsOfLayer), random.below(kExpertsOfLayer));
+        if (std::ranges::find(chosen, expert) == chosen.end()) chosen.push_back(expert);
+      }
+      policy->tick(layer, chosen);
+    };
+    const auto run = [&](int32_t forwards) {
+      const int64_t before = allocations;
+      for (int32_t i = 0; i < forwards; ++i) {
+        for (int32_t layer = 0; layer < kLayersOfModel; ++layer) forward(layer);
+      }
+      return allocations - before;
+    };
+    run(300);  // what is allocated once
+    EXPECT_EQ(run(600), 0) << name;
   }
 }
 

@@ -124,6 +124,16 @@ ReadRequest request_for(uint64_t tag, int32_t file, int64_t offset, int64_t need
   return request;
 }
 
+void submit(Reader& reader, const ReadRequest& request) {
+  reader.submit({&request, 1});
+  reader.flush();
+}
+
+void hasten(Reader& reader, uint64_t tag) {
+  reader.hasten(tag);
+  reader.flush();
+}
+
 int64_t open_descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
                        std::filesystem::directory_iterator());
@@ -229,7 +239,7 @@ TEST_P(ReaderTest, SizesFromOneByteToSeveralChunks) {
        {int64_t{1}, int64_t{511}, int64_t{512}, int64_t{513}, int64_t{4095}, int64_t{4097},
         kChunk - 1, kChunk, kChunk + 1, 3 * kChunk + 5, 4 * kChunk + 777}) {
     std::memset(memory.at(0), 0xa5, 8 * kChunk);
-    reader->submit(request_for(tag, 0, 0, needed, memory.at(0)));
+    submit(*reader, request_for(tag, 0, 0, needed, memory.at(0)));
     EXPECT_EQ(reports_.wait_for(tag + 1).back().error, 0) << needed << " bytes";
     EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), needed), 0) << needed << " bytes";
     ++tag;
@@ -240,7 +250,7 @@ TEST_P(ReaderTest, LastBlockOfAFileEndsEarly) {
   const TempFile file(kChunk + 4096 + 777, seed_);
   const Memory memory(2 * kChunk);
   const auto reader = open(options(), file, memory);
-  reader->submit(request_for(1, 0, kChunk, 4096 + 777, memory.at(0)));
+  submit(*reader, request_for(1, 0, kChunk, 4096 + 777, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), file.at(kChunk), 4096 + 777), 0);
 }
@@ -255,7 +265,7 @@ TEST_P(ReaderTest, PiecesFromSeveralFiles) {
   request.pieces = 3;
   request.piece[1] = {{1, 8192, 2 * kChunk}, 2 * kChunk - 13, memory.at(2 * kChunk)};
   request.piece[2] = {{0, 0, 4096}, 1, memory.at(5 * kChunk)};
-  reader->submit(request);
+  submit(*reader, request);
   const ReadResult result = reports_.wait_for(1)[0];
   EXPECT_EQ(result.tag, 7u);
   EXPECT_EQ(result.error, 0);
@@ -280,9 +290,9 @@ TEST_P(ReaderTest, RequestsFromSeveralThreads) {
         const int64_t needed = 1 + static_cast<int64_t>(random() % kSlot);
         const int64_t offset = static_cast<int64_t>(random() % 300) * 4096;
         ranges[tag] = {offset, needed};
-        reader->submit(request_for(tag, 0, offset, needed, memory.at(tag * kSlot),
+        submit(*reader, request_for(tag, 0, offset, needed, memory.at(tag * kSlot),
                                    random() % 2 ? Urgency::kDemand : Urgency::kPrefetch));
-        if (random() % 3 == 0) reader->hasten(tag);
+        if (random() % 3 == 0) hasten(*reader, tag);
       }
     });
   }
@@ -338,7 +348,7 @@ std::vector<uint64_t> order_of(ReaderOptions options, const TempFile& file, cons
     if (result.tag == 0) gate.pass();
     collect(result);
   });
-  reader->submit(request_for(0, 0, 0, 1, memory.at(0)));
+  submit(*reader, request_for(0, 0, 0, 1, memory.at(0)));
   gate.wait_for_arrival();
   queue(*reader);
   gate.open();
@@ -352,9 +362,9 @@ TEST_P(ReaderTest, DemandOvertakesQueuedPrefetch) {
   const Memory memory(4 * kChunk);
   const auto tags = order_of(options(), file, memory, 4, [&](Reader& reader) {
     for (const uint64_t tag : {1, 2, 3}) {
-      reader.submit(request_for(tag, 0, 0, 3 * kChunk, memory.at(0), Urgency::kPrefetch));
+      submit(reader, request_for(tag, 0, 0, 3 * kChunk, memory.at(0), Urgency::kPrefetch));
     }
-    reader.submit(request_for(9, 0, 0, 3 * kChunk, memory.at(0)));
+    submit(reader, request_for(9, 0, 0, 3 * kChunk, memory.at(0)));
   });
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 9, 1, 2, 3}));
 }
@@ -364,10 +374,10 @@ TEST_P(ReaderTest, HastenedPrefetchOvertakesTheOthers) {
   const Memory memory(4 * kChunk);
   const auto tags = order_of(options(), file, memory, 3, [&](Reader& reader) {
     for (const uint64_t tag : {1, 2, 3}) {
-      reader.submit(request_for(tag, 0, 0, 2 * kChunk, memory.at(0), Urgency::kPrefetch));
+      submit(reader, request_for(tag, 0, 0, 2 * kChunk, memory.at(0), Urgency::kPrefetch));
     }
-    reader.hasten(3);
-    reader.hasten(12345);
+    hasten(reader, 3);
+    hasten(reader, 12345);
   });
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 3, 1, 2}));
 }
@@ -382,13 +392,13 @@ TEST_P(ReaderTest, CallbackMaySubmitAndHasten) {
   reader = open_reader(options(), files, {}, [&](const ReadResult& result) {
     ready.pass();
     if (result.tag < 20) {
-      reader->submit(request_for(result.tag + 1, 0, 0, 100, memory.at(0), Urgency::kPrefetch));
-      reader->hasten(result.tag + 1);
+      submit(*reader, request_for(result.tag + 1, 0, 0, 100, memory.at(0), Urgency::kPrefetch));
+      hasten(*reader, result.tag + 1);
     }
     collect(result);
   });
   ready.open();
-  reader->submit(request_for(0, 0, 0, 100, memory.at(0)));
+  submit(*reader, request_for(0, 0, 0, 100, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(21).back().tag, 20u);
 }
 
@@ -396,7 +406,7 @@ TEST_P(ReaderTest, ShortReadsOnly) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(4 * kChunk);
   const auto reader = open(only({.short_read = 1}), file, memory);
-  reader->submit(request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 4 * kChunk), 0);
   EXPECT_GE(reader->stats().short_reads, 4);
@@ -407,7 +417,7 @@ TEST_P(ReaderTest, InterruptedAndAgainAreRepeated) {
   const Memory memory(20 * 4 * kChunk);
   const auto reader = open(only({.eintr = 0.5, .eagain = 0.5}), file, memory);
   for (uint64_t tag = 0; tag < 20; ++tag) {
-    reader->submit(request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk)));
+    submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk)));
   }
   for (const ReadResult& result : reports_.wait_for(20)) {
     EXPECT_EQ(result.error, 0);
@@ -420,7 +430,7 @@ TEST_P(ReaderTest, AgainForeverEndsInAnError) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const auto reader = open(only({.eagain = 1}), file, memory);
-  reader->submit(request_for(1, 0, 0, kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, kChunk, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, EAGAIN);
 }
 
@@ -430,7 +440,7 @@ TEST_P(ReaderTest, DiskErrorOnceIsRetried) {
   ReaderOptions chosen = only({.eio_once = 1});
   chosen.retries = 1;
   const auto reader = open(chosen, file, memory);
-  reader->submit(request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 4 * kChunk), 0);
   EXPECT_EQ(reader->stats().retries, 4);
@@ -445,7 +455,7 @@ TEST_P(ReaderTest, DiskErrorForeverNamesFileAndOffset) {
   const File files[] = {other.file(), file.file()};
   const MemoryRegion regions[] = {memory.region()};
   const auto reader = open_reader(chosen, files, regions, reports_.done());
-  reader->submit(request_for(1, 1, kChunk, 2 * kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 1, kChunk, 2 * kChunk, memory.at(0)));
   const ReadResult result = reports_.wait_for(1)[0];
   EXPECT_EQ(result.error, EIO);
   EXPECT_EQ(result.file, 1);
@@ -459,7 +469,7 @@ TEST_P(ReaderTest, DelayedAndReorderedReadsAllArrive) {
   const auto reader = open(only({.delay = 0.5, .reorder = 0.5}), file, memory);
   for (int64_t tag = 0; tag < 160; ++tag) {
     const int64_t place = tag % 16 * kChunk;
-    reader->submit(request_for(tag, 0, place, kChunk, memory.at(tag * kChunk)));
+    submit(*reader, request_for(tag, 0, place, kChunk, memory.at(tag * kChunk)));
   }
   const auto results = reports_.wait_for(160);
   EXPECT_FALSE(std::is_sorted(results.begin(), results.end(),
@@ -475,7 +485,7 @@ TEST_P(ReaderTest, FlippedBitIsLeftToTheChecksum) {
   const TempFile file(kChunk, seed_);
   const Memory memory(kChunk);
   const auto reader = open(only({.bit_flip = 1}), file, memory);
-  reader->submit(request_for(1, 0, 0, kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, kChunk, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   int32_t flipped = 0;
   for (int64_t index = 0; index < kChunk; ++index) {
@@ -492,7 +502,7 @@ TEST_P(ReaderTest, WrongOffsetIsLeftToTheChecksum) {
   const auto reader = open(only({.wrong_offset = 1}), file, memory);
   uint64_t tag = 0;
   for (const int64_t offset : {int64_t{0}, kChunk, 3 * kChunk}) {
-    reader->submit(request_for(tag++, 0, offset, kChunk, memory.at(0)));
+    submit(*reader, request_for(tag++, 0, offset, kChunk, memory.at(0)));
     EXPECT_EQ(reports_.wait_for(tag).back().error, 0);
     EXPECT_NE(record_checksum({}, 0, 0, memory.at(0), kChunk),
               record_checksum({}, 0, 0, file.at(offset), kChunk));
@@ -507,7 +517,7 @@ TEST_P(ReaderTest, CloseWithRequestsUnderWayReportsEachOnce) {
   chosen.faults.max_delay = 20ms;
   const auto reader = open(chosen, file, memory);
   for (uint64_t tag = 0; tag < 60; ++tag) {
-    reader->submit(request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk),
+    submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk),
                                tag % 2 ? Urgency::kDemand : Urgency::kPrefetch));
   }
   reader->close();
@@ -528,8 +538,8 @@ TEST_P(ReaderTest, CloseWithRequestsUnderWayReportsEachOnce) {
   EXPECT_EQ(std::memcmp(memory.at(0), untouched.data(), untouched.size()), 0)
       << "written to after close()";
   expect_error(ErrorKind::kClosed, "closed",
-               [&] { reader->submit(request_for(1, 0, 0, 1, memory.at(0))); });
-  reader->hasten(1);
+               [&] { submit(*reader, request_for(1, 0, 0, 1, memory.at(0))); });
+  hasten(*reader, 1);
   reader->close();
 }
 
@@ -543,7 +553,7 @@ TEST_P(ReaderTest, CloseFromTheCallbackIsRefused) {
     expect_error(ErrorKind::kInvalid, "callback", [&] { reader->close(); });
     collect(result);
   });
-  reader->submit(request_for(0, 0, 0, 1, memory.at(0)));
+  submit(*reader, request_for(0, 0, 0, 1, memory.at(0)));
   reports_.wait_for(1);
 }
 
@@ -584,7 +594,7 @@ TEST_P(ReaderTest, FileCutOffUnderTheReader) {
   for (const int64_t left : {2 * kChunk + 100, 2 * kChunk, int64_t{0}}) {
     file.truncate(left);
     const size_t before = reports_.wait_for(0).size();
-    reader->submit(request_for(before, 0, kChunk, 3 * kChunk, memory.at(0)));
+    submit(*reader, request_for(before, 0, kChunk, 3 * kChunk, memory.at(0)));
     const ReadResult result = reports_.wait_for(before + 1).back();
     EXPECT_EQ(result.error, ENODATA) << left << " bytes left";
     EXPECT_EQ(result.file, 0);
@@ -601,7 +611,7 @@ TEST_P(ReaderTest, FileSystemThatRefusesDirectReads) {
   const auto reader = open_reader(options(), files, {}, reports_.done());
   EXPECT_TRUE(any_contains(reader->notes(), "refuses O_DIRECT"));
   EXPECT_EQ(reader->alignment(), 1);
-  reader->submit(request_for(1, 0, 0, 5, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, 5, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), "Name:", 5), 0);
 }
@@ -612,7 +622,7 @@ TEST_P(ReaderTest, TmpfsIsReadWithANote) {
   const Memory memory(4 * kChunk);
   const auto reader = open(options(), file, memory);
   EXPECT_TRUE(any_contains(reader->notes(), file.path()));
-  reader->submit(request_for(1, 0, 0, 2 * kChunk + 5, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, 2 * kChunk + 5, memory.at(0)));
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 2 * kChunk + 5), 0);
 }
@@ -626,7 +636,7 @@ TEST_P(ReaderTest, WithoutDirectReadsNothingNeedsAlignment) {
   EXPECT_EQ(reader->alignment(), 1);
   ReadRequest request = request_for(1, 0, 13, kChunk + 7, memory.at(3));
   request.piece[0].from.bytes = kChunk + 7;
-  reader->submit(request);
+  submit(*reader, request);
   EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
   EXPECT_EQ(std::memcmp(memory.at(3), file.at(13), kChunk + 7), 0);
 }
@@ -640,7 +650,7 @@ TEST_P(ReaderTest, MemoryOutsideAndAcrossTheRegisteredBuffers) {
   const auto reader = open_reader(options(), files, regions, reports_.done());
   for (const int64_t place : {int64_t{0}, kChunk, 3 * kChunk, 4 * kChunk}) {
     const size_t before = reports_.wait_for(0).size();
-    reader->submit(request_for(before, 0, 0, 4 * kChunk, memory.at(place)));
+    submit(*reader, request_for(before, 0, 0, 4 * kChunk, memory.at(place)));
     EXPECT_EQ(reports_.wait_for(before + 1).back().error, 0);
     EXPECT_EQ(std::memcmp(memory.at(place), file.at(0), 4 * kChunk), 0);
   }
@@ -654,7 +664,7 @@ TEST_P(ReaderTest, WrongRequestsAreRefused) {
   const auto refused = [&](const std::string& part, const auto& spoil) {
     ReadRequest bad = good;
     spoil(bad);
-    expect_error(ErrorKind::kInvalid, part, [&] { reader->submit(bad); });
+    expect_error(ErrorKind::kInvalid, part, [&] { submit(*reader, bad); });
   };
   refused("pieces", [](ReadRequest& bad) { bad.pieces = 0; });
   refused("pieces", [](ReadRequest& bad) { bad.pieces = kMaxPieces + 1; });
@@ -696,16 +706,16 @@ TEST_P(ReaderTest, ForkedChildIsRefusedAndDoesNotHang) {
   const Memory memory(50 * 4 * kChunk);
   std::unique_ptr<Reader> reader = open(options(), file, memory);
   for (uint64_t tag = 0; tag < 50; ++tag) {
-    reader->submit(request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk)));
+    submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk)));
   }
   const int status = status_of_child([&] {
     int failures = 1;
     try {
-      reader->submit(request_for(1, 0, 0, 1, memory.at(0)));
+      submit(*reader, request_for(1, 0, 0, 1, memory.at(0)));
     } catch (const Error& error) {
       failures = error.kind() != ErrorKind::kForked;
     }
-    reader->hasten(1);
+    hasten(*reader, 1);
     reader->close();
     reader.reset();
     return failures;
@@ -728,7 +738,7 @@ TEST_P(ReaderTest, AlarmStorm) {
   {
     const auto reader = open(options(), file, memory);
     for (uint64_t tag = 0; tag < 30; ++tag) {
-      reader->submit(request_for(tag, 0, 0, 16 * kChunk, memory.at(tag * 16 * kChunk)));
+      submit(*reader, request_for(tag, 0, 0, 16 * kChunk, memory.at(tag * 16 * kChunk)));
     }
     for (const ReadResult& result : reports_.wait_for(30)) EXPECT_EQ(result.error, 0);
   }
@@ -746,7 +756,7 @@ TEST_P(ReaderTest, DescriptorsAreGivenBack) {
   const int64_t before = open_descriptors();
   for (uint64_t round = 0; round < 10; ++round) {
     const auto reader = open(options(), file, memory);
-    reader->submit(request_for(round, 0, 0, kChunk, memory.at(0)));
+    submit(*reader, request_for(round, 0, 0, kChunk, memory.at(0)));
     if (round % 2 == 0) reports_.wait_for(round + 1);
   }
   EXPECT_EQ(open_descriptors(), before);
@@ -770,18 +780,18 @@ TEST_P(ReaderTest, RealDiskErrorFromALoopDevice) {
     const Memory memory(4 * kChunk);
     const File files[] = {{device, backing.bytes()}};
     const auto reader = open_reader(options(), files, {}, reports_.done());
-    reader->submit(request_for(0, 0, 0, 4 * kChunk, memory.at(0)));
+    submit(*reader, request_for(0, 0, 0, 4 * kChunk, memory.at(0)));
     EXPECT_EQ(reports_.wait_for(1)[0].error, 0);
     backing.truncate(kChunk);
     const int64_t gone = 40 * kChunk;
-    reader->submit(request_for(1, 0, gone, 4 * kChunk, memory.at(0)));
+    submit(*reader, request_for(1, 0, gone, 4 * kChunk, memory.at(0)));
     const ReadResult result = reports_.wait_for(2)[1];
     EXPECT_EQ(result.error, EIO);
     EXPECT_EQ(result.file, 0);
     EXPECT_GE(result.offset, gone);
     EXPECT_LT(result.offset, gone + 4 * kChunk);
     EXPECT_GT(reader->stats().retries, 0);
-    reader->submit(request_for(2, 0, 0, kChunk, memory.at(0)));
+    submit(*reader, request_for(2, 0, 0, kChunk, memory.at(0)));
     EXPECT_EQ(reports_.wait_for(3)[2].error, 0) << "a failed read must leave the reader usable";
   }
   EXPECT_EQ(std::system(("losetup --detach " + device).c_str()), 0);
@@ -800,7 +810,7 @@ TEST_P(ReaderTest, LockedMemoryLimitOfAnotherUser) {
     const auto reader = open(options(), file, memory);
     const bool uring = GetParam().backend == std::string("uring");
     if (uring != any_contains(reader->notes(), "memlock")) return 11;
-    reader->submit(request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
+    submit(*reader, request_for(1, 0, 0, 4 * kChunk, memory.at(0)));
     if (reports_.wait_for(1)[0].error != 0) return 12;
     return std::memcmp(memory.at(0), file.at(0), 4 * kChunk) == 0 ? 0 : 13;
   });
@@ -817,7 +827,7 @@ TEST(Reader, AutoFindsABackendAndSaysWhyItFellBack) {
   const std::string why_not = uring_unavailable();
   EXPECT_STREQ(reader->backend(), why_not.empty() ? "uring" : "threads");
   EXPECT_TRUE(why_not.empty() || any_contains(reader->notes(), why_not));
-  reader->submit(request_for(1, 0, 0, kChunk, memory.at(0)));
+  submit(*reader, request_for(1, 0, 0, kChunk, memory.at(0)));
   EXPECT_EQ(reports.wait_for(1)[0].error, 0);
 }
 

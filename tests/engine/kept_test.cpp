@@ -1,5 +1,5 @@
 // Profiles, warm starts, and experts that are never given up.
-#include "residency/kept.h"
+#include "residency/core/kept.h"
 
 #include <gtest/gtest.h>
 
@@ -58,7 +58,7 @@ void forward(Pool& pool, int32_t layer, const Ids& experts, ForwardPart part = {
   ReadyExpert ready;
   while (claim.next({&ready, 1}) > 0) {
     ASSERT_EQ(ready.record[0], static_cast<std::byte>(32 * layer + experts[ready.index] + 1));
-    claim.release(ready.index);
+    claim.release({&ready, 1});
   }
 }
 
@@ -112,15 +112,11 @@ TEST(Kept, RefusesOptionsThatMakeNoSense) {
 TEST(Kept, IsNeverAVictimOfAnyPolicy) {
   const auto seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
-  const auto names = policy_names();
-  for (size_t choice = 0; choice < 2 * names.size(); ++choice) {
-    const std::string_view name = names[choice / 2];
-    const bool quotas = choice % 2 != 0;
-    SCOPED_TRACE(std::string(name) + (quotas ? " with quotas" : ""));
+  for (const std::string_view name : policy_names()) {
+    SCOPED_TRACE(name);
     std::mt19937 random(seed);
     constexpr int32_t kLayers = 3, kExperts = 8, kSlots = 10;
-    SlotTable slots(kLayers * kExperts, kSlots,
-                    make_policy(name, {kLayers, kExperts, kSlots, quotas}));
+    SlotTable slots(kLayers * kExperts, kSlots, make_policy(name, {kLayers, kExperts, kSlots}));
     Ids held;
     for (int32_t step = 0; step < 2000; ++step) {
       const auto id = static_cast<ExpertId>(random() % (kLayers * kExperts));
@@ -327,54 +323,6 @@ TEST(Pins, StayWhileForwardsComeAndThePoolChangesItsSize) {
   EXPECT_GE(all.kept_hits, 4);  // that many pins beside two experts of the early layer
   EXPECT_LE(all.kept_accesses, 4 + 8);
   EXPECT_EQ(all.accesses, 24);
-}
-
-// A layer that is asked for the same few again and again, beside one that walks through all: the
-// walk gains nothing from slots, so they go to the first.
-TEST(Quotas, FollowTheCurvesOfTheLayers) {
-  constexpr int32_t kExperts = 16, kSlots = 16;
-  auto policy = make_policy("lru", {2, kExperts, kSlots, true});
-  EXPECT_STREQ(policy->name(), "lru with quotas");
-  Ids held(2, 0);
-  int64_t hits = 0, victims = 0;
-  for (int32_t token = 0; token < 3000; ++token) {
-    for (int32_t layer = 0; layer < 2; ++layer) {
-      const int32_t expert = layer == 0 ? token * 7 % 9 : token % kExperts;
-      const ExpertId id = layer * kExperts + expert;
-      policy->tick(layer, Ids{expert});
-      if (policy->resident(id)) {
-        hits += layer == 0 && token >= 2000;
-      } else {
-        if (held[0] + held[1] == kSlots) {
-          const ExpertId victim = policy->victim();
-          ASSERT_TRUE(policy->resident(victim));
-          policy->remove(victim);
-          --held[victim / kExperts];
-          ++victims;
-        }
-        policy->admit(id);
-        ++held[layer];
-      }
-      policy->touch(id);
-    }
-  }
-  EXPECT_EQ(hits, 1000);  // all of the first layer's: half of the slots would give lru none
-  EXPECT_GT(victims, 1000);
-}
-
-TEST(Quotas, WhatOneLayerLeavesOthersBorrow) {
-  auto policy = make_policy("lru", {2, 8, 8, true});
-  for (int32_t expert = 0; expert < 8; ++expert) policy->admit(expert);  // all slots for one layer
-  policy->tick(1, Ids{0});
-  for (ExpertId id : {0, 1, 2, 3}) {  // the other one takes its own back
-    EXPECT_EQ(policy->victim(), id);
-    policy->remove(id);
-    policy->admit(8 + id);
-  }
-  EXPECT_EQ(policy->victim(), 8);
-  policy->resize(4);
-  policy->tick(0, Ids{7});
-  EXPECT_EQ(policy->victim(), 4);
 }
 
 // What prompts begin: A is the model's favourite, B the text's.

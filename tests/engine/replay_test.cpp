@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "residency/policy.h"
+#include "residency/policies/policy.h"
 #include "residency/predictor.h"
 
 namespace torch_mesh {

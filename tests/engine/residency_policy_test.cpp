@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "residency/policy.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {

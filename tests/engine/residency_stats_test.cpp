@@ -11,10 +11,13 @@
 #include <vector>
 
 #include "residency/pool.h"
+#include "claim_fixture.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
 namespace {
+
+using testing::release;
 
 using namespace std::chrono_literals;
 
@@ -52,7 +55,7 @@ void forward(Pool& pool, int32_t layer, const Experts& experts, ForwardPart part
   ReadyExpert ready;
   while (claim.next({&ready, 1}) > 0) {
     ASSERT_EQ(ready.record[0], record_of(layer, experts[ready.index])[0]);
-    claim.release(ready.index);
+    claim.release({&ready, 1});
   }
 }
 
@@ -114,7 +117,7 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
 void forward_that_defers(Pool& pool) {
   const Experts experts{0, 1, 2, 3};
   std::array<Claim::Entry, 2> entries;
-  Claim claim(pool, 0, experts, entries, {.phase = Phase::kDecode, .deferred = 2});
+  Claim claim(pool, 0, experts, entries, {.phase = Phase::kDecode, .deferral = {.experts = std::span(experts).last(2)}});
   ReadyExpert ready;
   std::vector<int32_t> handed_out;
   while (claim.next({&ready, 1}) > 0) handed_out.push_back(ready.index);
@@ -122,8 +125,8 @@ void forward_that_defers(Pool& pool) {
   EXPECT_EQ(handed_out, (Experts{0, 1}));
   pool.drain();
   pool.validate();
-  claim.release(0);
-  claim.release(1);
+  release(claim, 0);
+  release(claim, 1);
 }
 
 constexpr ForwardPart kVisit{.kind = ClaimKind::kVisit};
@@ -212,7 +215,7 @@ TEST(PoolStats, WhatIsDeferredIsCountedAndReadOnce) {
   forward(pool, 1, {0, 1, 2}, kDecodeStep);  // gives up what is done with, not what is awaited
   EXPECT_EQ(pool.state(0, 2), SlotState::kReady);
   EXPECT_EQ(pool.state(0, 3), SlotState::kReady);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kLate});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
   const PoolStats stats = pool.detailed_stats();
   const LayerStats& layer = layer_of(stats, Phase::kDecode);
   EXPECT_EQ(layer.forwards, 1);
@@ -232,7 +235,7 @@ TEST(PoolStats, WhatIsDeferredMakesRoomWhenNothingElseCan) {
   forward_that_defers(pool);
   forward(pool, 1, {0, 1, 2, 3, 4}, kDecodeStep);
   EXPECT_EQ(pool.state(0, 2), SlotState::kEmpty);
-  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .kind = ClaimKind::kLate});
+  forward(pool, 0, {2, 3}, {.phase = Phase::kDecode, .last = false, .deferral = {.late = true}});
   EXPECT_EQ(layer_of(pool.detailed_stats(), Phase::kDecode).promoted, 6);
   pool.validate();
 }
@@ -339,7 +342,7 @@ TEST(PoolStats, AForwardThatJoinsAFailingPrefetchGetsAReadOfItsOwn) {
     joined.set_value();
     ASSERT_EQ(claim.next(ready), 1);
     EXPECT_EQ(ready[0].record[0], record_of(0, 2)[0]);
-    claim.release(0);
+    release(claim, 0);
   }
   const PoolStats stats = pool.detailed_stats();
   const LayerStats& decode = layer_of(stats, Phase::kDecode);

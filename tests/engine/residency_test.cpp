@@ -20,11 +20,12 @@
 #include <thread>
 #include <vector>
 
+#include "claim_fixture.h"
 #include "error_of.h"
-#include "residency/arena.h"
-#include "residency/expected.h"
+#include "residency/memory/arena.h"
+#include "residency/core/expected.h"
 #include "residency/pool.h"
-#include "residency/slots.h"
+#include "residency/core/slots.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
@@ -32,6 +33,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::error_of;
+using testing::release;
 
 constexpr int64_t kRecord = 8192;
 
@@ -93,7 +95,7 @@ void forward(
       ASSERT_FALSE(seen[ready[i].index]) << "handed out twice";
       seen[ready[i].index] = true;
       ASSERT_TRUE(is_record(ready[i].record, layer, experts[ready[i].index]));
-      claim.release(ready[i].index);
+      claim.release({&ready[i], 1});
       step();
     }
   }
@@ -205,9 +207,9 @@ TEST(Pool, NextRefusesToWaitForSlotsThatTheClaimItselfHolds) {
   const int32_t first = ready[0].index;
   ASSERT_EQ(claim.next(ready), 1);
   EXPECT_EQ(error_of([&] { claim.next(ready); }).kind(), ErrorKind::kInvalid);
-  claim.release(first);
+  release(claim, first);
   EXPECT_EQ(claim.next(ready), 1);
-  EXPECT_EQ(error_of([&] { claim.release(first); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { release(claim, first); }).kind(), ErrorKind::kInvalid);
 }
 
 TEST(Pool, ADroppedClaimLeavesItsReadsBehindAsPrefetches) {
@@ -525,7 +527,7 @@ TEST(Pool, CloseRefusesNewClaimsAndLetsOthersEnd) {
     int32_t handed = 0;
     while (const int32_t count = claim.next(ready)) {
       handed += count;
-      for (int32_t i = 0; i < count; ++i) claim.release(ready[i].index);
+      for (int32_t i = 0; i < count; ++i) claim.release({&ready[i], 1});
     }
     EXPECT_EQ(handed, 8);
   }
@@ -554,7 +556,7 @@ TEST(Pool, AForkedChildGetsErrorsAndEnds) {
       }
     };
     count([&] { claim->next(ready); });
-    count([&] { claim->release(0); });
+    count([&] { release(*claim, 0); });
     claim.reset();
     count([&] { pool->promote(0, experts); });
     count([&] { pool->prefetch(0, experts); });
@@ -570,7 +572,7 @@ TEST(Pool, AForkedChildGetsErrorsAndEnds) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
-  while (claim->next(ready) == 1) claim->release(ready[0].index);
+  while (claim->next(ready) == 1) claim->release(ready);
   claim.reset();
   expect_at_rest(*pool);
 }
@@ -786,7 +788,7 @@ TEST(MappedPool, FileCutOffWhileItsBytesAreInUse) {
     EXPECT_TRUE(is_record(ready[0].record, 0, ready[0].index));
     claim.check_read();
     EXPECT_EQ(ready[3].record[0], std::byte{0});  // and the process goes on
-    const Error error = error_of([&] { claim.release(ready[0].index); });
+    const Error error = error_of([&] { claim.release({&ready[0], 1}); });
     EXPECT_EQ(error.kind(), ErrorKind::kRead);
     EXPECT_EQ(error.place().file, store.path());
   }

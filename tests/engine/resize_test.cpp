@@ -74,7 +74,7 @@ void forward(Pool& pool, int32_t layer, const Experts& experts, int64_t bytes = 
   size_t seen = 0;
   while (claim.next({&ready, 1}) > 0) {
     ASSERT_TRUE(is_record(ready.record, bytes, layer, experts[ready.index]));
-    claim.release(ready.index);
+    claim.release({&ready, 1});
     ++seen;
   }
   ASSERT_EQ(seen, experts.size());

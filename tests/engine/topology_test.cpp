@@ -1,5 +1,5 @@
 // Which nodes a process computes on, in made-up machines; and what follows for memory and tasks.
-#include "residency/topology.h"
+#include "residency/memory/topology.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/placement.h"
-#include "residency/arena.h"
+#include "residency/memory/arena.h"
 #include "topology_fixture.h"
 
 namespace torch_mesh {

@@ -80,7 +80,7 @@ void forward(Pool& pool, int32_t layer, std::span<const int32_t> experts, Forwar
       const auto expert = static_cast<std::byte>(experts[ready[i].index]);
       ASSERT_EQ(ready[i].record[0], static_cast<std::byte>(layer));
       ASSERT_EQ(ready[i].record[1], expert);
-      claim.release(ready[i].index);
+      claim.release({&ready[i], 1});
     }
     computed += count;
     pool.validate();
@@ -107,13 +107,13 @@ TEST(Window, ReadsTheNextLayerIntoSlotsThatThisOneIsDoneWith) {
   for (int32_t batch = 0; batch < 3; ++batch) {
     ASSERT_EQ(claim.next(ready), 10);
     EXPECT_EQ(present(pool, 1, 0, 40), 0);
-    for (const ReadyExpert& expert : ready) claim.release(expert.index);
+    claim.release(ready);
   }
   // Half of the pool is the next layer's window; ten of its slots are still in use here.
   ASSERT_EQ(claim.next(ready), 10);
   EXPECT_EQ(present(pool, 1, 0, 40), 10);
   pool.validate();
-  for (const ReadyExpert& expert : ready) claim.release(expert.index);
+  claim.release(ready);
   EXPECT_EQ(present(pool, 1, 0, 40), 20);
   EXPECT_EQ(present(pool, 0, 0, 40), 20);
   pool.drain();

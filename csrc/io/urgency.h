@@ -1,0 +1,14 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace torch_mesh {
+
+// Of a read. kDemand: somebody waits for it. kWindow: sure to be needed, but not yet, and so behind
+// demand only, at full depth. kPrefetch: a guess.
+enum class Urgency : uint8_t { kDemand, kWindow, kPrefetch };
+
+inline constexpr std::array kUrgencies{Urgency::kDemand, Urgency::kWindow, Urgency::kPrefetch};
+
+}  // namespace torch_mesh

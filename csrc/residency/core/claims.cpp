@@ -1,0 +1,192 @@
+#include "residency/core/claims.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "residency/core/window.h"
+
+namespace torch_mesh {
+
+void Claims::add(ClaimState& claim) {
+  std::ranges::fill(claim.entries, ClaimEntry{-1, ClaimEntry::kWaiting, false});
+  claim.waiting = static_cast<int32_t>(claim.entries.size());
+  claim.alive = {.next = alive_, .previous = nullptr};
+  if (alive_ != nullptr) alive_->alive.previous = &claim;
+  alive_ = &claim;
+}
+
+void Claims::remove(ClaimState& claim) {
+  for (const ClaimEntry& entry : claim.entries) {
+    if (entry.state == ClaimEntry::kJoined || entry.state == ClaimEntry::kHeld) {
+      residents_.unpin(entry.slot);
+    }
+  }
+  const auto [next, previous] = claim.alive;
+  (previous != nullptr ? previous->alive.next : alive_) = next;
+  if (next != nullptr) next->alive.previous = previous;
+}
+
+void Claims::reserve(ClaimState& claim, const Window& window) {
+  if (claim.waiting == 0 || (queued() && first_waiting_ != &claim)) return;
+  join_present(claim);
+  const size_t count = claim.entries.size();
+  for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
+    // Forwards list the expert of most rows first. What a window reads last is what it leaves.
+    if (!reserve_one(claim, claim.part.window ? count - 1 - i : i, window)) return;
+  }
+}
+
+// Before any slot is reserved, so that no victim is an expert which this claim needs.
+void Claims::join_present(ClaimState& claim) {
+  for (size_t i = 0; i < claim.entries.size(); ++i) {
+    if (claim.entries[i].state != ClaimEntry::kWaiting) continue;
+    const int32_t slot = residents_.slots().find(id_of(claim, i));
+    if (slot < 0) continue;
+    const bool ready = residents_.slots()[slot].state == SlotState::kReady;
+    // A prefetch is used by a forward.
+    const bool ahead =
+        claim.part.kind == ClaimKind::kForward && residents_.use_prefetched(slot);
+    join(claim, i, slot, ahead);
+    if (!ready) residents_.hasten(slot);
+    count(claim, i, ready ? kHit : kInflightMiss);
+  }
+}
+
+// False when no slot is to be had.
+bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) {
+  if (claim.entries[index].state != ClaimEntry::kWaiting) return true;
+  const ExpertId id = id_of(claim, index);
+  SlotTable& slots = residents_.slots();
+  if (const int32_t present = slots.find(id); present >= 0) {  // a duplicate in the list
+    join(claim, index, present, false);
+    count(claim, index, kInflightMiss);
+    return true;
+  }
+  if (claim.part.window && !slots.has_empty() && claim.reading >= window.slots_for(claim)) {
+    return false;
+  }
+  const int32_t slot = residents_.reserve(id, claim.part.phase);
+  if (slot < 0) return false;
+  join(claim, index, slot, true);
+  count(claim, index, kColdMiss);
+  residents_.read(slot, Urgency::kDemand, claim.part.phase);
+  return true;
+}
+
+void Claims::join(ClaimState& claim, size_t index, int32_t slot, bool read) {
+  SlotTable& slots = residents_.slots();
+  claim.part.kind == ClaimKind::kVisit ? slots.hold(slot) : slots.pin(slot);
+  claim.entries[index] = {slot, ClaimEntry::kJoined, read};
+  claim.reading += read;
+  --claim.waiting;
+  ++claim.joined;
+}
+
+void Claims::count(const ClaimState& claim, size_t index, AccessCount how) {
+  if (!claim.part.teaches()) return;
+  const ExpertId id = id_of(claim, index);
+  statistics_.count(id, claim.part.phase, how, residents_.slots().kept(id));
+}
+
+int32_t Claims::hand_out(ClaimState& claim, std::span<HandedOut> ready,
+                         std::optional<Error>& error) {
+  const SlotTable& slots = residents_.slots();
+  int32_t count = 0;
+  for (size_t i = 0; i < claim.entries.size() && claim.joined > 0; ++i) {
+    ClaimEntry& entry = claim.entries[i];
+    if (entry.state != ClaimEntry::kJoined) continue;
+    const Slot& slot = slots[entry.slot];
+    if (slot.state == SlotState::kLoading) continue;
+    if (slot.error) {
+      if (count > 0) break;  // what is in `ready` must reach the caller first
+      error.emplace(*slot.error);
+      entry.state = ClaimEntry::kDone;
+      --claim.joined;
+      end_read(claim, entry);
+      residents_.unpin(entry.slot);
+      return 0;
+    }
+    if (count == static_cast<int32_t>(ready.size())) break;
+    entry.state = ClaimEntry::kHeld;
+    --claim.joined;
+    ++claim.held;
+    ready[count++] = {static_cast<int32_t>(i), entry.slot};
+  }
+  return count;
+}
+
+size_t Claims::release(ClaimState& claim, std::span<const int32_t> indices) {
+  for (size_t at = 0; at < indices.size(); ++at) {
+    const int32_t index = indices[at];
+    if (index < 0 || index >= std::ssize(claim.entries)) return at;
+    ClaimEntry& entry = claim.entries[index];
+    if (entry.state != ClaimEntry::kHeld) return at;
+    entry.state = ClaimEntry::kDone;
+    --claim.held;
+    end_read(claim, entry);
+    residents_.unpin(entry.slot);
+  }
+  return indices.size();
+}
+
+int32_t Claims::late_slot(const ClaimState& claim) const {
+  for (const ClaimEntry& entry : claim.entries) {
+    if (entry.state != ClaimEntry::kJoined) continue;
+    if (residents_.slots()[entry.slot].state == SlotState::kLoading) return entry.slot;
+  }
+  return -1;
+}
+
+bool Claims::waits_for_reads(const ClaimState& claim) const {
+  return std::ranges::none_of(claim.entries, [&](const ClaimEntry& entry) {
+    return entry.state == ClaimEntry::kJoined &&
+           residents_.slots()[entry.slot].state != SlotState::kLoading;
+  });
+}
+
+void Claims::enter_queue(ClaimState& claim) {
+  claim.queue = {.next = nullptr, .previous = last_waiting_};
+  (last_waiting_ != nullptr ? last_waiting_->queue.next : first_waiting_) = &claim;
+  last_waiting_ = &claim;
+}
+
+void Claims::leave_queue(ClaimState& claim) {
+  const auto [next, previous] = claim.queue;
+  (previous != nullptr ? previous->queue.next : first_waiting_) = next;
+  (next != nullptr ? next->queue.previous : last_waiting_) = previous;
+  effects_.freed = true;  // the next in line must look
+}
+
+void Claims::validate() const {
+  const SlotTable& slots = residents_.slots();
+  std::vector<int32_t> pins(static_cast<size_t>(slots.size()), 0);
+  for (const ClaimState* claim = alive_; claim != nullptr; claim = claim->alive.next) {
+    int32_t waiting = 0, joined = 0, held = 0, reading = 0;
+    for (const ClaimEntry& entry : claim->entries) {
+      waiting += entry.state == ClaimEntry::kWaiting;
+      joined += entry.state == ClaimEntry::kJoined;
+      held += entry.state == ClaimEntry::kHeld;
+      reading += entry.read;
+      if (entry.state != ClaimEntry::kJoined && entry.state != ClaimEntry::kHeld) continue;
+      ++pins[entry.slot];
+      check_invariant(
+          entry.state != ClaimEntry::kHeld || slots[entry.slot].state == SlotState::kReady,
+          "a claim holds a slot that is not READY");
+    }
+    check_invariant(waiting == claim->waiting && joined == claim->joined && held == claim->held &&
+                        reading == claim->reading,
+                    "a claim's counts are not those of its entries");
+  }
+  for (int32_t slot = 0; slot < slots.size(); ++slot) {
+    check_invariant(pins[slot] == slots[slot].pins, "a slot's pins are not those of the claims");
+  }
+  const ClaimState* last = nullptr;
+  for (const ClaimState* claim = first_waiting_; claim != nullptr; claim = claim->queue.next) {
+    check_invariant(claim->queue.previous == last, "the queue for slots is torn");
+    last = claim;
+  }
+  check_invariant(last == last_waiting_, "the queue for slots does not end with its last claim");
+}
+
+}  // namespace torch_mesh

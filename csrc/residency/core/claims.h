@@ -1,0 +1,108 @@
+// Claims: which slots the experts of one forward of one layer take, in which order, and who waits
+// for slots before whom.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "base/error.h"
+#include "residency/core/residents.h"
+
+namespace torch_mesh {
+
+// One expert of a claim.
+struct ClaimEntry {
+  enum State : uint8_t {
+    kWaiting,  // has no slot yet
+    kJoined,   // pins a slot that is READY, LOADING or failed
+    kHeld,     // handed out
+    kDone,
+  };
+  int32_t slot;
+  State state;
+  bool read;  // for this claim, or ahead of it
+};
+
+// A claim as the core knows it; lives with whoever made it, and does not move.
+struct ClaimState {
+  int32_t layer = 0;
+  ForwardPart part = {};
+  std::span<const int32_t> experts = {};  // distinct; the last ones are those of part.deferral
+  std::span<ClaimEntry> entries = {};     // one for each of the others
+  int32_t waiting = 0;                    // not reserved yet
+  int32_t joined = 0;                     // resident or being read for this claim, not handed out
+  int32_t held = 0;                       // handed out, not released
+  int32_t reading = 0;                    // read for this claim or ahead of it, not released
+
+  struct Links {
+    ClaimState* next = nullptr;
+    ClaimState* previous = nullptr;
+  };
+  Links alive = {};  // among all claims
+  Links queue = {};  // among those that wait for slots
+};
+
+// One expert that a claim may use, until it releases it.
+struct HandedOut {
+  int32_t index;  // in ClaimState::experts
+  int32_t slot;
+};
+
+class Window;
+
+class Claims {
+ public:
+  Claims(int32_t experts, Residents& residents, Statistics& statistics, Effects& effects)
+      : experts_(experts), residents_(residents), statistics_(statistics), effects_(effects) {}
+
+  void add(ClaimState& claim);     // with all entries kWaiting
+  void remove(ClaimState& claim);  // drops all pins; reads under way go on
+
+  // Slots for what has none: first what is resident or being read, then empty or reusable ones. A
+  // claim that finds others in the queue takes nothing yet: pins on what happens to be resident
+  // could keep a small pool full for ever, forward after forward, while the head of the queue
+  // waits.
+  void reserve(ClaimState& claim, const Window& window);
+  // What is READY and not handed out yet. An expert whose read failed is done with, its error in
+  // `error`, once nothing else is left to hand out before it.
+  int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error);
+  // The claim's experts at these places of its list. Returns how many it held; it stops at the
+  // first that it does not hold.
+  size_t release(ClaimState& claim, std::span<const int32_t> indices);
+  // Whether a read that it has joined is still under way, and no other has ended.
+  bool waits_for_reads(const ClaimState& claim) const;
+  // The first slot that it waits for; -1: none.
+  int32_t late_slot(const ClaimState& claim) const;
+
+  // A claim that finds no slot waits in the queue, and leaves it whatever comes of that.
+  void enter_queue(ClaimState& claim);
+  void leave_queue(ClaimState& claim);
+  bool queued() const { return first_waiting_ != nullptr; }
+
+  void validate() const;
+
+ private:
+  void join_present(ClaimState& claim);
+  bool reserve_one(ClaimState& claim, size_t index, const Window& window);
+  void join(ClaimState& claim, size_t index, int32_t slot, bool read);
+  void count(const ClaimState& claim, size_t index, AccessCount how);
+  ExpertId id_of(const ClaimState& claim, size_t index) const {
+    return claim.layer * experts_ + claim.experts[index];
+  }
+  static void end_read(ClaimState& claim, ClaimEntry& entry) {
+    claim.reading -= entry.read;
+    entry.read = false;
+  }
+
+  const int32_t experts_;  // per layer
+  Residents& residents_;
+  Statistics& statistics_;
+  Effects& effects_;
+  ClaimState* alive_ = nullptr;
+  ClaimState* first_waiting_ = nullptr;
+  ClaimState* last_waiting_ = nullptr;
+};
+
+}  // namespace torch_mesh

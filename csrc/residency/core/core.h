@@ -1,0 +1,151 @@
+// The pool's mind: which experts are resident, who uses them, what is read next and what is given
+// up. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a call; what is to be done comes out as
+// Effects, which the caller carries out before the next event. Calls and completions may come in
+// any order that the states allow, so that tests try them all (tests/engine/core_test.cpp), and the
+// live pool and the replay of a trace are two drivers of the same decisions.
+//
+// The life of a slot:
+//
+//            reserve            land                 evict
+//   EMPTY ───────────▶ LOADING ───────▶ READY ─────────────────▶ EMPTY
+//     ▲                   │            (pinned by claims, evictable at zero pins)
+//     └───────────────────┘
+//        fail: the error stays with the slot until the last claim that joined has seen it
+//
+// - A pin counts a claim, of a forward or of a visit, that uses the slot or waits for its read. A
+//   LOADING slot is never a victim, pinned or not, so a buffer is not reused before its read has
+//   completed.
+// - A claim waits for slots only while it holds no pin, first come first served; so forwards on a
+//   small pool cannot deadlock, and none starves.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "residency/core/claims.h"
+#include "residency/core/deferral.h"
+#include "residency/core/effects.h"
+#include "residency/core/expected.h"
+#include "residency/core/kept.h"
+#include "residency/core/residents.h"
+#include "residency/core/sizing.h"
+#include "residency/core/statistics.h"
+#include "residency/core/window.h"
+
+namespace torch_mesh {
+
+struct CoreOptions {
+  int32_t layers = 0;
+  int32_t experts = 0;  // per layer
+  int32_t slots = 0;
+  KeptOptions kept = {};
+  int64_t reads_ahead = 1;        // of what is expected or warmed: as many are under way at a time
+  int32_t slots_per_segment = 0;  // see Sizing
+  bool reads = true;              // false: records come by fill() and are never given up
+};
+
+class Core {
+ public:
+  Core(const CoreOptions& options, std::unique_ptr<Policy> policy);
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // To be carried out, then cleared, after each event.
+  Effects& effects();
+
+  // A claim, made with its layer, part, experts and entries, takes the first slots and queues their
+  // reads. It is alive until end(), or not at all if this throws std::bad_alloc.
+  void begin(ClaimState& claim);
+  // Takes what slots it can get by now, and reads ahead for the next layer.
+  void advance(ClaimState& claim);
+  // As Claims::hand_out().
+  int32_t hand_out(ClaimState& claim, std::span<HandedOut> ready, std::optional<Error>& error) {
+    return claims_.hand_out(claim, ready, error);
+  }
+  size_t release(ClaimState& claim, std::span<const int32_t> indices);  // as Claims::release()
+  void end(ClaimState& claim);
+  void enter_queue(ClaimState& claim) { claims_.enter_queue(claim); }
+  void leave_queue(ClaimState& claim) { claims_.leave_queue(claim); }
+
+  // What became of an effect's load; bytes: that were read for it.
+  void landed(int32_t slot, int64_t bytes);
+  void failed(int32_t slot, int64_t bytes, Error error);
+  // A READY record that nobody uses is not in memory any more.
+  void lost(int32_t slot) { residents_.evict(slot, residents_.phase_of_load(slot)); }
+
+  // Hints, see Pool.
+  void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);
+  void expect(int32_t layer, std::span<const int32_t> experts, Phase phase);
+  void observe(int32_t layer, std::span<const float> scores);
+  void begin_sequence(int32_t layer) { residents_.slots().policy().begin_sequence(layer); }
+  void warm_up();
+
+  // Gives up what is READY and unpinned of these experts, or of all; returns how many.
+  int32_t evict(int32_t layer, std::span<const int32_t> experts);
+  int32_t evict_all();
+  // Of a core that reads nothing: a slot to put the expert's record into, which then landed(); -1:
+  // it is in use.
+  int32_t fill(ExpertId id);
+
+  // Which of a layer's choices go elsewhere or are replaced, see deferral.h.
+  void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,
+                  SplitChoices& choices);
+  void split_by_pool(int32_t layer, std::span<const SlotState> there, SplitChoices& choices);
+  // scores: [tokens][experts]; chosen: [tokens][top_k].
+  void reroute(int32_t layer, std::span<const float> scores, float bias, int64_t kept,
+               std::span<int64_t> chosen, int32_t top_k);
+
+  // Nothing is read ahead any more.
+  void close() { closed_ = true; }
+
+  SlotState state(ExpertId id) const;
+  void states(int32_t layer, std::span<SlotState> states) const;  // of each expert
+  ExpertId id_of(int32_t layer, int32_t expert) const { return layer * options_.experts + expert; }
+  const CoreOptions& options() const { return options_; }
+  const SlotTable& slots() const { return residents_.slots(); }
+  const Claims& claims() const { return claims_; }
+  Sizing& sizing() { return sizing_; }
+  const Sizing& sizing() const { return sizing_; }
+  Statistics& statistics() { return statistics_; }
+  const Statistics& statistics() const { return statistics_; }
+  void reset_statistics();
+  ModelUse& use() { return use_; }
+  const ModelUse& use() const { return use_; }
+  bool closed() const { return closed_; }
+
+  // Throws std::logic_error naming the first broken invariant: expert map and slots agree, pins are
+  // those of the claims alive, the policy's residents are the READY slots, counts add up ...
+  void validate() const;
+
+ private:
+  // With a slot for every expert nothing is given up: what is used tells a policy nothing.
+  bool covers_all() const {
+    return residents_.slots().limit() == options_.layers * options_.experts;
+  }
+  void begin_forward(ClaimState& claim);
+  void learn(const ClaimState& claim);
+  void read_next_layer(const ClaimState& claim);
+  // Begins as many of the expected reads as shall be under way, then those of a profile.
+  void read_ahead();
+
+  const CoreOptions options_;
+  Effects effects_;
+  Statistics statistics_;
+  Residents residents_;
+  Kept kept_;
+  ModelUse use_;
+  bool warming_;                   // reads what a profile names
+  std::vector<Phase> last_phase_;  // by layer, of the last claim that was a forward's
+  Expected expected_;
+  Phase expected_phase_ = Phase::kNone;  // of the forward that foretold
+  Window window_;
+  Claims claims_;
+  Sizing sizing_;
+  std::vector<SlotState> states_;  // of one layer
+  bool closed_ = false;
+};
+
+}  // namespace torch_mesh

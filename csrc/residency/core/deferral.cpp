@@ -1,0 +1,151 @@
+#include "residency/core/deferral.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+namespace torch_mesh {
+
+void read_deferred(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+                   Statistics& statistics) {
+  const Phase phase = claim.part.phase;
+  SlotTable& slots = residents.slots();
+  for (int32_t index : claim.part.deferral.experts) {
+    const ExpertId id = claim.layer * experts + index;
+    statistics.count(id, phase, kDeferred, slots.kept(id));
+    residents.give_up_last(id);
+  }
+  // Where reads wait for slots, those that somebody waits for come first.
+  const bool placed = claim.waiting == 0 && !queued;
+  for (int32_t index : claim.part.deferral.experts) {
+    const ExpertId id = claim.layer * experts + index;
+    if (const int32_t present = slots.find(id); present >= 0) {
+      if (slots[present].state == SlotState::kLoading) residents.hasten(present);
+      residents.use_prefetched(present);
+    } else if (placed) {
+      const int32_t slot = residents.reserve(id, phase);
+      if (slot >= 0) residents.read(slot, Urgency::kDemand, phase);
+    }
+  }
+}
+
+// The policy has learned of their use, and says which of them to read before the next one.
+void read_stood_in(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+                   Statistics& statistics) {
+  const Phase phase = claim.part.phase;
+  SlotTable& slots = residents.slots();
+  LayerStats& layer = statistics.of(claim.layer, phase);
+  for (int32_t index : claim.part.deferral.experts) {
+    layer.kept_accesses += slots.kept(claim.layer * experts + index);
+  }
+  if (claim.waiting > 0 || queued) return;
+  for (int32_t index : claim.part.deferral.experts) {
+    if (residents.prefetching() >= slots.unkept() / 2) return;
+    const ExpertId id = claim.layer * experts + index;
+    if (slots.find(id) >= 0) continue;
+    if (!slots.has_empty()) {
+      const ExpertId victim = residents.victim();
+      if (victim == kNoExpert) continue;
+      if (!slots.kept(id) && !slots.policy().prefers(id, victim)) continue;
+    }
+    const int32_t slot = residents.reserve(id, phase);
+    if (slot >= 0) residents.read(slot, Urgency::kPrefetch, phase);
+  }
+}
+
+void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
+                int64_t most, SplitChoices& choices) {
+  const auto experts = static_cast<int64_t>(states.size());
+  auto& [now, later, deferred, doubles] = choices;
+  std::vector<bool> needed_now(states.size());
+  std::vector<size_t> order(static_cast<size_t>(top_k));
+  for (size_t token = 0; token < now.size(); token += order.size()) {
+    std::iota(order.begin(), order.end(), token);
+    std::ranges::stable_sort(order, {}, [&](size_t at) { return weights[at]; });
+    int64_t left = most;
+    for (const size_t at : order) {
+      const int64_t id = now[at];
+      if (id >= experts) continue;
+      if (left > 0 && states[id] != SlotState::kReady) {
+        std::swap(now[at], later[at]);
+        --left;
+      } else {
+        needed_now[id] = true;
+      }
+    }
+  }
+  for (size_t at = 0; at < now.size(); ++at) {
+    const int64_t id = later[at];
+    if (id >= experts) continue;
+    if (needed_now[id]) {
+      std::swap(now[at], later[at]);
+    } else if (std::ranges::find(deferred, id) == deferred.end()) {
+      deferred.push_back(static_cast<int32_t>(id));
+    }
+  }
+}
+
+void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> there,
+                   SplitChoices& choices) {
+  const auto experts = static_cast<int64_t>(here.size());
+  std::vector<bool> seen(here.size());
+  for (size_t at = 0; at < choices.now.size(); ++at) {
+    const int64_t id = choices.now[at];
+    if (id >= experts) continue;
+    const bool first = !seen[id];
+    seen[id] = true;
+    if (here[id] == SlotState::kReady) {
+      if (first && there[id] == SlotState::kReady) {
+        choices.doubles.push_back(static_cast<int32_t>(id));
+      }
+    } else if (here[id] == SlotState::kEmpty || there[id] != SlotState::kEmpty) {
+      std::swap(choices.now[at], choices.elsewhere[at]);
+      if (first) choices.experts.push_back(static_cast<int32_t>(id));
+    }
+  }
+}
+
+namespace {
+
+// What a group mask leaves of an expert's score; such a one is never chosen for being resident.
+bool masked(float score) {
+  return score == 0.0f || score == -std::numeric_limits<float>::infinity();
+}
+
+}  // namespace
+
+int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
+                int64_t kept, std::span<int64_t> chosen) {
+  if (std::ranges::any_of(scores, [](float score) { return std::isnan(score); })) return 0;
+  const auto cold = [&](int64_t expert) { return states[expert] == SlotState::kEmpty; };
+  const auto score_of = [&](int64_t expert) { return scores[expert]; };
+  std::vector<int64_t> by_score(chosen.begin(), chosen.end());
+  std::ranges::stable_sort(by_score, std::greater{}, score_of);
+  float least = std::numeric_limits<float>::max(), most = std::numeric_limits<float>::lowest();
+  std::vector<int64_t> spare;  // resident and not chosen, the best first
+  for (size_t expert = 0; expert < scores.size(); ++expert) {
+    if (masked(scores[expert])) continue;
+    least = std::min(least, scores[expert]);
+    most = std::max(most, scores[expert]);
+    const auto id = static_cast<int64_t>(expert);
+    if (!cold(id) && std::ranges::find(by_score, id) == by_score.end()) spare.push_back(id);
+  }
+  std::ranges::stable_sort(spare, std::greater{}, score_of);
+  const float bonus = bias * (most - least);
+  // The worst cold choice against the best spare one, and so on: what topk of scores with the bonus
+  // added would choose.
+  auto best = spare.begin();
+  int64_t replaced = 0;
+  for (auto at = by_score.rbegin(); at != by_score.rend() - kept && best != spare.end(); ++at) {
+    if (!cold(*at)) continue;
+    if (!(scores[*best] + bonus > scores[*at])) break;
+    *std::ranges::find(chosen, *at) = *best++;
+    ++replaced;
+  }
+  return replaced;
+}
+
+}  // namespace torch_mesh

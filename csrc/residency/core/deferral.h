@@ -1,0 +1,56 @@
+// Experts that a decode step leaves out of its forward.
+//
+// Those that it uses one layer later: their reads are queued behind its own; nothing waits for them
+// until the late claim comes, so they are not pinned: a forward that waits for slots holds no pin.
+// They are given up last instead.
+//
+// Or those that another pool computes in another format: nothing comes for them.
+//
+// And which ones these are, by what is resident at one moment. Choices are [tokens][top_k]; ids of
+// `experts` and more stand for none, and so does `experts` where a choice has gone elsewhere.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "residency/core/claims.h"
+
+namespace torch_mesh {
+
+// Reads of what a claim has left out. `queued`: others wait for slots, and come first.
+void read_deferred(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+                   Statistics& statistics);
+void read_stood_in(const ClaimState& claim, bool queued, int32_t experts, Residents& residents,
+                   Statistics& statistics);
+
+// What tokens chose of a layer, in part now and in part elsewhere.
+struct SplitChoices {
+  std::span<int64_t> now;        // the choices at first
+  std::span<int64_t> elsewhere;  // none at first
+  std::vector<int32_t> experts = {};  // the distinct ones of `elsewhere`
+  std::vector<int32_t> doubles = {};  // split_by_pool(): of `now`, READY in both pools
+};
+
+// Of each token's choices, up to `most` of least weight whose experts are not READY go elsewhere:
+// all but those that some token needs now anyway. weights: [tokens][top_k].
+void split_cold(std::span<const SlotState> states, std::span<const float> weights, int32_t top_k,
+                int64_t most, SplitChoices& choices);
+
+// What is not READY here goes to a pool of stand-ins, but for what is being read here and lacking
+// there.
+void split_by_pool(std::span<const SlotState> here, std::span<const SlotState> there,
+                   SplitChoices& choices);
+
+// Replaces cold ones among a token's `chosen` by resident ones that were not chosen, the worst by
+// the best, while `bias` (of the spread of its scores) makes up for the difference; the `kept` best
+// stay. Returns how many. Scores that a group mask left at 0 or -inf are never chosen; NaN: nothing
+// is replaced.
+//
+// After the cache prior of arXiv 2412.00099, with two differences: the bonus is a share of the
+// spread of the token's own scores, not of a running mean, and it counts in whatever scores the
+// family selects by, which is what its group masks and correction biases are made for.
+int64_t reroute(std::span<const SlotState> states, std::span<const float> scores, float bias,
+                int64_t kept, std::span<int64_t> chosen);
+
+}  // namespace torch_mesh

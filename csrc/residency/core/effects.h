@@ -1,0 +1,55 @@
+// What a core wants done after an event. Whoever drives it carries the effects out, in whatever
+// threads it has, and clears them; what comes of them are further events.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "io/urgency.h"
+#include "residency/policies/policy.h"
+
+namespace torch_mesh {
+
+struct Effects {
+  struct Load {
+    int32_t slot;
+    ExpertId expert;
+    Urgency urgency;
+  };
+
+  std::vector<Load> loads;        // reads to begin, in this order; each ends in landed() or failed()
+  std::vector<int32_t> hastened;  // slots whose reads have become demand
+  std::vector<ExpertId> dropped;  // were given up, and may be in a slot again by now
+  std::vector<int64_t> vacant;    // segments whose memory may go; each ends in gone() or stays()
+  bool landed = false;            // a read that claims have joined has ended
+  bool freed = false;             // a slot may be reused, or the head of the queue has changed
+  bool idle = false;              // no read is under way
+  bool forward_ended = false;
+  bool resized = false;  // a segment has come or gone
+
+  // Room for what one event may ask for, so that no event takes memory. Among the dropped only the
+  // first so many are named: they are advice.
+  Effects(int32_t slots, int64_t segments) {
+    loads.reserve(static_cast<size_t>(slots));
+    hastened.reserve(static_cast<size_t>(slots));
+    dropped.reserve(static_cast<size_t>(slots));
+    vacant.reserve(static_cast<size_t>(segments));
+  }
+
+  void drop(ExpertId id) {
+    if (dropped.size() < dropped.capacity()) dropped.push_back(id);
+  }
+  bool any() const {
+    return !loads.empty() || !hastened.empty() || !dropped.empty() || !vacant.empty() || landed ||
+           freed || idle || forward_ended || resized;
+  }
+  void clear() {
+    loads.clear();
+    hastened.clear();
+    dropped.clear();
+    vacant.clear();
+    landed = freed = idle = forward_ended = resized = false;
+  }
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,60 @@
+// What a claim tells the pool of the forward that it is a part of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace torch_mesh {
+
+// What a claim or a prefetch is for. kNone: neither, such as promote(), a backward, or a caller's
+// own hint.
+enum class Phase : uint8_t { kNone, kPrefill, kDecode };
+inline constexpr size_t kPhases = 3;
+
+// A forward of a layer with more rows than this is prefill. Generation of up to as many sequences
+// at a time counts as decode, and so does a prompt as short as that: both choose few of the
+// experts, and wait for each.
+inline constexpr int64_t kMostDecodeRows = 16;
+
+constexpr Phase phase_of(int64_t rows) {
+  return rows > kMostDecodeRows ? Phase::kPrefill : Phase::kDecode;
+}
+
+// What a claim is to the pool.
+enum class ClaimKind : uint8_t {
+  kForward,  // a use: it counts, teaches the policy, and begins its layer
+  // No forward: a mover, a prompt's way up, a gradient or a copy reads records. It is no access,
+  // teaches nothing, and leaves what is foretold of the layer alone.
+  kVisit,
+};
+
+// Experts of a decode step that its forward does not compute with the rest.
+struct Deferral {
+  // Not handed out: they are used one layer later, by a claim that is `late`.
+  std::span<const int32_t> experts = {};
+  // They are computed from another pool instead, and no late claim comes: this pool learns of their
+  // use, and reads what is worth a slot ahead of the next one.
+  bool stood_in = false;
+  // The claim is for what an earlier one of the forward deferred, which has counted it.
+  bool late = false;
+};
+
+// Which part of a forward a claim is. A forward whose rows go in chunks has one for each.
+struct ForwardPart {
+  Phase phase = Phase::kNone;
+  bool last = true;
+  // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
+  // the claim is one use of each of its experts, else each token is one of those it chose.
+  std::span<const int64_t> ids = {};
+  int32_t top_k = 0;
+  // The forward needs nearly all of its layer, and the next layer's will: see window.h.
+  bool window = false;
+  // Its experts are the last ones of the claim's list, see deferral.h.
+  Deferral deferral = {};
+  ClaimKind kind = ClaimKind::kForward;
+
+  bool teaches() const { return kind == ClaimKind::kForward && !deferral.late; }
+};
+
+}  // namespace torch_mesh

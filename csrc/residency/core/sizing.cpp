@@ -1,0 +1,133 @@
+#include "residency/core/sizing.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_mesh {
+
+Sizing::Sizing(int32_t slots_per_segment, Residents& residents, Kept& kept, Statistics& statistics,
+               Effects& effects)
+    : slots_per_segment_(slots_per_segment),
+      target_(residents.slots().limit()),
+      residents_(residents),
+      kept_(kept),
+      statistics_(statistics),
+      effects_(effects) {
+  if (slots_per_segment == 0) return;
+  segments_.assign(static_cast<size_t>((target_ + slots_per_segment - 1) / slots_per_segment),
+                   State::kPresent);
+}
+
+int32_t Sizing::first_of(int64_t segment) const {
+  return static_cast<int32_t>(
+      std::min<int64_t>(residents_.slots().size(), segment * slots_per_segment_));
+}
+
+bool Sizing::vacant(int64_t segment) const {
+  const SlotTable& slots = residents_.slots();
+  for (int32_t slot = first_of(segment); slot < first_of(segment + 1); ++slot) {
+    if (!slots.retired(slot) || !slots.reusable(slot)) return false;
+  }
+  return true;
+}
+
+void Sizing::let_go() {
+  for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) let_go(segment);
+}
+
+// Nothing reads into an EMPTY slot.
+void Sizing::let_go(int64_t segment) {
+  if (segments_[segment] != State::kPresent || !vacant(segment)) return;
+  segments_[segment] = State::kLeaving;
+  effects_.vacant.push_back(segment);
+}
+
+void Sizing::gone(int64_t segment) {
+  segments_[segment] = State::kAbsent;
+  effects_.resized = true;
+}
+
+void Sizing::stays(int64_t segment) { segments_[segment] = State::kPresent; }
+
+int64_t Sizing::next_to_come() {
+  if (coming_) return -1;
+  // From the first one up, as slots can only be used without a gap below them: one that is leaving
+  // is waited for.
+  const auto missing = std::ranges::find_if(segments_, [](State state) {
+    return state == State::kAbsent || state == State::kLeaving;
+  });
+  if (missing == segments_.end() || *missing == State::kLeaving) return -1;
+  const int64_t segment = missing - segments_.begin();
+  if (first_of(segment) >= target_) return -1;
+  *missing = State::kComing;
+  coming_ = true;
+  return segment;
+}
+
+void Sizing::came(int64_t segment) {
+  coming_ = false;
+  segments_[segment] = State::kPresent;
+  raise_limit();
+  let_go(segment);  // if it is too late
+  effects_.resized = true;
+}
+
+void Sizing::failed(int64_t segment) {
+  coming_ = false;
+  segments_[segment] = State::kAbsent;
+  target_ = std::min(target_, first_of(segment));
+  effects_.resized = true;
+}
+
+void Sizing::raise_limit() {
+  const auto missing = std::ranges::find_if(
+      segments_, [](State state) { return state != State::kPresent; });
+  const int32_t limit = missing == segments_.end()
+                            ? target_
+                            : std::min(target_, first_of(missing - segments_.begin()));
+  if (limit <= residents_.slots().limit()) return;
+  statistics_.counts().grows += !std::exchange(grown_, true);
+  set_limit(limit);
+  effects_.freed = true;
+}
+
+void Sizing::set_limit(int32_t limit) {
+  residents_.slots().set_limit(limit);
+  residents_.slots().policy().resize(limit);
+  kept_.resize();
+}
+
+void Sizing::resize(int32_t wanted) {
+  target_ = wanted;
+  grown_ = false;
+  const SlotTable& slots = residents_.slots();
+  if (const int32_t before = slots.limit(); wanted < before) {
+    ++statistics_.counts().shrinks;
+    set_limit(wanted);
+    for (int32_t slot = wanted; slot < before; ++slot) {
+      if (slots.reusable(slot) && slots[slot].state == SlotState::kReady) {
+        residents_.evict(slot, Phase::kNone);
+      }
+    }
+  }
+  raise_limit();
+  let_go();
+  effects_.resized = true;
+}
+
+bool Sizing::settled() const {
+  return residents_.slots().limit() == target_ && std::ranges::none_of(segments_, [](State state) {
+           return state == State::kLeaving || state == State::kComing;
+         });
+}
+
+void Sizing::validate(bool closed) const {
+  check_invariant(residents_.slots().limit() <= target_, "more slots are in use than were asked for");
+  for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) {
+    const bool present = segments_[segment] == State::kPresent;
+    check_invariant(present || vacant(segment), "a slot is in use without memory");
+    check_invariant(!present || closed || !vacant(segment), "a segment that nobody uses stays");
+  }
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,71 @@
+#include "residency/core/statistics.h"
+
+#include <algorithm>
+#include <new>
+
+namespace torch_mesh {
+
+LayerStats& LayerStats::operator+=(const LayerStats& other) {
+  forwards += other.forwards;
+  accesses += other.accesses;
+  hits += other.hits;
+  cold_misses += other.cold_misses;
+  inflight_misses += other.inflight_misses;
+  kept_accesses += other.kept_accesses;
+  kept_hits += other.kept_hits;
+  deferred += other.deferred;
+  rerouted += other.rerouted;
+  promoted += other.promoted;
+  evicted += other.evicted;
+  bytes_read += other.bytes_read;
+  prefetches += other.prefetches;
+  prefetches_used += other.prefetches_used;
+  prefetches_wasted += other.prefetches_wasted;
+  wasted_bytes += other.wasted_bytes;
+  prefetches_failed += other.prefetches_failed;
+  failed += other.failed;
+  stall_nanoseconds += other.stall_nanoseconds;
+  decision_nanoseconds += other.decision_nanoseconds;
+  return *this;
+}
+
+PoolStats::PoolStats(int32_t layers, int32_t experts)
+    : experts(static_cast<size_t>(layers) * experts) {
+  for (std::vector<LayerStats>& phase : this->layers) phase.resize(static_cast<size_t>(layers));
+}
+
+void Statistics::count(ExpertId id, Phase phase, AccessCount how, bool kept) {
+  LayerStats& layer = of_layer_of(id, phase);
+  ExpertStats& expert = of(id);
+  ++layer.accesses, ++(layer.*how.of_layer);
+  ++expert.accesses, ++(expert.*how.of_expert);
+  layer.kept_accesses += kept;
+  layer.kept_hits += kept && how.of_layer == kHit.of_layer;
+}
+
+void Statistics::keep_prefetch_error(const Error& error) {
+  try {
+    counts_.prefetch_error = error;
+  } catch (const std::bad_alloc&) {
+    counts_.prefetch_error = no_memory_;
+  }
+}
+
+void Statistics::reset() {
+  for (std::vector<LayerStats>& phase : counts_.layers) {
+    std::fill(phase.begin(), phase.end(), LayerStats{});
+  }
+  std::fill(counts_.experts.begin(), counts_.experts.end(), ExpertStats{});
+  counts_.prefetch_error.reset();
+  counts_.shrinks = counts_.grows = 0;
+}
+
+std::vector<LayerStats> Statistics::by_layer() const {
+  std::vector<LayerStats> sum(forwards_.size());
+  for (const std::vector<LayerStats>& phase : counts_.layers) {
+    for (size_t layer = 0; layer < sum.size(); ++layer) sum[layer] += phase[layer];
+  }
+  return sum;
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,59 @@
+#include "residency/core/window.h"
+
+#include <algorithm>
+#include <ranges>
+
+namespace torch_mesh {
+namespace {
+
+// Enough that some are read while others are computed. What the window of the last layers holds is
+// lost to decode, so a small pool's is an eighth.
+constexpr int32_t kLeastWindow = 16;
+
+}  // namespace
+
+// Where a forward leaves out many experts of its layer, so will the next layer's, and most of what
+// would be read ahead for it would be in vain.
+bool takes_window(PrefillWindow prefill, Phase phase, int32_t used, int32_t experts,
+                  bool covers_all) {
+  if (phase != Phase::kPrefill || covers_all || prefill == PrefillWindow::kNever) return false;
+  return prefill == PrefillWindow::kAlways || int64_t{used} * 8 >= int64_t{experts} * 7;
+}
+
+// Where other chunks follow they find the whole layer there, if that is at most half of the pool.
+int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
+  const int32_t all = residents_.slots().limit();
+  const auto hot = static_cast<int32_t>(int64_t{all} * (layer + 1) / layers_);
+  const int32_t least = last_chunk ? std::min(std::max(kLeastWindow, all / 16), all / 8)
+                                   : std::min(experts_, all / 2);
+  return std::max({1, all - hot, least});
+}
+
+void Window::read_next_layer(const ClaimState& claim) {
+  const int32_t layer = claim.layer + 1;
+  if (!claim.part.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
+  SlotTable& slots = residents_.slots();
+  const auto ids = std::views::iota(layer * experts_, (layer + 1) * experts_);
+  int32_t missing = 0, ahead = 0;
+  for (ExpertId id : ids) {
+    const int32_t slot = slots.find(id);
+    missing += slot < 0;
+    ahead += slot >= 0 && residents_.unused(slot);
+  }
+  const int32_t most = slots_for(layer, true);
+  const auto has_room = [&] { return slots.has_empty() || claim.reading + ahead < most; };
+  if (missing == 0 || !has_room()) return;
+
+  while_kept(slots, ids, [&] {
+    for (ExpertId id : ids) {
+      if (!has_room()) break;
+      if (slots.find(id) >= 0) continue;
+      const int32_t slot = residents_.reserve(id, claim.part.phase);
+      if (slot < 0) break;
+      residents_.read(slot, Urgency::kWindow, claim.part.phase);
+      ++ahead;
+    }
+  });
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,443 @@
+#include "residency/loader.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "base/signals_blocked.h"
+#include "residency/core/slots.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+namespace {
+
+// The part of a file that is read for an extent: whole blocks of the reader's alignment.
+Extent aligned_superset(const Extent& extent, int64_t alignment) {
+  const int64_t begin = extent.offset / alignment * alignment;
+  return {extent.file, begin, round_up(extent.offset + extent.bytes, alignment) - begin};
+}
+
+int64_t bytes_of(const ReadRequest& request) {
+  int64_t bytes = 0;
+  for (int32_t piece = 0; piece < request.pieces; ++piece) bytes += request.piece[piece].from.bytes;
+  return bytes;
+}
+
+uint64_t tag_of(int32_t slot, uint32_t generation) {
+  return uint64_t{generation} << 32 | static_cast<uint32_t>(slot);
+}
+
+int32_t slot_of(uint64_t tag) { return static_cast<int32_t>(tag & UINT32_MAX); }
+
+std::string read_failure_advice(int error) {
+  switch (error) {
+    case ENODATA:
+      return "the file is shorter than when it was opened; was it replaced or truncated?";
+    case EIO:
+      return "the disk reported an error and repeating did not help; see the kernel's log";
+    case ECANCELED:
+      return "the pool is closing";
+    case ENOMEM:
+      return "keep fewer experts resident, or raise the memory limit";
+    default:
+      return "the operating system refused the read";
+  }
+}
+
+void check_alignment(const Source& source, int64_t alignment) {
+  if (alignment < 1 || kRecordAlignment % alignment != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "this file system wants direct reads in multiples of " + std::to_string(alignment) +
+                    " bytes; records are aligned to 4096. Move the model to another disk");
+  }
+  for (const Extent& extent : source.extents) {
+    if (source.raw || extent.offset % alignment == 0) continue;
+    throw Error(ErrorKind::kInvalid,
+                "a record of " + source.files[extent.file].path + " starts at offset " +
+                    std::to_string(extent.offset) + ", no multiple of the " +
+                    std::to_string(alignment) +
+                    " bytes that direct reads need; convert the checkpoint again");
+  }
+}
+
+}  // namespace
+
+int64_t staging_bytes(const Source& source) {
+  if (!source.raw) return 0;
+  int64_t largest = 0;
+  for (size_t first = 0; first < source.extents.size(); first += source.pieces) {
+    int64_t bytes = 0;
+    for (int32_t piece = 0; piece < source.pieces; ++piece) {
+      bytes += round_up(source.extents[first + piece].bytes, kRecordAlignment) + kRecordAlignment;
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+std::string describe(const Source& source, ExpertId id) {
+  return "expert " + std::to_string(id % source.experts) + " of layer " +
+         std::to_string(id / source.experts);
+}
+
+ErrorPlace place_of(const Source& source, ExpertId id) {
+  const int32_t layer = id / source.experts, expert = id % source.experts;
+  if (source.extents.empty()) return {layer, expert, "", -1};
+  const Extent& extent = source.expert(layer, expert)[0];
+  return {layer, expert, source.files[extent.file].path, extent.offset};
+}
+
+Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pack,
+               SlotMemory& memory, const Topology& topology, Done done)
+    : options_(options),
+      source_(source),
+      pack_(std::move(pack)),
+      memory_(memory),
+      done_(std::move(done)),
+      reads_(static_cast<size_t>(options.slots)),
+      queue_links_(options.slots),
+      demand_queue_(queue_links_),
+      prefetch_queue_(queue_links_),
+      checksums_(source.checksums),
+      to_finish_(static_cast<size_t>(options.slots)) {
+  const auto all = static_cast<size_t>(source.layers) * source.experts;
+  checksums_.resize(all);
+  checksum_known_.assign(all, !source.checksums.empty());
+  verified_.assign(all, false);
+  to_submit_.reserve(static_cast<size_t>(options.slots));
+  requests_.reserve(static_cast<size_t>(options.slots));
+  refused_by_io_.reserve(static_cast<size_t>(options.slots));
+  refused_by_finisher_.reserve(static_cast<size_t>(options.slots));
+  std::span<const MemoryRegion> staging;
+  if (source.raw) {
+    staging_.emplace(options.staging, torch_mesh::staging_bytes(source), topology);
+    staging = staging_->segments();
+    for (int32_t buffer = 0; buffer < options.staging; ++buffer) free_staging_.push_back(buffer);
+  }
+  reader_ = memory.open_reader(options.reader, staging,
+                               [this](const ReadResult& result) { on_read(result); });
+  check_alignment(source, reader_->alignment());
+}
+
+Loader::~Loader() { close(); }
+
+void Loader::close() {
+  reader_->close();
+  if (!finisher_.joinable()) return;
+  {
+    const Lock lock(mutex_);
+    finisher_closes_ = true;
+  }
+  to_finish_changed_.notify_one();
+  finisher_.join();
+}
+
+void Loader::begin(std::span<const Effects::Load> loads, std::vector<Ended>& refused) {
+  const Lock lock(mutex_);
+  for (const Effects::Load& load : loads) {
+    Read& read = reads_[load.slot];
+    const uint32_t generation = read.generation + 1;
+    read = {};
+    read.state = Read::State::kQueued;
+    read.expert = load.expert;
+    read.generation = generation;
+    read.request.urgency = load.urgency;
+    if (packs()) {
+      (load.urgency == Urgency::kDemand ? demand_queue_ : prefetch_queue_).push_back(load.slot);
+    } else {
+      to_submit_.push_back(load.slot);
+    }
+  }
+  begin_queued(refused);
+}
+
+// What is refused gives its staging buffer to the next in line.
+void Loader::begin_queued(std::vector<Ended>& refused) {
+  for (take_staging(); !to_submit_.empty(); take_staging()) submit(refused);
+}
+
+void Loader::take_staging() {
+  while (!free_staging_.empty()) {
+    IndexList& queue = demand_queue_.empty() ? prefetch_queue_ : demand_queue_;
+    if (queue.empty()) return;
+    const int32_t slot = queue.pop_front();
+    reads_[slot].staging = free_staging_.back();
+    free_staging_.pop_back();
+    to_submit_.push_back(slot);
+  }
+}
+
+void Loader::submit(std::vector<Ended>& refused) {
+  std::optional<Error> error;
+  try {
+    for (int32_t slot : to_submit_) {
+      fill_request(slot);
+      requests_.push_back(reads_[slot].request);
+    }
+    try {
+      reader_->submit(requests_);
+      under_way_ += static_cast<int32_t>(to_submit_.size());
+      with_reader_ += static_cast<int32_t>(to_submit_.size());
+      for (int32_t slot : to_submit_) reads_[slot].state = Read::State::kUnderWay;
+    } catch (const Error& thrown) {
+      const ErrorPlace place = place_of(source_, reads_[to_submit_[0]].expert);
+      error.emplace(thrown.kind(), thrown.what(), place, thrown.os_error());
+    }
+  } catch (const std::bad_alloc&) {
+    error = no_memory_;
+  }
+  for (int32_t slot : to_submit_) {
+    if (!error) break;
+    Read& read = reads_[slot];
+    read.state = Read::State::kNone;
+    if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
+    try {
+      refused.push_back({slot, 0, *error});
+    } catch (const std::bad_alloc&) {
+      refused.push_back({slot, 0, no_memory_});
+    }
+  }
+  to_submit_.clear();
+  requests_.clear();
+}
+
+void Loader::fill_request(int32_t slot) {
+  Read& read = reads_[slot];
+  const Extent* extents =
+      source_.expert(read.expert / source_.experts, read.expert % source_.experts);
+  ReadRequest& request = read.request;
+  request.tag = tag_of(slot, read.generation);
+  request.pieces = source_.pieces;
+  std::byte* to = packs() ? staging_->piece(read.staging) : memory_.record(slot, read.expert);
+  for (int32_t piece = 0; piece < source_.pieces; ++piece) {
+    const Extent from = aligned_superset(extents[piece], reader_->alignment());
+    request.piece[piece] = {from, extents[piece].offset + extents[piece].bytes - from.offset, to};
+    to += round_up(from.bytes, kRecordAlignment);
+  }
+}
+
+void Loader::hasten(int32_t slot) {
+  const Lock lock(mutex_);
+  Read& read = reads_[slot];
+  if (read.state == Read::State::kNone || read.request.urgency == Urgency::kDemand) return;
+  read.request.urgency = Urgency::kDemand;
+  if (read.state == Read::State::kQueued) {
+    prefetch_queue_.erase(slot);
+    demand_queue_.push_back(slot);
+  } else {
+    try {
+      reader_->hasten(tag_of(slot, read.generation));
+    } catch (const std::bad_alloc&) {  // it comes later than it could
+    }
+  }
+}
+
+// Without the lock. The read is under way, so that nobody else changes it or uses its buffers.
+void Loader::on_read(const ReadResult& result) {
+  if (!hand_to_finisher(result)) finish(result, refused_by_io_);
+}
+
+bool Loader::hand_to_finisher(const ReadResult& result) {
+  const bool works = result.error == 0 && (packs() || wants_checksum(reads_[slot_of(result.tag)].expert));
+  {
+    const Lock lock(mutex_);
+    if (--with_reader_ == 0 || !works || no_finisher_) return false;
+    if (!finisher_.joinable()) {
+      const SignalsBlocked guard;
+      try {
+        finisher_ = std::thread([this] { run_finisher(); });
+      } catch (const std::system_error&) {
+        no_finisher_ = true;
+        return false;
+      }
+    }
+    to_finish_[(finish_begin_ + finish_count_++) % to_finish_.size()] = result;
+  }
+  to_finish_changed_.notify_one();
+  return true;
+}
+
+void Loader::run_finisher() {
+  pthread_setname_np(pthread_self(), "mesh-pack");
+  Lock lock(mutex_);
+  for (;;) {
+    to_finish_changed_.wait(lock, [this] { return finish_count_ > 0 || finisher_closes_; });
+    if (finish_count_ == 0) return;
+    const ReadResult result = to_finish_[finish_begin_];
+    finish_begin_ = (finish_begin_ + 1) % to_finish_.size();
+    --finish_count_;
+    lock.unlock();
+    finish(result, refused_by_finisher_);
+    lock.lock();
+  }
+}
+
+// Without the lock.
+void Loader::finish(const ReadResult& result, std::vector<Ended>& refused) {
+  const int32_t slot = slot_of(result.tag);
+  if (result.error == 0) reads_[slot].bytes += bytes_of(reads_[slot].request);
+  bool again = false;
+  std::optional<Error> error;
+  try {
+    error = outcome(result, again);
+  } catch (const std::bad_alloc&) {
+    error = no_memory_;
+  }
+  if (again) {
+    read_again(slot, refused);
+  } else {
+    end(slot, std::move(error), refused);
+  }
+}
+
+std::optional<Error> Loader::outcome(const ReadResult& result, bool& again) {
+  const int32_t slot = slot_of(result.tag);
+  if (result.error != 0) return read_error(slot, result);
+  const int64_t losses = memory_.losses();
+  if (std::optional<Error> error = pack_record(slot)) return error;
+  const bool matches = checksum_matches(slot);
+  if (!memory_.intact_since(losses)) {
+    const Extent& extent = reads_[slot].request.piece[0].from;
+    return read_error(slot, {result.tag, EIO, extent.file, extent.offset});
+  }
+  if (matches) return std::nullopt;
+  // One wrong read may be a passing fault of bus or memory; a second says that the disk holds other
+  // bytes.
+  again = !reads_[slot].again;
+  if (again) return std::nullopt;
+  return checksum_error(reads_[slot].expert);
+}
+
+std::optional<Error> Loader::pack_record(int32_t slot) const {
+  if (!packs()) return std::nullopt;
+  const Read& read = reads_[slot];
+  const ExpertId id = read.expert;
+  const Extent* extents = source_.expert(id / source_.experts, id % source_.experts);
+  std::array<const std::byte*, kMaxPieces> pieces{};
+  for (int32_t piece = 0; piece < source_.pieces; ++piece) {
+    const Piece& from = read.request.piece[piece];
+    pieces[piece] = from.to + (extents[piece].offset - from.from.offset);
+  }
+  try {
+    pack_(id / source_.experts, {pieces.data(), static_cast<size_t>(source_.pieces)},
+          memory_.record(slot, id));
+    return std::nullopt;
+  } catch (const Error& error) {
+    return Error(error.kind(), "cannot pack " + describe(source_, id) + ": " + error.what(),
+                 place_of(source_, id));
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    return Error(ErrorKind::kInvalid,
+                 "cannot pack " + describe(source_, id) + ": " + error.what(),
+                 place_of(source_, id));
+  }
+}
+
+bool Loader::checksum_matches(int32_t slot) {
+  const ExpertId id = reads_[slot].expert;
+  if (!wants_checksum(id)) return true;
+  const uint64_t checksum =
+      record_checksum(source_.store_id, id / source_.experts, id % source_.experts,
+                      memory_.record(slot, id), options_.record_bytes);
+  if (checksum_known_[id] == 0) {
+    checksums_[id] = checksum;
+    checksum_known_[id] = 1;
+  }
+  verified_[id] = checksum == checksums_[id];
+  return verified_[id] != 0;
+}
+
+// Without the lock.
+void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
+  memory_.forget(reads_[slot].expert);
+  std::optional<Error> error;
+  {
+    const Lock lock(mutex_);
+    Read& read = reads_[slot];
+    read.again = true;
+    try {
+      reader_->submit({&read.request, 1});
+      ++with_reader_;
+    } catch (const Error& thrown) {
+      error = thrown;
+    } catch (const std::bad_alloc&) {
+      error = no_memory_;
+    }
+  }
+  if (error) {
+    end(slot, std::move(error), refused);
+  } else {
+    reader_->flush();
+  }
+}
+
+// Without the lock.
+void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& refused) {
+  Ended ended{slot, reads_[slot].bytes, std::move(error)};
+  {
+    const Lock lock(mutex_);
+    Read& read = reads_[slot];
+    read.state = Read::State::kNone;
+    --under_way_;
+    if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
+    begin_queued(refused);
+  }
+  done_(std::move(ended));
+  for (Ended& over : refused) done_(std::move(over));
+  refused.clear();
+  reader_->flush();
+}
+
+Error Loader::read_error(int32_t slot, const ReadResult& result) const {
+  const ExpertId id = reads_[slot].expert;
+  ErrorPlace place = place_of(source_, id);
+  if (result.file >= 0 && result.file < static_cast<int32_t>(source_.files.size())) {
+    place.file = source_.files[result.file].path;
+    place.offset = result.offset;
+  }
+  const ErrorKind kind = result.error == ECANCELED ? ErrorKind::kClosed
+                         : result.error == ENOMEM  ? ErrorKind::kMemory
+                                                   : ErrorKind::kRead;
+  return Error(kind,
+               "cannot read " + describe(source_, id) + " from " + place.file + " at offset " +
+                   std::to_string(place.offset) + ": " + strerror(result.error) + "; " +
+                   read_failure_advice(result.error),
+               place, result.error);
+}
+
+Error Loader::checksum_error(ExpertId id) const {
+  const ErrorPlace place = place_of(source_, id);
+  return Error(ErrorKind::kChecksum,
+               describe(source_, id) +
+                   " is not what was stored: its checksum is wrong in a second read, too (" +
+                   place.file + ", offset " + std::to_string(place.offset) +
+                   "); run torch-mesh verify on the store, then convert it again",
+               place);
+}
+
+void Loader::validate() const {
+  const Lock lock(mutex_);
+  int32_t queued = 0, staged = 0, under_way = 0;
+  for (const Read& read : reads_) {
+    queued += read.state == Read::State::kQueued;
+    under_way += read.state == Read::State::kUnderWay;
+    staged += read.staging >= 0;
+  }
+  check_invariant(under_way == under_way_, "the count of reads under way is wrong");
+  check_invariant(queued == demand_queue_.size() + prefetch_queue_.size(),
+                  "the queues for staging buffers have lost a read");
+  check_invariant(
+      !packs() || staged + static_cast<int32_t>(free_staging_.size()) == options_.staging,
+      "a staging buffer is lost");
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,162 @@
+// Reads of records: from a slot that wants one to bytes that are packed and checked.
+//
+// A record as stored is read into its slot. Raw weights are read into one of a few staging buffers,
+// and packed into the slot from there; reads that find no buffer wait for one. Checksums are
+// compared as told, a wrong one after a second read.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "io/reader.h"
+#include "residency/core/effects.h"
+#include "residency/index_list.h"
+#include "residency/memory/arena.h"
+#include "residency/memory/slot_memory.h"
+#include "store/source.h"
+
+namespace torch_mesh {
+
+enum class Verify : uint8_t { kFirst, kAlways, kNever };
+
+// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
+// Called on the loader's threads, for one record at a time on each.
+using PackRecord =
+    std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
+
+// Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
+// store.
+int64_t staging_bytes(const Source& source);
+
+// "expert 7 of layer 3", and where its record begins.
+std::string describe(const Source& source, ExpertId id);
+ErrorPlace place_of(const Source& source, ExpertId id);
+
+struct LoaderOptions {
+  int32_t slots = 0;
+  int64_t record_bytes = 0;
+  int32_t staging = 4;  // buffers for raw records; ignored for a store
+  Verify verify = Verify::kFirst;
+  ReaderOptions reader;
+};
+
+class Loader {
+ public:
+  // How a read has ended: in a record that is ready to be used, or in an error.
+  struct Ended {
+    int32_t slot;
+    int64_t bytes;  // that were read for it
+    std::optional<Error> error;
+  };
+  // Called once per read, on a thread of the loader's. Must not throw. It may call begin(),
+  // hasten() and flush().
+  using Done = std::function<void(Ended)>;
+
+  // `memory`, `source` and `topology` outlive the loader. Throws what a Reader throws on opening,
+  // and Error(kInvalid) for records that lie where direct reads cannot begin.
+  Loader(const LoaderOptions& options, const Source& source, PackRecord pack, SlotMemory& memory,
+         const Topology& topology, Done done);
+  ~Loader();
+
+  // Queues these reads, which begin with flush(). Those that cannot be queued are over: they are
+  // added to `refused`, which has room for them.
+  void begin(std::span<const Effects::Load> loads, std::vector<Ended>& refused);
+  // The read into a slot, if it is still under way, has become a demand read.
+  void hasten(int32_t slot);
+  void flush() { reader_->flush(); }  // see Reader
+  // Waits for what is under way, and then for `done` of each.
+  void close();
+
+  Reader& reader() { return *reader_; }
+  const Reader& reader() const { return *reader_; }
+  int64_t staging_bytes() const { return staging_ ? staging_->bytes() : 0; }
+  // Throws std::logic_error if a staging buffer is lost or a read waits in vain.
+  void validate() const;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  // The read of a slot.
+  struct Read {
+    enum class State : uint8_t { kNone, kQueued, kUnderWay };  // queued for a staging buffer
+    State state = State::kNone;
+    bool again = false;  // the second read, after a wrong checksum
+    ExpertId expert = kNoExpert;
+    int32_t staging = -1;     // index of the buffer that a raw record is read into; -1: none
+    uint32_t generation = 0;  // so that a late hasten() cannot mean the slot's next read
+    int64_t bytes = 0;
+    ReadRequest request{};
+  };
+
+  bool packs() const { return static_cast<bool>(pack_); }
+  bool wants_checksum(ExpertId id) const {
+    return options_.verify == Verify::kAlways ||
+           (options_.verify == Verify::kFirst && checksum_known_[id] != 0 && verified_[id] == 0);
+  }
+  // With the lock.
+  void fill_request(int32_t slot);
+  void take_staging();
+  void submit(std::vector<Ended>& refused);
+  void begin_queued(std::vector<Ended>& refused);
+  // On the I/O thread.
+  void on_read(const ReadResult& result);
+  bool hand_to_finisher(const ReadResult& result);
+  // On the I/O thread or the finisher's, each with its own vector of what is refused meanwhile.
+  void finish(const ReadResult& result, std::vector<Ended>& refused);
+  std::optional<Error> outcome(const ReadResult& result, bool& again);
+  std::optional<Error> pack_record(int32_t slot) const;
+  bool checksum_matches(int32_t slot);
+  void read_again(int32_t slot, std::vector<Ended>& refused);
+  void end(int32_t slot, std::optional<Error> error, std::vector<Ended>& refused);
+  Error read_error(int32_t slot, const ReadResult& result) const;
+  Error checksum_error(ExpertId id) const;
+  void run_finisher();
+
+  const LoaderOptions options_;
+  const Source& source_;
+  const PackRecord pack_;
+  SlotMemory& memory_;
+  const Done done_;
+  // Ready to be copied, which takes no memory.
+  const Error no_memory_{ErrorKind::kMemory, "no memory to read an expert"};
+  std::optional<Arena> staging_;
+
+  mutable std::mutex mutex_;
+  std::vector<Read> reads_;  // by slot; one that is under way is changed by who finishes it alone
+  std::vector<int32_t> free_staging_;
+  IndexLinks queue_links_;
+  IndexList demand_queue_;
+  IndexList prefetch_queue_;
+  std::vector<int32_t> to_submit_;     // slots
+  std::vector<ReadRequest> requests_;  // of those
+  int32_t under_way_ = 0;
+  int32_t with_reader_ = 0;  // of those, not reported by the reader yet
+  std::vector<Ended> refused_by_io_;
+
+  // By expert; of whoever finishes its read.
+  std::vector<uint64_t> checksums_;
+  std::vector<uint8_t> checksum_known_;
+  std::vector<uint8_t> verified_;
+
+  // What is read while the I/O thread has other reads to see to is packed and hashed elsewhere.
+  std::thread finisher_;
+  std::vector<Ended> refused_by_finisher_;
+  std::condition_variable to_finish_changed_;
+  std::vector<ReadResult> to_finish_;  // a ring of as many as there are slots
+  size_t finish_begin_ = 0, finish_count_ = 0;
+  bool finisher_closes_ = false;
+  bool no_finisher_ = false;  // the system refused a thread
+
+  std::unique_ptr<Reader> reader_;  // last: its thread uses all of the above
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,189 @@
+#include "residency/memory/arena.h"
+
+#include <linux/mempolicy.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#include "base/error.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kPage = 4096;
+// Linux 5.14; older headers lack the name, older kernels answer EINVAL.
+constexpr int kPopulateWrite = 23;
+
+int64_t available_bytes() {  // -1 where the kernel does not say
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) return int64_t{kib} << 10;
+  }
+  return -1;
+}
+
+std::string mebibytes(int64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+[[noreturn]] void throw_no_memory(int64_t count, int64_t bytes, const char* why, int os_error) {
+  const int64_t available = available_bytes();
+  throw Error(ErrorKind::kMemory,
+              "no memory for " + std::to_string(count) + " buffers of " + std::to_string(bytes) +
+                  " bytes (" + mebibytes(count * bytes) + "): " + why +
+                  (available < 0 ? "" : "; " + mebibytes(available) + " are available now") +
+                  "; keep fewer experts resident, or raise the memory limit",
+              {}, os_error);
+}
+
+// Where this is refused the pages go where the kernel puts them.
+void prefer_nodes(std::byte* data, size_t bytes, int mode, std::span<const int32_t> nodes) {
+  std::array<unsigned long, 16> mask{};
+  constexpr int32_t kBits = 8 * sizeof(unsigned long);
+  for (const int32_t node : nodes) mask[node / kBits] |= 1UL << node % kBits;
+  syscall(SYS_mbind, data, bytes, mode, mask.data(), sizeof(mask) * 8, 0);
+}
+
+// A segment lies on one of the nodes that compute, or on the next when that is full. With threads
+// on one node alone, or nobody knows which, interleaving gives each core the mean of all nodes'
+// memory.
+void place(std::byte* data, size_t bytes, const Topology& topology, int32_t node) {
+  if (topology.nodes() > 1) {
+    const int32_t preferred = topology.kernel_node(node);
+    return prefer_nodes(data, bytes, MPOL_PREFERRED, {&preferred, 1});
+  }
+  const std::vector<int32_t> nodes = memory_nodes();
+  if (nodes.size() > 1) prefer_nodes(data, bytes, MPOL_INTERLEAVE, nodes);
+}
+
+// Returns 0 or an errno. Registered pages must exist, and a forward must not pay for page faults.
+int populate(std::byte* data, size_t bytes) {
+  int status;
+  do {
+    status = madvise(data, bytes, kPopulateWrite);
+  } while (status != 0 && (errno == EINTR || errno == EAGAIN));
+  if (status == 0) return 0;
+  if (errno != EINVAL) return errno;
+  for (size_t at = 0; at < bytes; at += kPage) data[at] = std::byte{0};
+  return 0;
+}
+
+// 2 MiB aligned, so that every page of it can be a huge one. nullptr: errno says why.
+std::byte* map_aligned(size_t bytes) {
+  const size_t room = bytes + kHugePage;
+  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  auto* start = static_cast<std::byte*>(mapped);
+  const size_t lead = (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
+  if (lead > 0) munmap(start, lead);
+  const size_t tail = room - lead - bytes;
+  if (tail > 0) munmap(start + lead + bytes, tail);
+  return start + lead;
+}
+
+// Of arguments that are yet to be checked.
+int64_t pieces_per_segment(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
+  const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
+  const int64_t share = count / nodes + (count % nodes != 0);
+  return std::max<int64_t>(1, std::min(fit, share));
+}
+
+void unmap(std::span<const MemoryRegion> segments) {
+  for (const MemoryRegion& segment : segments) munmap(segment.data, segment.bytes);
+}
+
+}  // namespace
+
+Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes)
+    : count_(count),
+      piece_bytes_(bytes),
+      pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes(), segment_bytes)),
+      nodes_(topology.nodes()) {
+  if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
+    throw Error(ErrorKind::kInvalid,
+                "an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got " +
+                    std::to_string(count) + " of " + std::to_string(bytes));
+  }
+  if (count > INT64_MAX / bytes) {
+    throw Error(ErrorKind::kInvalid, std::to_string(count) + " buffers of " +
+                                         std::to_string(bytes) +
+                                         " bytes are more than any machine addresses");
+  }
+  // Beyond this the kernel would rather kill the process than fail the allocation.
+  const int64_t available = available_bytes();
+  if (available >= 0 && count * bytes > available) {
+    throw_no_memory(count, bytes, "that is more than is free", ENOMEM);
+  }
+  segments_.reserve((count + pieces_per_segment_ - 1) / pieces_per_segment_);
+  for (int64_t first = 0; first < count; first += pieces_per_segment_) {
+    const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
+    std::byte* data = map_aligned(size);
+    int error = data == nullptr ? errno : 0;
+    if (error == 0) {
+      segments_.push_back({data, size});
+      total_ += static_cast<int64_t>(size);
+      // Advice only: without huge pages or fork protection everything still works.
+      madvise(data, size, MADV_HUGEPAGE);
+      madvise(data, size, MADV_DONTFORK);
+      place(data, size, topology, node(first));
+      error = populate(data, size);
+    }
+    if (error != 0) {
+      unmap(segments_);
+      throw_no_memory(count, bytes, strerror(error), error);
+    }
+  }
+}
+
+Arena::~Arena() { unmap(segments_); }
+
+std::byte* Arena::piece(int64_t index) const {
+  return segments_[index / pieces_per_segment_].data + index % pieces_per_segment_ * piece_bytes_;
+}
+
+void Arena::drop(int64_t segment) const {
+  // Whole huge pages, as the segment begins with one, so that nothing is left to be split.
+  madvise(segments_[segment].data, segments_[segment].bytes, MADV_DONTNEED);
+}
+
+void Arena::fault_in(int64_t segment) const {
+  const MemoryRegion& region = segments_[segment];
+  const int64_t count = first_of(segment + 1) - first_of(segment);
+  const int64_t available = available_bytes();
+  if (available >= 0 && static_cast<int64_t>(region.bytes) > available) {
+    throw_no_memory(count, piece_bytes_, "that is more than is free", ENOMEM);
+  }
+  const int error = populate(region.data, region.bytes);
+  if (error == 0) return;
+  drop(segment);
+  throw_no_memory(count, piece_bytes_, strerror(error), error);
+}
+
+int64_t Arena::huge_page_bytes() const {
+  std::ifstream file("/proc/self/smaps");
+  int64_t total = 0;
+  bool ours = false;
+  for (std::string line; std::getline(file, line);) {
+    unsigned long long begin = 0, end = 0;
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2) {
+      ours = std::any_of(segments_.begin(), segments_.end(), [&](const MemoryRegion& segment) {
+        const auto data = reinterpret_cast<uintptr_t>(segment.data);
+        return data < end && begin < data + segment.bytes;
+      });
+    } else if (ours && std::sscanf(line.c_str(), "AnonHugePages: %lld kB", &kib) == 1) {
+      total += int64_t{kib} << 10;
+    }
+  }
+  return total;
+}
+
+}  // namespace torch_mesh

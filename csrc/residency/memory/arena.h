@@ -1,0 +1,57 @@
+// The memory of a pool: segments that are advised to huge pages, kept out of forked children, each
+// on one NUMA node where there are several, and faulted in before they are registered with a ring.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "io/reader.h"
+#include "residency/memory/topology.h"
+
+namespace torch_mesh {
+
+inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
+
+class Arena {
+ public:
+  // Room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece never
+  // crosses a segment; segments are 64 MiB or one piece, whichever is larger, or a node's share of
+  // it all, if that is smaller. Throws Error(kMemory), saying how much was asked for and what is
+  // free.
+  Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
+        int64_t segment_bytes = kSegmentBytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  std::byte* piece(int64_t index) const;
+  int64_t segment_of(int64_t index) const { return index / pieces_per_segment_; }
+  // The pieces of a segment are [first_of(segment), first_of(segment + 1)).
+  int64_t first_of(int64_t segment) const {
+    return std::min(count_, segment * pieces_per_segment_);
+  }
+  // Where it lies, of the topology's nodes, unless that node was full.
+  int32_t node(int64_t index) const {
+    return static_cast<int32_t>(index / pieces_per_segment_ % nodes_);
+  }
+  // Gives the pages of a segment back to the system; its addresses stay. They are filled with zeros
+  // by fault_in(), which throws Error(kMemory) where there is no memory, and keeps none of it then.
+  void drop(int64_t segment) const;
+  void fault_in(int64_t segment) const;
+  int64_t bytes() const { return total_; }  // of all segments, dropped or not
+  int64_t huge_page_bytes() const;          // how much of it the kernel backs with huge pages now
+  std::span<const MemoryRegion> segments() const { return segments_; }
+
+ private:
+  std::vector<MemoryRegion> segments_;
+  int64_t count_;
+  int64_t piece_bytes_;
+  int64_t pieces_per_segment_;
+  int32_t nodes_;
+  int64_t total_ = 0;
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,389 @@
+// Gives up the expert whose next use is expected last (docs/decisions/0013-heat.md).
+//
+// An expert that its layer will use with probability p per forward is expected back after
+//     distance + (1/p - 1) * layers
+// layer steps, where `distance` is how far its layer is ahead in the cycle. p is linear in
+// - how often the expert was used, seen through seven windows and over its whole life: some are
+//   subtracted, so that the sum can be steeper or flatter than any one decay;
+// - what the layer used a moment ago: which expert follows which one, a table that is learned while
+//   it is used, by the error of the last prediction (least mean squares; Widrow and Hoff, 1960).
+// The weights of the windows are a least-squares fit of the next uses on prompts 0-34 of the
+// DeepSeek-V2-Lite trace; the decision has the figures.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "residency/policies/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr size_t kWindows = 7;
+constexpr std::array<float, kWindows> kDecays{.5f, .8f, .9f, .95f, .98f, .99f, .995f};
+constexpr std::array<float, kWindows> kWeights{.240f, -.317f, .414f, .096f, .305f, -.072f, .118f};
+constexpr float kLifeWeight = .100f;
+// Of the share of its layer's experts that a forward uses.
+constexpr float kPriorWeight = .117f;
+constexpr float kLeastProbability = 1e-4f;
+constexpr float kNegligible = 1e-9f;  // of a mean
+// How much of a use's weight is taken from the router's scores, where there are any.
+constexpr float kScoreShare = .5f;
+constexpr float kLearningRate = .001f;
+// What follows tells of the next forward alone, while an expert that stays does so for longer: the
+// whole of it gains at a tenth of the experts and loses at half.
+constexpr float kFollowTrust = .5f;
+// A forward of many tokens uses a large part of its layer and says little of what follows what.
+constexpr int32_t kMostLearned = 32;
+// Entries of the table of what follows what: 256 MB. Models have a few million; a layer of very
+// many experts goes without it.
+constexpr size_t kLargestTable = size_t{1} << 26;
+// Of a prompt: the longest window has all but forgotten what was before.
+constexpr size_t kMostPromptTokens = 512;
+// Of those, the last ones teach the table of what follows what. A tick costs microseconds, and the
+// pool's lock is held for all of them: half a millisecond per layer.
+constexpr size_t kMostPromptTicks = 256;
+// That a profile counts for, so that its weight fades within some thousand tokens.
+constexpr int64_t kMostPriorTicks = 1000;
+
+// So many times sooner is a use expected of what deserves another's slot. With 1, two that are
+// alike take turns: twice the reads, and fewer hits (docs/decisions/0028).
+constexpr float kPreferenceMargin = 2.f;
+
+class Heat final : public Policy {
+ public:
+  explicit Heat(const PolicyOptions& options)
+      : layers_(options.layers),
+        experts_(options.experts),
+        ticks_(static_cast<size_t>(layers_), 0),
+        share_(ticks_.size(), 0.f),
+        observed_(ticks_.size(), 0),
+        last_count_(ticks_.size(), 0),
+        coldest_(ticks_.size(), kNoExpert),
+        stale_(ticks_.size(), false),
+        evictable_(ticks_.size(), 0),
+        windows_(ticks_.size() * experts_ * kWindows, 0.f),
+        life_(ticks_.size() * experts_, 0.f),
+        scores_(life_.size(), 0.f),
+        predicted_(life_.size(), 0.f),
+        probability_(life_.size(), 0.f),
+        last_(ticks_.size() * kMostLearned, 0),
+        follows_(table_entries(options), 0.f),
+        use_(static_cast<size_t>(experts_), 0.f),
+        place_(life_.size(), Place::kAbsent) {
+    token_.reserve(static_cast<size_t>(experts_));
+  }
+
+  const char* name() const override { return "heat"; }
+
+  void admit(ExpertId id) override {
+    place_[id] = Place::kEvictable;
+    gained(id);
+  }
+
+  void remove(ExpertId id) override {
+    if (place_[id] == Place::kEvictable) lost(id);
+    place_[id] = Place::kAbsent;
+  }
+
+  // tick() has said it.
+  void touch(ExpertId) override {}
+
+  void pin(ExpertId id) override {
+    place_[id] = Place::kPinned;
+    lost(id);
+  }
+
+  void unpin(ExpertId id) override { admit(id); }
+
+  ExpertId victim() override {
+    ExpertId last = kNoExpert;
+    float longest = -1.f;
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      if (evictable_[layer] == 0) continue;
+      if (stale_[layer]) find_coldest(layer);
+      const float wait = expected_wait(coldest_[layer], layer);
+      if (wait <= longest) continue;
+      longest = wait;
+      last = coldest_[layer];
+    }
+    return last;
+  }
+
+  bool prefers(ExpertId id, ExpertId victim) const override {
+    return kPreferenceMargin * expected_wait(id, id / experts_) <
+           expected_wait(victim, victim / experts_);
+  }
+
+  void observe(int32_t layer, std::span<const float> scores) override {
+    float* sum = &scores_[static_cast<size_t>(layer) * experts_];
+    for (int32_t expert = 0; expert < experts_; ++expert) sum[expert] += scores[expert];
+    ++observed_[layer];
+  }
+
+  void tick(int32_t layer, std::span<const int32_t> experts) override {
+    advance(layer, experts);
+    forget_scores(layer);
+  }
+
+  // As if the prompt had been decoded: that nearly all experts are used by some token says nothing,
+  // how often and how lately each was is what the next token asks for. Scores that were observed
+  // count for each token alike.
+  void tick_prompt(int32_t layer, std::span<const int32_t> experts, std::span<const int64_t> ids,
+                   int32_t top_k) override {
+    const size_t tokens = top_k > 0 ? ids.size() / static_cast<size_t>(top_k) : 0;
+    if (tokens == 0) return tick(layer, experts);
+    ids = ids.last(std::min(tokens, kMostPromptTokens) * top_k);
+    const auto ticked = ids.last(std::min(ids.size(), kMostPromptTicks * top_k));
+    fold(layer, ids.first(ids.size() - ticked.size()), top_k);
+    for (size_t at = 0; at < ticked.size(); at += top_k) {
+      token_.clear();
+      for (const int64_t id : ticked.subspan(at, static_cast<size_t>(top_k))) {
+        if (is_expert(id)) token_.push_back(static_cast<int32_t>(id));
+      }
+      advance(layer, token_);
+    }
+    forget_scores(layer);
+  }
+
+  void start_from(const ModelUse& use) override {
+    for (int32_t layer = 0; layer < layers_; ++layer) {
+      if (use.tokens[layer] == 0) continue;
+      ticks_[layer] = std::min(use.tokens[layer], kMostPriorTicks);
+      float* life = &life_[static_cast<size_t>(layer) * experts_];
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        life[expert] = use.rate(layer * experts_ + expert);
+      }
+      share_[layer] = std::accumulate(life, life + experts_, 0.f) / static_cast<float>(experts_);
+      begin_sequence(layer);
+    }
+  }
+
+  // The whole life is the model's; the windows and what was used last are the text's.
+  void begin_sequence(int32_t layer) override {
+    if (ticks_[layer] == 0) return;
+    const float* life = &life_[static_cast<size_t>(layer) * experts_];
+    for (size_t window = 0; window < kWindows; ++window) {
+      std::copy(life, life + experts_, window_of(layer, window));
+    }
+    last_count_[layer] = 0;
+    predict(layer);
+    stale_[layer] = true;
+  }
+
+  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
+  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
+
+ private:
+  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
+
+  float expected_wait(ExpertId id, int32_t layer) const {
+    const int32_t ahead = layer - now_;
+    const auto distance = static_cast<float>(ahead > 0 ? ahead : ahead + layers_);
+    const float p = std::max(probability_[id], kLeastProbability);
+    return distance + (1.f / p - 1.f) * static_cast<float>(layers_);
+  }
+
+  void gained(ExpertId id) {
+    const int32_t layer = id / experts_;
+    ++evictable_[layer];
+    if (evictable_[layer] == 1) {
+      coldest_[layer] = id;
+      stale_[layer] = false;
+    } else if (!stale_[layer] && probability_[id] < probability_[coldest_[layer]]) {
+      coldest_[layer] = id;
+    }
+  }
+
+  void lost(ExpertId id) {
+    const int32_t layer = id / experts_;
+    --evictable_[layer];
+    if (coldest_[layer] == id) stale_[layer] = true;
+  }
+
+  void find_coldest(int32_t layer) {
+    ExpertId coldest = kNoExpert;
+    float least = std::numeric_limits<float>::infinity();
+    for (ExpertId id = layer * experts_; id < (layer + 1) * experts_; ++id) {
+      if (place_[id] != Place::kEvictable || probability_[id] >= least) continue;
+      least = probability_[id];
+      coldest = id;
+    }
+    coldest_[layer] = coldest;
+    stale_[layer] = false;
+  }
+
+  bool is_expert(int64_t id) const { return id >= 0 && id < experts_; }
+
+  void advance(int32_t layer, std::span<const int32_t> experts) {
+    now_ = layer;
+    read_use(layer, experts);
+    learn(layer);
+    remember(layer, experts);
+    predict(layer);
+    stale_[layer] = true;
+  }
+
+  // What advance() with each of these tokens would leave in the means, in one pass. It neither
+  // learns nor predicts.
+  void fold(int32_t layer, std::span<const int64_t> ids, int32_t top_k) {
+    if (ids.empty()) return;
+    const auto tokens = static_cast<float>(ids.size() / top_k);
+    const auto used = static_cast<float>(
+        std::count_if(ids.begin(), ids.end(), [this](int64_t id) { return is_expert(id); }));
+    const float own = observed_[layer] == 0 ? 1.f : 1.f - kScoreShare;  // a use's weight
+    std::fill(use_.begin(), use_.end(), 0.f);
+    blend_scores(layer, used / tokens);  // of every token alike: the rest of its weight
+    for (size_t window = 0; window < kWindows; ++window) {
+      const float decay = kDecays[window], left = std::pow(decay, tokens);
+      float* mean = window_of(layer, window);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        mean[expert] = left * mean[expert] + (1.f - left) * use_[expert];
+      }
+      float weight = own * (1.f - decay);
+      for (size_t at = ids.size(); at > 0 && weight > kNegligible; weight *= decay) {
+        for (int32_t choice = 0; choice < top_k; ++choice) {
+          if (is_expert(ids[--at])) mean[ids[at]] += weight;
+        }
+      }
+    }
+    ticks_[layer] += static_cast<int64_t>(tokens);
+    const float step = 1.f / static_cast<float>(ticks_[layer]);
+    share_[layer] += step * (used / static_cast<float>(experts_) - tokens * share_[layer]);
+    float* life = &life_[static_cast<size_t>(layer) * experts_];
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      life[expert] += step * tokens * (use_[expert] - life[expert]);
+    }
+    for (const int64_t id : ids) {
+      if (is_expert(id)) life[id] += step * own;
+    }
+    last_count_[layer] = 0;  // what comes next does not follow what was before the prompt
+  }
+
+  // use_: 1 for an expert that the forward uses, blended with the scores of its tokens.
+  void read_use(int32_t layer, std::span<const int32_t> experts) {
+    std::fill(use_.begin(), use_.end(), 0.f);
+    for (int32_t expert : experts) use_[expert] = 1.f;
+    blend_scores(layer, static_cast<float>(experts.size()));
+  }
+
+  void blend_scores(int32_t layer, float used) {
+    if (observed_[layer] == 0) return;
+    // As much in all as the uses are; an expert is used once at most, however many tokens want it.
+    const float* scores = &scores_[static_cast<size_t>(layer) * experts_];
+    const float scale = used / static_cast<float>(observed_[layer]);
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      const float score = std::min(1.f, scores[expert] * scale);
+      use_[expert] += kScoreShare * (score - use_[expert]);
+    }
+  }
+
+  void forget_scores(int32_t layer) {
+    if (std::exchange(observed_[layer], 0) == 0) return;
+    const auto first = scores_.begin() + static_cast<ptrdiff_t>(layer) * experts_;
+    std::fill(first, first + experts_, 0.f);
+  }
+
+  static size_t table_entries(const PolicyOptions& options) {
+    const auto experts = static_cast<size_t>(options.experts);
+    const size_t entries = options.layers * experts * experts;
+    return entries <= kLargestTable ? entries : 0;
+  }
+
+  float* row(int32_t layer, int32_t expert) {
+    return &follows_[(static_cast<size_t>(layer) * experts_ + expert) * experts_];
+  }
+
+  void learn(int32_t layer) {
+    const float* predicted = &predicted_[static_cast<size_t>(layer) * experts_];
+    for (int32_t i = 0; i < last_count_[layer]; ++i) {
+      float* follows = row(layer, last_[layer * kMostLearned + i]);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        follows[expert] += kLearningRate * (use_[expert] - predicted[expert]);
+      }
+    }
+  }
+
+  void remember(int32_t layer, std::span<const int32_t> experts) {
+    ++ticks_[layer];
+    const float share = static_cast<float>(experts.size()) / static_cast<float>(experts_);
+    share_[layer] += (share - share_[layer]) / static_cast<float>(ticks_[layer]);
+    float* life = &life_[static_cast<size_t>(layer) * experts_];
+    const float step = 1.f / static_cast<float>(ticks_[layer]);
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      life[expert] += step * (use_[expert] - life[expert]);
+    }
+    for (size_t window = 0; window < kWindows; ++window) {
+      float* mean = window_of(layer, window);
+      const float fresh = 1.f - kDecays[window];
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        mean[expert] += fresh * (use_[expert] - mean[expert]);
+      }
+    }
+    const bool learnable = !follows_.empty() && experts.size() <= static_cast<size_t>(kMostLearned);
+    last_count_[layer] = learnable ? static_cast<int32_t>(experts.size()) : 0;
+    if (learnable) std::copy(experts.begin(), experts.end(), &last_[layer * kMostLearned]);
+  }
+
+  void predict(int32_t layer) {
+    const size_t first = static_cast<size_t>(layer) * experts_;
+    float* predicted = &predicted_[first];
+    const float* life = &life_[first];
+    const float prior = kPriorWeight * share_[layer];
+    for (int32_t expert = 0; expert < experts_; ++expert) {
+      predicted[expert] = prior + kLifeWeight * life[expert];
+    }
+    for (size_t window = 0; window < kWindows; ++window) {
+      const float* mean = window_of(layer, window);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        predicted[expert] += kWeights[window] * mean[expert];
+      }
+    }
+    float* probability = &probability_[first];
+    std::copy(predicted, predicted + experts_, probability);
+    for (int32_t i = 0; i < last_count_[layer]; ++i) {
+      const float* follows = row(layer, last_[layer * kMostLearned + i]);
+      for (int32_t expert = 0; expert < experts_; ++expert) {
+        predicted[expert] += follows[expert];
+        probability[expert] += kFollowTrust * follows[expert];
+      }
+    }
+  }
+
+  float* window_of(int32_t layer, size_t window) {
+    return &windows_[(static_cast<size_t>(layer) * kWindows + window) * experts_];
+  }
+
+  int32_t layers_;
+  int32_t experts_;
+  int32_t now_ = 0;  // the layer that runs
+  // By layer.
+  std::vector<int64_t> ticks_;
+  std::vector<float> share_;       // of the layer's experts that a forward uses, on average
+  std::vector<int32_t> observed_;  // tokens whose scores wait for the next tick
+  std::vector<int32_t> last_count_;
+  std::vector<ExpertId> coldest_;  // among the evictable, unless stale_
+  std::vector<bool> stale_;
+  std::vector<int32_t> evictable_;
+  // [layers][windows][experts], then by expert id.
+  std::vector<float> windows_;
+  std::vector<float> life_;
+  std::vector<float> scores_;
+  std::vector<float> predicted_;    // of the next forward: what the table is learned from
+  std::vector<float> probability_;  // what victims are chosen by
+  std::vector<int32_t> last_;       // [layers][kMostLearned]: what the last forward used
+  std::vector<float> follows_;      // [layers][experts][experts]
+  std::vector<float> use_;          // [experts], of the forward that begins
+  std::vector<Place> place_;
+  std::vector<int32_t> token_;  // what one token of a prompt chose
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_heat(const PolicyOptions& options) {
+  return std::make_unique<Heat>(options);
+}
+
+}  // namespace torch_mesh

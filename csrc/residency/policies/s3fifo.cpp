@@ -1,0 +1,139 @@
+// S3-FIFO (Yang et al., SOSP 2023). Experts enter a small queue; those used more than once there
+// move to the main one, the others leave and are remembered as ghosts, which enter the main queue
+// when they come back. The main queue gives an expert another round for each of its last uses.
+#include <algorithm>
+
+#include "residency/index_list.h"
+#include "residency/policies/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr uint8_t kMostUses = 3;
+
+class S3Fifo final : public Policy {
+ public:
+  explicit S3Fifo(const PolicyOptions& options)
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
+        pinned_(place_.size(), false),
+        used_(place_.size(), false),
+        reuses_(place_.size(), 0),
+        links_(static_cast<int64_t>(place_.size())),
+        small_(links_),
+        ghosts_(links_),
+        main_(links_) {
+    resize(options.slots);
+  }
+
+  const char* name() const override { return "s3fifo"; }
+
+  void admit(ExpertId id) override {
+    const bool known = place_[id] == Place::kGhost;
+    if (known) ghosts_.erase(id);
+    place_[id] = known ? Place::kMain : Place::kSmall;
+    (known ? main_ : small_).push_back(id);
+    used_[id] = false;
+    reuses_[id] = 0;
+    ++evictable_;
+  }
+
+  void remove(ExpertId id) override {
+    if (!pinned_[id]) --evictable_;
+    pinned_[id] = false;
+    if (place_[id] == Place::kMain) {
+      main_.erase(id);
+      place_[id] = Place::kUnknown;
+      return;
+    }
+    small_.erase(id);
+    place_[id] = Place::kGhost;
+    ghosts_.push_back(id);
+    forget_overflow();
+  }
+
+  // The use that an expert was read for is none that came back.
+  void touch(ExpertId id) override {
+    if (used_[id]) reuses_[id] = std::min<uint8_t>(kMostUses, reuses_[id] + 1);
+    used_[id] = true;
+  }
+
+  void pin(ExpertId id) override {
+    pinned_[id] = true;
+    --evictable_;
+  }
+
+  void unpin(ExpertId id) override {
+    pinned_[id] = false;
+    ++evictable_;
+  }
+
+  ExpertId victim() override {
+    if (evictable_ == 0) return kNoExpert;
+    promote_reused();
+    const ExpertId newcomer = small_.first_without(pinned_);
+    if (small_.size() > small_capacity_ && newcomer != kNoExpert) return newcomer;
+    const ExpertId established = from_main();
+    return established != kNoExpert ? established : newcomer;
+  }
+
+  void resize(int32_t slots) override {
+    small_capacity_ = std::max<int32_t>(1, slots / 10);
+    ghost_capacity_ = std::max<int32_t>(1, slots - small_capacity_);
+    forget_overflow();
+  }
+
+  bool resident(ExpertId id) const override {
+    return place_[id] == Place::kSmall || place_[id] == Place::kMain;
+  }
+  bool pinned(ExpertId id) const override { return pinned_[id]; }
+
+ private:
+  enum class Place : uint8_t { kUnknown, kSmall, kGhost, kMain };
+
+  void forget_overflow() {
+    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+  }
+
+  void promote_reused() {
+    while (small_.size() > small_capacity_) {
+      const ExpertId id = small_.first_without(pinned_);
+      if (id == kNoExpert || reuses_[id] <= 1) return;
+      small_.erase(id);
+      place_[id] = Place::kMain;
+      reuses_[id] = 0;
+      main_.push_back(id);
+    }
+  }
+
+  // Ends: each round takes one from the reuses of every expert that is not pinned.
+  ExpertId from_main() {
+    for (int32_t left = main_.size() * (kMostUses + 1); left > 0; --left) {
+      const ExpertId id = main_.front();
+      if (!pinned_[id] && reuses_[id] == 0) return id;
+      if (!pinned_[id]) --reuses_[id];
+      main_.erase(id);
+      main_.push_back(id);
+    }
+    return kNoExpert;
+  }
+
+  int32_t small_capacity_ = 1;
+  int32_t ghost_capacity_ = 1;
+  std::vector<Place> place_;
+  std::vector<bool> pinned_;
+  std::vector<bool> used_;  // since admission
+  std::vector<uint8_t> reuses_;
+  int32_t evictable_ = 0;
+  IndexLinks links_;
+  IndexList small_;  // oldest first, as are the others
+  IndexList ghosts_;
+  IndexList main_;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_s3fifo(const PolicyOptions& options) {
+  return std::make_unique<S3Fifo>(options);
+}
+
+}  // namespace torch_mesh

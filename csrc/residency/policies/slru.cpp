@@ -1,0 +1,103 @@
+// Segmented LRU (Karedla, Love and Wherry, 1994). An expert enters on probation; its second use
+// moves it to the protected segment, whose overflow goes back to probation. Victims come from
+// probation first.
+#include <algorithm>
+
+#include "residency/index_list.h"
+#include "residency/policies/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+class Slru final : public Policy {
+ public:
+  explicit Slru(const PolicyOptions& options)
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
+        segment_(place_.size(), Segment::kUnused),
+        links_(static_cast<int64_t>(place_.size())),
+        probation_(links_),
+        protected_(links_) {
+    resize(options.slots);
+  }
+
+  const char* name() const override { return "slru"; }
+
+  void admit(ExpertId id) override {
+    place_[id] = Place::kEvictable;
+    segment_[id] = Segment::kUnused;
+    probation_.push_back(id);
+  }
+
+  void remove(ExpertId id) override {
+    if (place_[id] == Place::kEvictable) list(id).erase(id);
+    if (segment_[id] == Segment::kProtected) --protected_count_;
+    place_[id] = Place::kAbsent;
+  }
+
+  // The use that an expert was read for is its first: a prefetched expert has had none yet.
+  void touch(ExpertId id) override {
+    const bool listed = place_[id] == Place::kEvictable;
+    if (listed) list(id).erase(id);
+    if (segment_[id] == Segment::kProbation) ++protected_count_;
+    segment_[id] = segment_[id] == Segment::kUnused ? Segment::kProbation : Segment::kProtected;
+    if (listed) list(id).push_back(id);
+    demote_overflow();
+  }
+
+  void pin(ExpertId id) override {
+    place_[id] = Place::kPinned;
+    list(id).erase(id);
+  }
+
+  void unpin(ExpertId id) override {
+    place_[id] = Place::kEvictable;
+    list(id).push_back(id);
+    demote_overflow();
+  }
+
+  ExpertId victim() override {
+    return probation_.empty() ? protected_.front() : probation_.front();
+  }
+
+  void resize(int32_t slots) override {
+    capacity_ = std::max<int32_t>(1, slots / 2);
+    demote_overflow();
+  }
+
+  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
+  bool pinned(ExpertId id) const override { return place_[id] == Place::kPinned; }
+
+ private:
+  enum class Place : uint8_t { kAbsent, kEvictable, kPinned };
+  enum class Segment : uint8_t { kUnused, kProbation, kProtected };
+
+  IndexList& list(ExpertId id) {
+    return segment_[id] == Segment::kProtected ? protected_ : probation_;
+  }
+
+  // Pinned experts count towards the protected segment but stay until they are unpinned.
+  void demote_overflow() {
+    while (protected_count_ > capacity_ && !protected_.empty()) {
+      const ExpertId id = protected_.pop_front();
+      segment_[id] = Segment::kProbation;
+      probation_.push_back(id);
+      --protected_count_;
+    }
+  }
+
+  int32_t capacity_ = 1;  // of the protected segment
+  int32_t protected_count_ = 0;
+  std::vector<Place> place_;
+  std::vector<Segment> segment_;
+  IndexLinks links_;
+  IndexList probation_;  // least recently used first, as is protected_
+  IndexList protected_;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_slru(const PolicyOptions& options) {
+  return std::make_unique<Slru>(options);
+}
+
+}  // namespace torch_mesh

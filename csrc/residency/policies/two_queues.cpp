@@ -1,0 +1,96 @@
+// 2Q (Johnson and Shasha, VLDB 1994). An expert enters a short queue, in which uses do not count.
+// One that is asked for again soon after it has left that queue enters the main one, which is least
+// recently used. The layers scan the pool cyclically: this is what keeps them apart.
+#include <algorithm>
+
+#include "residency/index_list.h"
+#include "residency/policies/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+class TwoQueues final : public Policy {
+ public:
+  explicit TwoQueues(const PolicyOptions& options)
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kUnknown),
+        pinned_(place_.size(), false),
+        links_(static_cast<int64_t>(place_.size())),
+        recent_(links_),
+        ghosts_(links_),
+        main_(links_) {
+    resize(options.slots);
+  }
+
+  const char* name() const override { return "2q"; }
+
+  void admit(ExpertId id) override {
+    const bool known = place_[id] == Place::kGhost;
+    if (known) ghosts_.erase(id);
+    place_[id] = known ? Place::kMain : Place::kRecent;
+    (known ? main_ : recent_).push_back(id);
+  }
+
+  void remove(ExpertId id) override {
+    pinned_[id] = false;
+    if (place_[id] == Place::kMain) {
+      main_.erase(id);
+      place_[id] = Place::kUnknown;
+      return;
+    }
+    recent_.erase(id);
+    place_[id] = Place::kGhost;
+    ghosts_.push_back(id);
+    forget_overflow();
+  }
+
+  void touch(ExpertId id) override {
+    if (place_[id] != Place::kMain) return;
+    main_.erase(id);
+    main_.push_back(id);
+  }
+
+  void pin(ExpertId id) override { pinned_[id] = true; }
+  void unpin(ExpertId id) override { pinned_[id] = false; }
+
+  ExpertId victim() override {
+    const ExpertId recent = recent_.first_without(pinned_), main = main_.first_without(pinned_);
+    if (recent == kNoExpert || main == kNoExpert) return std::max(recent, main);
+    return recent_.size() > recent_capacity_ ? recent : main;
+  }
+
+  void resize(int32_t slots) override {
+    recent_capacity_ = std::max<int32_t>(1, slots / 4);
+    ghost_capacity_ = std::max<int32_t>(1, slots / 2);
+    forget_overflow();
+  }
+
+  bool resident(ExpertId id) const override {
+    return place_[id] == Place::kRecent || place_[id] == Place::kMain;
+  }
+  bool pinned(ExpertId id) const override { return pinned_[id]; }
+
+ private:
+  // A ghost is not resident any more; only its id is remembered.
+  enum class Place : uint8_t { kUnknown, kRecent, kGhost, kMain };
+
+  void forget_overflow() {
+    while (ghosts_.size() > ghost_capacity_) place_[ghosts_.pop_front()] = Place::kUnknown;
+  }
+
+  int32_t recent_capacity_ = 1;
+  int32_t ghost_capacity_ = 1;
+  std::vector<Place> place_;
+  std::vector<bool> pinned_;
+  IndexLinks links_;
+  IndexList recent_;  // oldest first, as are the others
+  IndexList ghosts_;
+  IndexList main_;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_two_queues(const PolicyOptions& options) {
+  return std::make_unique<TwoQueues>(options);
+}
+
+}  // namespace torch_mesh

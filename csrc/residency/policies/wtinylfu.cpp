@@ -1,0 +1,127 @@
+// W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 2017): a small window, least
+// recently used, before a segmented main part. What leaves the window enters the main part only if
+// it was used more often than what would have to leave there. There are few enough experts to count
+// each one, so no sketch is needed; all counts are halved every ten uses per slot.
+#include <algorithm>
+
+#include "residency/index_list.h"
+#include "residency/policies/policies.h"
+
+namespace torch_mesh {
+namespace {
+
+class WTinyLfu final : public Policy {
+ public:
+  explicit WTinyLfu(const PolicyOptions& options)
+      : place_(static_cast<size_t>(options.layers) * options.experts, Place::kAbsent),
+        pinned_(place_.size(), false),
+        used_(place_.size(), false),
+        uses_(place_.size(), 0),
+        links_(static_cast<int64_t>(place_.size())),
+        window_(links_),
+        probation_(links_),
+        protected_(links_) {
+    resize(options.slots);
+  }
+
+  const char* name() const override { return "wtinylfu"; }
+
+  void admit(ExpertId id) override {
+    place_[id] = Place::kWindow;
+    used_[id] = false;
+    window_.push_back(id);
+    const bool room = probation_.size() + protected_.size() < main_capacity_;
+    if (room && window_.size() > window_capacity_) leave_window(window_.front());
+  }
+
+  void remove(ExpertId id) override {
+    list(id).erase(id);
+    place_[id] = Place::kAbsent;
+    pinned_[id] = false;
+  }
+
+  // As in slru, the use that an expert was read for does not promote it.
+  void touch(ExpertId id) override {
+    ++uses_[id];
+    if (++counted_ >= sample_) halve();
+    list(id).erase(id);
+    if (place_[id] == Place::kProbation && used_[id]) place_[id] = Place::kProtected;
+    used_[id] = true;
+    list(id).push_back(id);
+    demote_overflow();
+  }
+
+  void pin(ExpertId id) override { pinned_[id] = true; }
+  void unpin(ExpertId id) override { pinned_[id] = false; }
+
+  ExpertId victim() override {
+    const ExpertId newcomer = window_.first_without(pinned_);
+    ExpertId established = probation_.first_without(pinned_);
+    if (established == kNoExpert) established = protected_.first_without(pinned_);
+    if (newcomer == kNoExpert || established == kNoExpert) return std::max(newcomer, established);
+    if (window_.size() <= window_capacity_) return established;
+    if (uses_[newcomer] <= uses_[established]) return newcomer;
+    leave_window(newcomer);
+    return established;
+  }
+
+  void resize(int32_t slots) override {
+    window_capacity_ = std::max<int32_t>(1, slots / 100);
+    main_capacity_ = slots - window_capacity_;
+    protected_capacity_ = main_capacity_ * 4 / 5;
+    sample_ = int64_t{10} * slots;
+    demote_overflow();
+  }
+
+  bool resident(ExpertId id) const override { return place_[id] != Place::kAbsent; }
+  bool pinned(ExpertId id) const override { return pinned_[id]; }
+
+ private:
+  enum class Place : uint8_t { kAbsent, kWindow, kProbation, kProtected };
+
+  IndexList& list(ExpertId id) {
+    if (place_[id] == Place::kWindow) return window_;
+    return place_[id] == Place::kProbation ? probation_ : protected_;
+  }
+
+  void demote_overflow() {
+    while (protected_.size() > protected_capacity_) {
+      const ExpertId demoted = protected_.pop_front();
+      place_[demoted] = Place::kProbation;
+      probation_.push_back(demoted);
+    }
+  }
+
+  void leave_window(ExpertId id) {
+    window_.erase(id);
+    place_[id] = Place::kProbation;
+    probation_.push_back(id);
+  }
+
+  void halve() {
+    counted_ /= 2;
+    for (int32_t& uses : uses_) uses /= 2;
+  }
+
+  int32_t window_capacity_ = 1;
+  int32_t main_capacity_ = 0;
+  int32_t protected_capacity_ = 0;
+  int64_t sample_ = 1;
+  int64_t counted_ = 0;
+  std::vector<Place> place_;
+  std::vector<bool> pinned_;
+  std::vector<bool> used_;  // since admission
+  std::vector<int32_t> uses_;
+  IndexLinks links_;
+  IndexList window_;  // least recently used first, as are the others
+  IndexList probation_;
+  IndexList protected_;
+};
+
+}  // namespace
+
+std::unique_ptr<Policy> make_wtinylfu(const PolicyOptions& options) {
+  return std::make_unique<WTinyLfu>(options);
+}
+
+}  // namespace torch_mesh

@@ -1,0 +1,538 @@
+// The core without threads, clock or disk: events drawn from a seed, in any order that the states
+// allow, and after each of them every invariant. Then the same events through the threaded pool.
+#include "residency/core/core.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "residency/pool.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using Ids = std::vector<int32_t>;
+
+// What can become of a slot, of a claim that waits and of a segment. A run counts which of these
+// its events have brought about, by comparing the core before and after each.
+enum class Seen : uint8_t {
+  kReservedEmpty,
+  kReservedByEviction,
+  kLandedPinned,
+  kLandedUnpinned,
+  kLandedRetired,  // nobody may use it any more: empty at once
+  kFailedPinned,   // its error waits for those who joined
+  kFailedUnpinned,
+  kBegunAnew,  // a guess that failed, and that a claim had joined
+  kErrorSeenByLast,
+  kEvicted,
+  kLost,
+  kRetiredInUse,  // and emptied by its last user
+  kHastened,
+  kQueuedFirst,
+  kQueuedBehind,
+  kLeftQueueWithSlot,
+  kLeftQueueFromFront,  // without a slot, as one that gave up
+  kLeftQueueFromWithin,
+  kSegmentLeaves,
+  kSegmentGone,
+  kSegmentStays,
+  kSegmentComes,
+  kSegmentThere,
+  kSegmentThereTooLate,
+  kSegmentNotToBeHad,
+  kCount,
+};
+constexpr std::array kSeenNames{
+    "a slot is reserved that was empty",
+    "a slot is reserved that another expert gave up",
+    "a read lands for somebody",
+    "a read lands for nobody",
+    "a read lands in a retired slot",
+    "a read fails for somebody",
+    "a read fails for nobody",
+    "a read that failed is begun anew",
+    "the last one sees an error",
+    "a record is evicted",
+    "a record is lost",
+    "a slot is retired in use",
+    "a read is hastened",
+    "a claim queues first",
+    "a claim queues behind another",
+    "a claim leaves the queue with a slot",
+    "a claim leaves the front of the queue without one",
+    "a claim leaves the queue from within",
+    "a segment leaves",
+    "a segment has gone",
+    "a segment stays",
+    "a segment comes",
+    "a segment is there",
+    "a segment is there too late",
+    "a segment cannot be had",
+};
+static_assert(kSeenNames.size() == static_cast<size_t>(Seen::kCount));
+
+struct Counts {
+  std::array<int64_t, static_cast<size_t>(Seen::kCount)> of{};
+  int64_t events = 0;
+
+  void operator()(Seen what) { ++of[static_cast<size_t>(what)]; }
+};
+
+struct Shape {
+  int32_t layers, experts, slots, slots_per_segment;
+  std::string policy;
+  KeptOptions kept = {};
+};
+
+class Driver {
+ public:
+  Driver(const Shape& shape, uint64_t seed, Counts& counts)
+      : shape_(shape),
+        random_(seed),
+        seen_(counts),
+        core_({.layers = shape.layers,
+               .experts = shape.experts,
+               .slots = shape.slots,
+               .kept = shape.kept,
+               .reads_ahead = 2,
+               .slots_per_segment = shape.slots_per_segment},
+              make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})),
+        target_(shape.slots) {
+    after("the start");
+  }
+
+  void run(int64_t events) {
+    for (int64_t event = 0; event < events && !::testing::Test::HasFailure(); ++event) step();
+    finish();
+  }
+
+  // Of all effects so far: a core is a function of its events.
+  uint64_t hash() const { return hash_; }
+
+ private:
+  struct Live {
+    ClaimState state;
+    Ids experts;
+    std::vector<ClaimEntry> entries;
+    Ids held;
+    size_t handed_out = 0;
+    bool queued = false;
+  };
+  struct Pending {
+    int32_t slot;
+    bool demand;
+  };
+
+  int32_t below(int32_t count) { return static_cast<int32_t>(random_() % count); }
+  bool one_in(int32_t count) { return below(count) == 0; }
+  Ids some_experts(int32_t most) {
+    Ids all(shape_.experts);
+    std::iota(all.begin(), all.end(), 0);
+    std::shuffle(all.begin(), all.end(), random_);
+    all.resize(1 + below(std::min(most, shape_.experts)));
+    return all;
+  }
+
+  void step() {
+    before();
+    switch (below(16)) {
+      case 0:
+      case 1:
+        return begin();
+      case 2:
+      case 3:
+      case 4:
+        return use_claim();
+      case 5:
+        return one_in(3) ? drop_claim() : use_claim();
+      case 6:
+      case 7:
+      case 8:
+        return one_in(12) ? fail_read() : land();
+      case 9:
+        return one_in(3) ? fail_read() : land();
+      case 10:
+        return hint();
+      case 11:
+        return lose();
+      case 12:
+        core_.evict(below(shape_.layers), some_experts(3));
+        return after("evict()");
+      case 13:
+        return resize();
+      default:
+        return move_segment();
+    }
+  }
+
+  void begin() {
+    if (live_.size() > 5) return;
+    auto live = std::make_unique<Live>();
+    live->experts = some_experts(one_in(3) ? shape_.experts : 3);
+    ForwardPart part{.phase = static_cast<Phase>(below(3)), .last = !one_in(3)};
+    part.kind = one_in(5) ? ClaimKind::kVisit : ClaimKind::kForward;
+    part.window = part.phase == Phase::kPrefill && one_in(2);
+    size_t left_out = 0;
+    if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
+      part.deferral.late = one_in(4);
+      part.deferral.stood_in = one_in(3);
+      if (!part.deferral.late && one_in(2)) left_out = below(static_cast<int32_t>(live->experts.size()));
+      part.deferral.experts = std::span(live->experts).last(left_out);
+    }
+    live->entries.resize(live->experts.size() - left_out);
+    live->state.layer = below(shape_.layers);
+    live->state.part = part;
+    live->state.experts = live->experts;
+    live->state.entries = live->entries;
+    core_.begin(live->state);
+    live_.push_back(std::move(live));
+    after("begin()");
+  }
+
+  Live* any_claim() { return live_.empty() ? nullptr : live_[below(static_cast<int32_t>(live_.size()))].get(); }
+
+  // One step of whoever makes the claim.
+  void use_claim() {
+    if (Live* live = any_claim()) use(*live);
+  }
+
+  void use(Live& live) {
+    ClaimState& claim = live.state;
+    if (live.queued) {
+      core_.advance(claim);
+      after("advance()");
+      if (claim.joined > 0) leave_queue(live);
+      return;
+    }
+    if (!live.held.empty() && one_in(2)) return release(live);
+    core_.advance(claim);
+    std::array<HandedOut, 3> ready;
+    std::optional<Error> error;
+    const int32_t count =
+        core_.hand_out(claim, std::span(ready).first(1 + below(ready.size())), error);
+    ASSERT_TRUE(!error || count == 0);
+    live.handed_out += count + error.has_value();
+    for (int32_t i = 0; i < count; ++i) {
+      const auto [index, slot] = ready[i];
+      ASSERT_EQ(core_.slots()[slot].expert, core_.id_of(claim.layer, live.experts[index]));
+      live.held.push_back(index);
+    }
+    after("hand_out()");
+    if (count > 0 || error) return;
+    if (claim.waiting == 0 && claim.joined == 0) {
+      ASSERT_EQ(live.handed_out, live.entries.size()) << "each expert is handed out once";
+      if (live.held.empty()) end(live);
+    } else if (claim.joined == 0 && claim.held == 0) {
+      seen_(core_.claims().queued() ? Seen::kQueuedBehind : Seen::kQueuedFirst);
+      core_.enter_queue(claim);
+      live.queued = true;
+      queue_.push_back(&live);
+      after("enter_queue()");
+    }
+  }
+
+  void release(Live& live) {
+    std::shuffle(live.held.begin(), live.held.end(), random_);
+    const int32_t count = 1 + below(static_cast<int32_t>(live.held.size()));
+    const std::span<const int32_t> some = std::span<const int32_t>(live.held).first(count);
+    ASSERT_EQ(core_.release(live.state, some), some.size());
+    ASSERT_EQ(core_.release(live.state, some.first(1)), 0u) << "it holds that no more";
+    live.held.erase(live.held.begin(), live.held.begin() + count);
+    after("release()");
+  }
+
+  void leave_queue(Live& live) {
+    before();
+    if (live.state.joined > 0) {
+      seen_(Seen::kLeftQueueWithSlot);
+    } else {
+      seen_(queue_.front() == &live ? Seen::kLeftQueueFromFront : Seen::kLeftQueueFromWithin);
+    }
+    core_.leave_queue(live.state);
+    live.queued = false;
+    std::erase(queue_, &live);
+    after("leave_queue()");
+  }
+
+  void drop_claim() {
+    Live* live = any_claim();
+    if (live == nullptr) return;
+    if (live->queued) leave_queue(*live);
+    before();
+    end(*live);
+  }
+
+  void end(Live& live) {
+    core_.end(live.state);
+    std::erase_if(live_, [&](const auto& each) { return each.get() == &live; });
+    after("end()");
+  }
+
+  int32_t take_pending() {
+    const int32_t at = below(static_cast<int32_t>(pending_.size()));
+    const int32_t slot = pending_[at].slot;
+    pending_.erase(pending_.begin() + at);
+    return slot;
+  }
+
+  void land() {
+    if (pending_.empty()) return;
+    const int32_t slot = take_pending();
+    const bool pinned = core_.slots()[slot].pins > 0, retired = core_.slots().retired(slot);
+    core_.landed(slot, 10);
+    seen_(retired && !pinned ? Seen::kLandedRetired
+          : pinned           ? Seen::kLandedPinned
+                             : Seen::kLandedUnpinned);
+    after("landed()");
+  }
+
+  void fail_read() {
+    if (pending_.empty()) return;
+    const int32_t slot = take_pending();
+    const bool pinned = core_.slots()[slot].pins > 0;
+    const ErrorKind kind = one_in(4) ? ErrorKind::kClosed : ErrorKind::kRead;
+    core_.failed(slot, 10, Error(kind, "no such luck"));
+    const bool anew = core_.slots()[slot].state == SlotState::kLoading && pinned;
+    seen_(anew     ? Seen::kBegunAnew
+          : pinned ? Seen::kFailedPinned
+                   : Seen::kFailedUnpinned);
+    after("failed()");
+  }
+
+  void hint() {
+    const int32_t layer = below(shape_.layers);
+    const auto phase = static_cast<Phase>(below(3));
+    switch (below(4)) {
+      case 0:
+        core_.prefetch(layer, some_experts(4), phase);
+        break;
+      case 1:
+      case 2:
+        core_.expect(layer, some_experts(4), phase);
+        break;
+      default: {
+        std::vector<float> scores(shape_.experts);
+        for (float& score : scores) score = static_cast<float>(below(100)) / 100.f;
+        core_.observe(layer, scores);
+        if (one_in(10)) core_.warm_up();
+      }
+    }
+    after("a hint");
+  }
+
+  // As mapped memory does.
+  void lose() {
+    if (!one_in(4)) return;
+    const int32_t slot = below(shape_.slots);
+    const Slot& at = core_.slots()[slot];
+    if (at.state != SlotState::kReady || at.pins > 0) return;
+    core_.lost(slot);
+    seen_(Seen::kLost);
+    after("lost()");
+  }
+
+  void resize() {
+    if (!one_in(3)) return;
+    target_ = 1 + below(shape_.slots);
+    core_.sizing().resize(target_);
+    after("resize()");
+  }
+
+  void move_segment() {
+    Sizing& sizing = core_.sizing();
+    if (!leaving_.empty() && one_in(2)) {
+      const int64_t segment = leaving_.front();
+      leaving_.pop_front();
+      if (one_in(8)) {
+        sizing.stays(segment);
+        sizing.resize(target_);  // the next one finds it
+        seen_(Seen::kSegmentStays);
+        return after("stays()");
+      }
+      sizing.gone(segment);
+      seen_(Seen::kSegmentGone);
+      return after("gone()");
+    }
+    if (coming_ >= 0) {
+      const int64_t segment = std::exchange(coming_, -1);
+      if (one_in(6)) {
+        sizing.failed(segment);
+        seen_(Seen::kSegmentNotToBeHad);
+        return after("failed()");
+      }
+      sizing.came(segment);
+      const bool late = !core_.effects().vacant.empty();
+      seen_(late ? Seen::kSegmentThereTooLate : Seen::kSegmentThere);
+      return after("came()");
+    }
+    coming_ = sizing.next_to_come();
+    if (coming_ >= 0) seen_(Seen::kSegmentComes);
+    after("next_to_come()");
+  }
+
+  void before() {
+    was_.clear();
+    for (int32_t slot = 0; slot < shape_.slots; ++slot) {
+      const Slot& at = core_.slots()[slot];
+      was_.push_back({at.state, at.pins, at.error.has_value(), core_.slots().retired(slot)});
+    }
+  }
+
+  void mix(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001b3; }
+
+  // Carries the effects out as far as this test does, and looks at everything.
+  void after(const char* event) {
+    ++seen_.events;
+    Effects& effects = core_.effects();
+    for (const auto& [slot, expert, urgency] : effects.loads) {
+      mix(uint64_t{1} << 60 | static_cast<uint64_t>(slot) << 32 | static_cast<uint64_t>(expert));
+      const auto same = [&](const Pending& each) { return each.slot == slot; };
+      ASSERT_TRUE(std::ranges::none_of(pending_, same)) << event << ": two reads into one slot";
+      ASSERT_EQ(core_.slots()[slot].state, SlotState::kLoading) << event;
+      ASSERT_EQ(core_.slots()[slot].expert, expert) << event;
+      pending_.push_back({slot, urgency == Urgency::kDemand});
+    }
+    for (int32_t slot : effects.hastened) {
+      mix(uint64_t{2} << 60 | static_cast<uint64_t>(slot));
+      const auto read =
+          std::ranges::find_if(pending_, [&](const Pending& each) { return each.slot == slot; });
+      ASSERT_NE(read, pending_.end()) << event << ": hastens no read";
+      ASSERT_FALSE(read->demand) << event << ": hastens a demand read";
+      read->demand = true;
+      seen_(Seen::kHastened);
+    }
+    for (int64_t segment : effects.vacant) {
+      mix(uint64_t{3} << 60 | static_cast<uint64_t>(segment));
+      leaving_.push_back(segment);
+      seen_(Seen::kSegmentLeaves);
+    }
+    for (ExpertId id : effects.dropped) mix(uint64_t{4} << 60 | static_cast<uint64_t>(id));
+    effects.clear();
+    for (size_t slot = 0; slot < was_.size(); ++slot) look_at(static_cast<int32_t>(slot));
+    was_.clear();
+    ASSERT_EQ(static_cast<int32_t>(pending_.size()), core_.slots().loading()) << event;
+    ASSERT_NO_THROW(core_.validate()) << event;
+  }
+
+  void look_at(int32_t slot) {
+    const auto [state, pins, error, retired] = was_[slot];
+    const Slot& is = core_.slots()[slot];
+    if (state == SlotState::kEmpty && is.state == SlotState::kLoading) seen_(Seen::kReservedEmpty);
+    if (state == SlotState::kReady && is.state == SlotState::kLoading) seen_(Seen::kReservedByEviction);
+    if (state == SlotState::kReady && is.state == SlotState::kEmpty) seen_(Seen::kEvicted);
+    if (error && !is.error) seen_(Seen::kErrorSeenByLast);
+    if (retired && state == SlotState::kReady && pins > 0 && is.pins == 0) {
+      ASSERT_EQ(is.state, SlotState::kEmpty);
+      seen_(Seen::kRetiredInUse);
+    }
+  }
+
+  // Reads end and claims go on: all of them come to their end, whatever happened before.
+  void finish() {
+    for (int32_t round = 0; !live_.empty() || !pending_.empty(); ++round) {
+      ASSERT_LT(round, 10000) << "somebody waits for ever";
+      if (::testing::Test::HasFailure()) return;
+      for (size_t i = 0; i < live_.size(); ++i) {
+        before();
+        use(*live_[i]);
+      }
+      before();
+      land();
+    }
+    core_.close();
+    EXPECT_EQ(core_.slots().pinned(), 0);
+  }
+
+  struct Was {
+    SlotState state;
+    int32_t pins;
+    bool error, retired;
+  };
+
+  const Shape& shape_;
+  std::mt19937_64 random_;
+  Counts& seen_;
+  Core core_;
+  std::vector<std::unique_ptr<Live>> live_;
+  std::vector<Live*> queue_;
+  std::vector<Pending> pending_;
+  std::deque<int64_t> leaving_;
+  int64_t coming_ = -1;
+  int32_t target_;
+  std::vector<Was> was_;
+  uint64_t hash_ = 0xcbf29ce484222325;
+};
+
+Shape random_shape(std::mt19937_64& random) {
+  const auto between = [&](int32_t low, int32_t high) {
+    return low + static_cast<int32_t>(random() % (high - low + 1));
+  };
+  Shape shape{.layers = between(1, 4), .experts = between(1, 9), .slots = 1, .slots_per_segment = 0, .policy = ""};
+  const int32_t all = shape.layers * shape.experts;
+  shape.slots = between(1, all);
+  shape.slots_per_segment = random() % 3 == 0 ? 0 : between(1, shape.slots);
+  const auto names = policy_names();
+  shape.policy = std::string(names[random() % names.size()]);
+  if (random() % 2 == 0) {
+    ModelUse& profile = shape.kept.profile = ModelUse(shape.layers, shape.experts);
+    std::ranges::fill(profile.tokens, 100);
+    for (int64_t& uses : profile.uses) uses = between(0, 100);
+    shape.kept.pins = between(0, 5) / 10.;
+    shape.kept.early_layers = between(0, shape.layers);
+    shape.kept.early_experts = between(0, 3);
+  }
+  return shape;
+}
+
+// TORCH_MESH_TEST_SEED repeats a run.
+uint64_t test_seed() {
+  const char* given = std::getenv("TORCH_MESH_TEST_SEED");
+  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
+}
+
+TEST(Core, KeepsItsInvariantsUnderAMillionEvents) {
+  const uint64_t seed = test_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  Counts seen;
+  while (seen.events < 1'000'000 && !HasFailure()) {
+    const Shape shape = random_shape(random);
+    SCOPED_TRACE(shape.policy + ", " + std::to_string(shape.slots) + " slots for " +
+                 std::to_string(shape.layers) + " x " + std::to_string(shape.experts));
+    Driver(shape, random(), seen).run(3000);
+  }
+  for (size_t what = 0; what < kSeenNames.size(); ++what) {
+    EXPECT_GT(seen.of[what], 0) << "never: " << kSeenNames[what];
+  }
+}
+
+TEST(Core, IsAFunctionOfItsEvents) {
+  std::mt19937_64 random(test_seed());
+  for (int round = 0; round < 20; ++round) {
+    const Shape shape = random_shape(random);
+    const uint64_t seed = random();
+    std::array<uint64_t, 2> hashes{};
+    for (uint64_t& hash : hashes) {
+      Counts seen;
+      Driver driver(shape, seed, seen);
+      driver.run(1000);
+      hash = driver.hash();
+    }
+    EXPECT_EQ(hashes[0], hashes[1]);
+  }
+}
+
+}  // namespace
+}  // namespace torch_mesh
