@@ -254,7 +254,8 @@ Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tens
                  int64_t most) {
   Pool& pool = layer.engine().pool();
   Split split{ids.clone(), at::full_like(ids, pool.experts()), {}};
-  SplitChoices choices{.now = values_of<int64_t>(split.now), .elsewhere = values_of<int64_t>(split.later)};
+  SplitChoices choices{.now = values_of<int64_t>(split.now),
+                       .elsewhere = values_of<int64_t>(split.later)};
   pool.split_cold(layer.layer, const_values_of<float>(weights), static_cast<int32_t>(ids.size(1)),
                   most, choices);
   split.deferred = std::move(choices.experts);
@@ -282,9 +283,9 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   const Split split = defers ? split_cold(layer, ids, weights, deferred)
                              : Split{.now = ids, .later = {}, .deferred = {}};
   const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
-  at::Tensor out =
-      run_experts(layer, x, split.now, weights, /*sentinels=*/true,
-                  {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
+  at::Tensor out = run_experts(
+      layer, x, split.now, weights, /*sentinels=*/true,
+      {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
   if (carried && follows(*carried, layer, x)) {
     out.add_(run_experts(resolve(carried->handle), carried->x, carried->ids, carried->weights,
                          /*sentinels=*/true, {.deferral = {.late = true}}));
@@ -308,7 +309,8 @@ struct StandIns {
 StandIns split_by_pool(const LayerHandle& layer, const LayerHandle& low, const at::Tensor& ids) {
   Pool& pool = layer.engine().pool();
   StandIns split{ids.clone(), at::full_like(ids, pool.experts()), {}, {}};
-  SplitChoices choices{.now = values_of<int64_t>(split.exact), .elsewhere = values_of<int64_t>(split.low)};
+  SplitChoices choices{.now = values_of<int64_t>(split.exact),
+                       .elsewhere = values_of<int64_t>(split.low)};
   pool.split_by_pool(layer.layer, low.engine().pool(), choices);
   split.experts = std::move(choices.experts);
   split.doubles = std::move(choices.doubles);

@@ -684,8 +684,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("timeout"), py::arg("prefill") = "auto", py::arg("source"),
            py::arg("faults") = py::none(), py::arg("least_slots") = 1,
            py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
-           py::arg("early_experts") = 0,
-           py::arg("elsewhere") = std::vector<bool>())
+           py::arg("early_experts") = 0, py::arg("elsewhere") = std::vector<bool>())
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", &PyEngine::fill, py::arg("layer"), py::arg("expert"), py::arg("record"))

@@ -32,8 +32,9 @@ int32_t dimension(const py::array& array, int axis) {
 py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::string& policy,
                       int32_t slots, const std::optional<Array<float>>& scores,
                       const std::optional<Array<float>>& lookahead,
-                      const std::optional<Array<int64_t>>& sequences, const std::string& predictor,
-                      int32_t prefetch, double recall, uint64_t seed, double read_seconds,
+                      const std::optional<Array<int64_t>>& sequences,
+                      const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
+                      int32_t deferred, const std::string& predictor, int32_t prefetch, double recall, uint64_t seed, double read_seconds,
                       double layer_seconds, const std::optional<ProfileArrays>& profile,
                       double pins, int32_t early_layers, int32_t early_experts) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
@@ -45,7 +46,8 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
       .ids = span_of(ids),
       .scores = scores ? span_of(*scores) : std::span<const float>(),
       .lookahead = lookahead ? span_of(*lookahead) : std::span<const float>(),
-      .sequences = sequences ? span_of(*sequences) : std::span<const int64_t>()};
+      .sequences = sequences ? span_of(*sequences) : std::span<const int64_t>(),
+      .forwards = forwards ? span_of(*forwards) : std::span<const int64_t>()};
   const ReplayOptions options{.policy = policy,
                               .slots = slots,
                               .predictor = predictor,
@@ -53,6 +55,8 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                               .recall = recall,
                               .seed = seed,
                               .kept = kept_options(profile, pins, early_layers, early_experts),
+                              .prefill = prefill_window(prefill),
+                              .deferred = deferred,
                               .read_seconds = read_seconds,
                               .layer_seconds = layer_seconds};
   ReplayResult result;
@@ -63,9 +67,13 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
   py::dict counts;
   counts["hits"] =
       py::array_t<int64_t>(static_cast<py::ssize_t>(result.hits.size()), result.hits.data());
+  counts["accesses_of"] = py::array_t<int64_t>(static_cast<py::ssize_t>(result.accesses_of.size()),
+                                               result.accesses_of.data());
   counts["accesses"] = result.accesses;
   counts["inflight_misses"] = result.inflight_misses;
   counts["cold_misses"] = result.cold_misses;
+  counts["deferred"] = result.deferred;
+  counts["promoted"] = result.promoted;
   counts["kept_accesses"] = result.kept_accesses;
   counts["kept_hits"] = result.kept_hits;
   counts["prefetched"] = result.prefetched;
@@ -89,7 +97,8 @@ void define_replay(py::module_& module) {
   module.def("replay", replay_trace, py::arg("ids"), py::kw_only(), py::arg("experts"),
              py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
              py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
-             py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
+             py::arg("forwards") = py::none(), py::arg("prefill") = "auto",
+             py::arg("deferred") = 0, py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
              py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.,
              py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
              py::arg("early_experts") = 0);

@@ -22,7 +22,8 @@ at::Tensor route(const at::Tensor& scores, const at::Tensor& topk_ids, at::Tenso
                     "; allowed: 0 to k = ", topk_ids.size(1));
   at::Tensor ids = contiguous_as(topk_ids, at::kLong).clone();
   const int64_t tokens = ids.size(0), k = ids.size(1);
-  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(tokens), static_cast<int32_t>(k), pool.experts(),
+  check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(tokens),
+                   static_cast<int32_t>(k), pool.experts(),
                    /*sentinels=*/false);
   if (bias == 0 || phase_of(tokens) != Phase::kDecode) return ids;
   const at::Tensor rows = contiguous_as(scores, at::kFloat);

@@ -7,8 +7,8 @@
 #include <span>
 
 #include "engine/task_queue.h"
-#include "residency/pool.h"
 #include "residency/memory/topology.h"
+#include "residency/pool.h"
 
 namespace torch_mesh {
 

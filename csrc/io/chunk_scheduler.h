@@ -111,7 +111,7 @@ class ChunkScheduler {
 
   std::vector<Request> requests_;
   std::vector<int32_t> by_tag_;  // by the low bits of tags: the last request that had it
-  std::vector<Chunk> chunks_;  // `depth` of them, never more
+  std::vector<Chunk> chunks_;    // `depth` of them, never more
   std::vector<int32_t> free_requests_;
   std::vector<int32_t> free_chunks_;
   std::array<Queue, kUrgencies.size()> queued_;  // by urgency

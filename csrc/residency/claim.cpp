@@ -65,7 +65,8 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
   for (;;) {
     {
       const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-      if (state_.waiting > 0) impl.forget_lost(state_.layer, state_.experts.first(state_.entries.size()));
+      if (state_.waiting > 0)
+        impl.forget_lost(state_.layer, state_.experts.first(state_.entries.size()));
       impl.core.advance(state_);
       std::optional<Error> error;
       const int32_t count = impl.core.hand_out(state_, most, error);
@@ -84,10 +85,10 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
     }
     if (state_.waiting == 0 && state_.joined == 0) return 0;
     if (state_.joined == 0 && state_.held > 0) {
-      throw Error(ErrorKind::kInvalid, "no slot is left for the next expert of layer " +
-                                           std::to_string(state_.layer) + " while this forward holds " +
-                                           std::to_string(state_.held) +
-                                           "; release() those before next()");
+      throw Error(ErrorKind::kInvalid,
+                  "no slot is left for the next expert of layer " + std::to_string(state_.layer) +
+                      " while this forward holds " + std::to_string(state_.held) +
+                      "; release() those before next()");
     }
     impl.flush();
     const Stopwatch stall(impl.stats_of(state_.layer, state_.part.phase).stall_nanoseconds);

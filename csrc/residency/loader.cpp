@@ -246,7 +246,8 @@ void Loader::on_read(const ReadResult& result) {
 }
 
 bool Loader::hand_to_finisher(const ReadResult& result) {
-  const bool works = result.error == 0 && (packs() || wants_checksum(reads_[slot_of(result.tag)].expert));
+  const bool works =
+      result.error == 0 && (packs() || wants_checksum(reads_[slot_of(result.tag)].expert));
   {
     const Lock lock(mutex_);
     if (--with_reader_ == 0 || !works || no_finisher_) return false;
@@ -336,8 +337,7 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const std::exception& error) {
-    return Error(ErrorKind::kInvalid,
-                 "cannot pack " + describe(source_, id) + ": " + error.what(),
+    return Error(ErrorKind::kInvalid, "cannot pack " + describe(source_, id) + ": " + error.what(),
                  place_of(source_, id));
   }
 }

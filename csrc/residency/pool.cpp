@@ -399,8 +399,7 @@ int32_t Pool::resize(int32_t slots) {
   Impl& impl = *impl_;
   impl.check_process();
   if (impl.memory_only()) {
-    throw_invalid(
-        "a pool without a source cannot be resized: its records exist nowhere else");
+    throw_invalid("a pool without a source cannot be resized: its records exist nowhere else");
   }
   if (slots < impl.options.least_slots || slots > impl.options.slots) {
     throw_invalid("this pool takes " + std::to_string(impl.options.least_slots) + " to " +

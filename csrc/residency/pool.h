@@ -165,8 +165,8 @@ class Claim {
   using Entry = ClaimEntry;
 
   // `experts` are distinct and stay alive as long as the claim; the last ones are those of
-  // part.deferral. Queues the first reads at once. `scratch` is room for the claim's bookkeeping: an
-  // entry for each of the others, so that claiming allocates nothing.
+  // part.deferral. Queues the first reads at once. `scratch` is room for the claim's bookkeeping:
+  // an entry for each of the others, so that claiming allocates nothing.
   Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
         const ForwardPart& part = {});
   ~Claim();  // drops all pins; reads under way go on as if they were prefetches

@@ -98,10 +98,10 @@ struct Pool::Impl {
 
   mutable std::mutex mutex;
   Core core;
-  std::condition_variable landed;   // see Effects, as the others
+  std::condition_variable landed;  // see Effects, as the others
   std::condition_variable freed;
   std::condition_variable idle;
-  std::condition_variable resized;  // or the pool is closed
+  std::condition_variable resized;                // or the pool is closed
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
   std::vector<Loader::Ended> refused;  // by the loader

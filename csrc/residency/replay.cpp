@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "residency/policies/belady.h"
 #include "residency/core/core.h"
+#include "residency/policies/belady.h"
 #include "residency/predictor.h"
 
 namespace torch_mesh {
@@ -283,8 +283,7 @@ class Replay {
 
     const int64_t hits = counts(phase, layer).hits, accesses = counts(phase, layer).accesses;
     // Experts are read from memory once, however many tokens use them.
-    const double computing =
-        options_.layer_seconds * static_cast<double>(distinct) / trace_.top_k;
+    const double computing = options_.layer_seconds * static_cast<double>(distinct) / trace_.top_k;
     const double end = now_ + computing;
     busy_ += computing;
     queued_at_ = now_;
@@ -292,7 +291,9 @@ class Replay {
       if (phase == Phase::kDecode && options_.predictor != "off") expect(forward, layer + 1);
     };
     claim(layer, experts, part, foretell);
-    if (late) claim(late->layer, late->experts, {.phase = phase, .last = false, .deferral = {.late = true}}, [] {});
+    if (late)
+      claim(late->layer, late->experts, {.phase = phase, .last = false, .deferral = {.late = true}},
+            [] {});
     now_ = std::max(now_, end);
     result_.hits[first] += counts(phase, layer).hits - hits;
     result_.accesses_of[first] += counts(phase, layer).accesses - accesses;

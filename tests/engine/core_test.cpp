@@ -188,7 +188,8 @@ class Driver {
     if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
       part.deferral.late = one_in(4);
       part.deferral.stood_in = one_in(3);
-      if (!part.deferral.late && one_in(2)) left_out = below(static_cast<int32_t>(live->experts.size()));
+      if (!part.deferral.late && one_in(2))
+        left_out = below(static_cast<int32_t>(live->experts.size()));
       part.deferral.experts = std::span(live->experts).last(left_out);
     }
     live->entries.resize(live->experts.size() - left_out);
@@ -201,7 +202,9 @@ class Driver {
     after("begin()");
   }
 
-  Live* any_claim() { return live_.empty() ? nullptr : live_[below(static_cast<int32_t>(live_.size()))].get(); }
+  Live* any_claim() {
+    return live_.empty() ? nullptr : live_[below(static_cast<int32_t>(live_.size()))].get();
+  }
 
   // One step of whoever makes the claim.
   void use_claim() {
@@ -305,9 +308,7 @@ class Driver {
     const ErrorKind kind = one_in(4) ? ErrorKind::kClosed : ErrorKind::kRead;
     core_.failed(slot, 10, Error(kind, "no such luck"));
     const bool anew = core_.slots()[slot].state == SlotState::kLoading && pinned;
-    seen_(anew     ? Seen::kBegunAnew
-          : pinned ? Seen::kFailedPinned
-                   : Seen::kFailedUnpinned);
+    seen_(anew ? Seen::kBegunAnew : pinned ? Seen::kFailedPinned : Seen::kFailedUnpinned);
     after("failed()");
   }
 
@@ -430,7 +431,8 @@ class Driver {
     const auto [state, pins, error, retired] = was_[slot];
     const Slot& is = core_.slots()[slot];
     if (state == SlotState::kEmpty && is.state == SlotState::kLoading) seen_(Seen::kReservedEmpty);
-    if (state == SlotState::kReady && is.state == SlotState::kLoading) seen_(Seen::kReservedByEviction);
+    if (state == SlotState::kReady && is.state == SlotState::kLoading)
+      seen_(Seen::kReservedByEviction);
     if (state == SlotState::kReady && is.state == SlotState::kEmpty) seen_(Seen::kEvicted);
     if (error && !is.error) seen_(Seen::kErrorSeenByLast);
     if (retired && state == SlotState::kReady && pins > 0 && is.pins == 0) {
@@ -479,7 +481,11 @@ Shape random_shape(std::mt19937_64& random) {
   const auto between = [&](int32_t low, int32_t high) {
     return low + static_cast<int32_t>(random() % (high - low + 1));
   };
-  Shape shape{.layers = between(1, 4), .experts = between(1, 9), .slots = 1, .slots_per_segment = 0, .policy = ""};
+  Shape shape{.layers = between(1, 4),
+              .experts = between(1, 9),
+              .slots = 1,
+              .slots_per_segment = 0,
+              .policy = ""};
   const int32_t all = shape.layers * shape.experts;
   shape.slots = between(1, all);
   shape.slots_per_segment = random() % 3 == 0 ? 0 : between(1, shape.slots);
@@ -531,6 +537,262 @@ TEST(Core, IsAFunctionOfItsEvents) {
       hash = driver.hash();
     }
     EXPECT_EQ(hashes[0], hashes[1]);
+  }
+}
+
+// -- the threaded pool ----------------------------------------------------------------------------
+
+constexpr int64_t kRecord = 4096;
+
+// What a script of forwards and hints is run on, one event after the other.
+class Target {
+ public:
+  virtual ~Target() = default;
+  virtual void forward(int32_t layer, const Ids& experts, const ForwardPart& part) = 0;
+  virtual void prefetch(int32_t layer, const Ids& experts) = 0;
+  virtual void expect(int32_t layer, const Ids& experts) = 0;
+  virtual void evict(int32_t layer, const Ids& experts) = 0;
+  virtual void resize(int32_t slots) = 0;
+  virtual std::vector<SlotState> states() const = 0;
+  virtual PoolStats stats() const = 0;
+};
+
+// One read at a time, in order of urgency, and all that are under way before the next event.
+class OnPool final : public Target {
+ public:
+  OnPool(const Shape& shape, const Source& source)
+      : shape_(shape), pool_(options(shape), {}, source, nullptr) {
+    pool_.drain();
+  }
+
+  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) override {
+    std::vector<ClaimEntry> entries(experts.size());
+    Claim claim(pool_, layer, experts, entries, part);
+    std::array<ReadyExpert, 2> ready;
+    for (;;) {
+      pool_.drain();
+      const int32_t count = claim.next(ready);
+      if (count == 0) break;
+      claim.release(std::span(ready).first(count));
+    }
+    pool_.drain();
+  }
+  void prefetch(int32_t layer, const Ids& experts) override {
+    pool_.prefetch(layer, experts, Phase::kDecode);
+    pool_.drain();
+  }
+  void expect(int32_t layer, const Ids& experts) override {
+    pool_.expect(layer, experts, Phase::kDecode);
+    pool_.drain();
+  }
+  void evict(int32_t layer, const Ids& experts) override { pool_.evict(layer, experts); }
+  void resize(int32_t slots) override { pool_.resize(slots); }
+
+  std::vector<SlotState> states() const override {
+    std::vector<SlotState> states(static_cast<size_t>(shape_.layers) * shape_.experts);
+    for (int32_t layer = 0; layer < shape_.layers; ++layer) {
+      pool_.states(layer, std::span(states).subspan(static_cast<size_t>(layer) * shape_.experts));
+    }
+    return states;
+  }
+  PoolStats stats() const override {
+    pool_.validate();
+    return pool_.detailed_stats();
+  }
+
+ private:
+  static PoolOptions options(const Shape& shape) {
+    PoolOptions options;
+    options.slots = shape.slots;
+    options.record_bytes = kRecord;
+    options.policy = shape.policy;
+    options.kept = shape.kept;
+    options.verify = Verify::kNever;  // hashed beside others a record may land behind the next one
+    options.reader.backend = "threads";
+    options.reader.threads = 1;
+    options.reader.depth = 1;
+    options.segment_bytes = shape.slots_per_segment * kRecord;
+    return options;
+  }
+
+  const Shape& shape_;
+  Pool pool_;
+};
+
+class OnCore final : public Target {
+ public:
+  explicit OnCore(const Shape& shape)
+      : core_({.layers = shape.layers,
+               .experts = shape.experts,
+               .slots = shape.slots,
+               .kept = shape.kept,
+               .reads_ahead = 1,
+               .slots_per_segment = shape.slots_per_segment},
+              make_policy(shape.policy, {shape.layers, shape.experts, shape.slots})) {
+    drain();
+  }
+
+  void forward(int32_t layer, const Ids& experts, const ForwardPart& part) override {
+    std::vector<ClaimEntry> entries(experts.size() - part.deferral.experts.size());
+    ClaimState claim{.layer = layer, .part = part, .experts = experts, .entries = entries};
+    core_.begin(claim);
+    std::array<HandedOut, 2> ready;
+    std::optional<Error> error;
+    for (;;) {
+      drain();
+      core_.advance(claim);
+      const int32_t count = core_.hand_out(claim, ready, error);
+      if (count == 0 && claim.waiting + claim.joined == 0) break;
+      ASSERT_TRUE(count > 0 || claim.joined > 0);
+      Ids indices;
+      for (int32_t i = 0; i < count; ++i) indices.push_back(ready[i].index);
+      carry_out();
+      core_.release(claim, indices);
+    }
+    carry_out();
+    core_.end(claim);
+    drain();
+  }
+  void prefetch(int32_t layer, const Ids& experts) override {
+    core_.prefetch(layer, experts, Phase::kDecode);
+    drain();
+  }
+  void expect(int32_t layer, const Ids& experts) override {
+    core_.expect(layer, experts, Phase::kDecode);
+    drain();
+  }
+  void evict(int32_t layer, const Ids& experts) override {
+    core_.evict(layer, experts);
+    drain();
+  }
+  void resize(int32_t slots) override {
+    core_.sizing().resize(slots);
+    drain();
+    while (!core_.sizing().settled()) {
+      const int64_t segment = core_.sizing().next_to_come();
+      ASSERT_GE(segment, 0);
+      core_.sizing().came(segment);
+      drain();
+    }
+  }
+
+  std::vector<SlotState> states() const override {
+    const auto& [layers, experts, slots, kept, ahead, segment, reads] = core_.options();
+    std::vector<SlotState> states;
+    for (ExpertId id = 0; id < layers * experts; ++id) states.push_back(core_.state(id));
+    return states;
+  }
+  PoolStats stats() const override {
+    core_.validate();
+    PoolStats stats = core_.statistics().counts();
+    stats.slots = core_.slots().limit();
+    stats.kept = stats.slots - core_.slots().unkept();
+    return stats;
+  }
+
+ private:
+  void carry_out() {
+    Effects& effects = core_.effects();
+    for (const Effects::Load& load : effects.loads) {
+      queues_[static_cast<size_t>(load.urgency)].push_back(load.slot);
+    }
+    for (int32_t slot : effects.hastened) {
+      for (auto& queue : queues_) {
+        if (std::erase(queue, slot) > 0) queues_[0].push_back(slot);
+      }
+    }
+    const std::vector<int64_t> leaving = effects.vacant;
+    effects.clear();
+    for (int64_t segment : leaving) core_.sizing().gone(segment);
+    core_.effects().clear();
+  }
+
+  void drain() {
+    for (;;) {
+      carry_out();
+      const auto queue =
+          std::ranges::find_if(queues_, [](const auto& each) { return !each.empty(); });
+      if (queue == queues_.end()) return;
+      const int32_t slot = queue->front();
+      queue->pop_front();
+      core_.landed(slot, kRecord);
+    }
+  }
+
+  Core core_;
+  std::array<std::deque<int32_t>, kUrgencies.size()> queues_;
+};
+
+using Count = int64_t LayerStats::*;
+constexpr std::array kCounts{
+    &LayerStats::forwards,        &LayerStats::accesses,          &LayerStats::hits,
+    &LayerStats::cold_misses,     &LayerStats::inflight_misses,   &LayerStats::kept_accesses,
+    &LayerStats::kept_hits,       &LayerStats::deferred,          &LayerStats::promoted,
+    &LayerStats::evicted,         &LayerStats::bytes_read,        &LayerStats::prefetches,
+    &LayerStats::prefetches_used, &LayerStats::prefetches_wasted, &LayerStats::wasted_bytes,
+    &LayerStats::failed};
+
+TEST(Core, TheThreadedPoolDoesTheSame) {
+  const uint64_t seed = test_seed();
+  SCOPED_TRACE("TORCH_MESH_TEST_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const auto below = [&](int32_t count) { return static_cast<int32_t>(random() % count); };
+  for (int round = 0; round < 12 && !HasFailure(); ++round) {
+    Shape shape = random_shape(random);
+    // As an arena has it.
+    shape.slots_per_segment = std::max(1, shape.slots_per_segment);
+    SCOPED_TRACE(shape.policy + ", " + std::to_string(shape.slots) + " slots for " +
+                 std::to_string(shape.layers) + " x " + std::to_string(shape.experts));
+    const testing::RecordFile file(shape.layers, shape.experts, [](int32_t layer, int32_t expert) {
+      return std::vector<std::byte>(kRecord, static_cast<std::byte>(16 * layer + expert));
+    });
+    OnPool pool(shape, file.source());
+    OnCore core(shape);
+    const auto on_both = [&](auto&& act) {
+      act(static_cast<Target&>(pool));
+      act(static_cast<Target&>(core));
+    };
+    for (int32_t event = 0; event < 150 && !HasFailure(); ++event) {
+      const int32_t layer = below(shape.layers), other = below(shape.layers);
+      Ids experts(shape.experts);
+      std::iota(experts.begin(), experts.end(), 0);
+      std::ranges::shuffle(experts, random);
+      experts.resize(1 + below(shape.experts));
+      ForwardPart part{.phase = static_cast<Phase>(below(3))};
+      part.window = part.phase == Phase::kPrefill && below(2) == 0;
+      if (part.phase == Phase::kDecode && experts.size() > 1 && below(3) == 0) {
+        part.deferral.experts = std::span(experts).last(1);
+        part.deferral.stood_in = below(2) == 0;
+      }
+      const int32_t choice = below(8), slots = 1 + below(shape.slots);
+      on_both([&](Target& target) {
+        switch (choice) {
+          case 0:
+            return target.prefetch(other, experts);
+          case 1:
+            return target.expect(other, experts);
+          case 2:
+            return target.evict(other, experts);
+          case 3:
+            return target.resize(slots);
+          default:
+            return target.forward(layer, experts, part);
+        }
+      });
+      ASSERT_EQ(pool.states(), core.states()) << "after event " << event;
+      const PoolStats there = pool.stats(), here = core.stats();
+      EXPECT_EQ(std::tuple(there.slots, there.kept, there.shrinks, there.grows),
+                std::tuple(here.slots, here.kept, here.shrinks, here.grows));
+      for (size_t phase = 0; phase < kPhases; ++phase) {
+        for (int32_t at = 0; at < shape.layers; ++at) {
+          for (size_t count = 0; count < kCounts.size(); ++count) {
+            EXPECT_EQ(there.layers[phase][at].*kCounts[count],
+                      here.layers[phase][at].*kCounts[count])
+                << "count " << count << " of layer " << at << " after event " << event;
+          }
+        }
+      }
+    }
   }
 }
 

@@ -93,8 +93,8 @@ LayerStats total(Engine& engine) {
 TEST(Policies, LearnAndShareOutWithoutMemory) {
   constexpr int32_t kLayersOfModel = 4, kExpertsOfLayer = 64, kChosen = 6;
   for (const std::string_view name : policy_names()) {
-    const auto policy = make_policy(
-        name, {.layers = kLayersOfModel, .experts = kExpertsOfLayer, .slots = 40});
+    const auto policy =
+        make_policy(name, {.layers = kLayersOfModel, .experts = kExpertsOfLayer, .slots = 40});
     Random random;
     std::vector<int32_t> chosen;
     const auto forward = [&](int32_t layer) {

@@ -291,7 +291,7 @@ TEST_P(ReaderTest, RequestsFromSeveralThreads) {
         const int64_t offset = static_cast<int64_t>(random() % 300) * 4096;
         ranges[tag] = {offset, needed};
         submit(*reader, request_for(tag, 0, offset, needed, memory.at(tag * kSlot),
-                                   random() % 2 ? Urgency::kDemand : Urgency::kPrefetch));
+                                    random() % 2 ? Urgency::kDemand : Urgency::kPrefetch));
         if (random() % 3 == 0) hasten(*reader, tag);
       }
     });
@@ -518,7 +518,7 @@ TEST_P(ReaderTest, CloseWithRequestsUnderWayReportsEachOnce) {
   const auto reader = open(chosen, file, memory);
   for (uint64_t tag = 0; tag < 60; ++tag) {
     submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk),
-                               tag % 2 ? Urgency::kDemand : Urgency::kPrefetch));
+                                tag % 2 ? Urgency::kDemand : Urgency::kPrefetch));
   }
   reader->close();
   std::memset(memory.at(0), 0x3c, 60 * 4 * kChunk);

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "residency/pool.h"
 #include "claim_fixture.h"
+#include "residency/pool.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {
@@ -117,7 +117,8 @@ TEST(PoolStats, PhasesAreKeptApartAndAddUp) {
 void forward_that_defers(Pool& pool) {
   const Experts experts{0, 1, 2, 3};
   std::array<Claim::Entry, 2> entries;
-  Claim claim(pool, 0, experts, entries, {.phase = Phase::kDecode, .deferral = {.experts = std::span(experts).last(2)}});
+  Claim claim(pool, 0, experts, entries,
+              {.phase = Phase::kDecode, .deferral = {.experts = std::span(experts).last(2)}});
   ReadyExpert ready;
   std::vector<int32_t> handed_out;
   while (claim.next({&ready, 1}) > 0) handed_out.push_back(ready.index);

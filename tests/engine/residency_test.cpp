@@ -22,10 +22,10 @@
 
 #include "claim_fixture.h"
 #include "error_of.h"
-#include "residency/memory/arena.h"
 #include "residency/core/expected.h"
-#include "residency/pool.h"
 #include "residency/core/slots.h"
+#include "residency/memory/arena.h"
+#include "residency/pool.h"
 #include "store_fixture.h"
 
 namespace torch_mesh {

@@ -45,8 +45,7 @@ void Claims::join_present(ClaimState& claim) {
     if (slot < 0) continue;
     const bool ready = residents_.slots()[slot].state == SlotState::kReady;
     // A prefetch is used by a forward.
-    const bool ahead =
-        claim.part.kind == ClaimKind::kForward && residents_.use_prefetched(slot);
+    const bool ahead = claim.part.kind == ClaimKind::kForward && residents_.use_prefetched(slot);
     join(claim, i, slot, ahead);
     if (!ready) residents_.hasten(slot);
     count(claim, i, ready ? kHit : kInflightMiss);

@@ -202,8 +202,8 @@ void Core::reroute(int32_t layer, std::span<const float> scores, float bias, int
   states(layer, states_);
   int64_t replaced = 0;
   for (; !chosen.empty(); chosen = chosen.subspan(top_k)) {
-    replaced += torch_mesh::reroute(states_, scores.first(states_.size()), bias, kept,
-                                    chosen.first(top_k));
+    replaced +=
+        torch_mesh::reroute(states_, scores.first(states_.size()), bias, kept, chosen.first(top_k));
     scores = scores.subspan(states_.size());
   }
   statistics_.of(layer, Phase::kDecode).rerouted += replaced;

@@ -1,8 +1,9 @@
 // The pool's mind: which experts are resident, who uses them, what is read next and what is given
-// up. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a call; what is to be done comes out as
-// Effects, which the caller carries out before the next event. Calls and completions may come in
-// any order that the states allow, so that tests try them all (tests/engine/core_test.cpp), and the
-// live pool and the replay of a trace are two drivers of the same decisions.
+// up. Pure: no thread, lock, clock, file or memory of slots. Events go in, each a call; what is to
+// be done comes out as Effects, which the caller carries out before the next event. Calls and
+// completions may come in any order that the states allow, so that tests try them all
+// (tests/engine/core_test.cpp), and the live pool and the replay of a trace are two drivers of the
+// same decisions.
 //
 // The life of a slot:
 //

@@ -26,8 +26,8 @@ void read_stood_in(const ClaimState& claim, bool queued, int32_t experts, Reside
 
 // What tokens chose of a layer, in part now and in part elsewhere.
 struct SplitChoices {
-  std::span<int64_t> now;        // the choices at first
-  std::span<int64_t> elsewhere;  // none at first
+  std::span<int64_t> now;             // the choices at first
+  std::span<int64_t> elsewhere;       // none at first
   std::vector<int32_t> experts = {};  // the distinct ones of `elsewhere`
   std::vector<int32_t> doubles = {};  // split_by_pool(): of `now`, READY in both pools
 };

@@ -17,7 +17,7 @@ struct Effects {
     Urgency urgency;
   };
 
-  std::vector<Load> loads;        // reads to begin, in this order; each ends in landed() or failed()
+  std::vector<Load> loads;  // reads to begin, in this order; each ends in landed() or failed()
   std::vector<int32_t> hastened;  // slots whose reads have become demand
   std::vector<ExpertId> dropped;  // were given up, and may be in a slot again by now
   std::vector<int64_t> vacant;    // segments whose memory may go; each ends in gone() or stays()

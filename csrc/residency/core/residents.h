@@ -74,8 +74,8 @@ class Residents {
 
   const int32_t experts_;  // per layer
   SlotTable slots_;
-  std::vector<Load> loads_;      // by slot
-  std::vector<ExpertId> last_;   // see give_up_last()
+  std::vector<Load> loads_;     // by slot
+  std::vector<ExpertId> last_;  // see give_up_last()
   int32_t prefetching_ = 0;
   bool emptied_ = false;
   Statistics& statistics_;

@@ -53,9 +53,8 @@ int64_t Sizing::next_to_come() {
   if (coming_) return -1;
   // From the first one up, as slots can only be used without a gap below them: one that is leaving
   // is waited for.
-  const auto missing = std::ranges::find_if(segments_, [](State state) {
-    return state == State::kAbsent || state == State::kLeaving;
-  });
+  const auto missing = std::ranges::find_if(
+      segments_, [](State state) { return state == State::kAbsent || state == State::kLeaving; });
   if (missing == segments_.end() || *missing == State::kLeaving) return -1;
   const int64_t segment = missing - segments_.begin();
   if (first_of(segment) >= target_) return -1;
@@ -80,8 +79,8 @@ void Sizing::failed(int64_t segment) {
 }
 
 void Sizing::raise_limit() {
-  const auto missing = std::ranges::find_if(
-      segments_, [](State state) { return state != State::kPresent; });
+  const auto missing =
+      std::ranges::find_if(segments_, [](State state) { return state != State::kPresent; });
   const int32_t limit = missing == segments_.end()
                             ? target_
                             : std::min(target_, first_of(missing - segments_.begin()));
@@ -122,7 +121,8 @@ bool Sizing::settled() const {
 }
 
 void Sizing::validate(bool closed) const {
-  check_invariant(residents_.slots().limit() <= target_, "more slots are in use than were asked for");
+  check_invariant(residents_.slots().limit() <= target_,
+                  "more slots are in use than were asked for");
   for (int64_t segment = 0; segment < std::ssize(segments_); ++segment) {
     const bool present = segments_[segment] == State::kPresent;
     check_invariant(present || vacant(segment), "a slot is in use without memory");

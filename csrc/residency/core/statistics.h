@@ -102,7 +102,7 @@ class Statistics {
 
   PoolStats& counts() { return counts_; }
   const PoolStats& counts() const { return counts_; }
-  std::vector<LayerStats> by_layer() const;  // over all phases
+  std::vector<LayerStats> by_layer() const;                           // over all phases
   int64_t forwards(int32_t layer) const { return forwards_[layer]; }  // that ended; never reset
 
  private:

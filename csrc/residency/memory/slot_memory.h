@@ -36,7 +36,7 @@ class SlotMemory {
   virtual bool may_lose() const { return false; }
   virtual int64_t mapped_bytes() const { return 0; }  // in the page cache, and none of the pool's
   virtual bool holds(ExpertId id) const { return static_cast<void>(id), true; }
-  virtual void cool(ExpertId id) const { static_cast<void>(id); }  // it is to go first
+  virtual void cool(ExpertId id) const { static_cast<void>(id); }    // it is to go first
   virtual void forget(ExpertId id) const { static_cast<void>(id); }  // it is to be read anew
   // Losses of bytes that somebody used, so far; whether there was none since `before`.
   virtual int64_t losses() const { return 0; }
