@@ -68,7 +68,6 @@ def replay(
     pins: float = 0.0,
     early_layers: int = 0,
     early_experts: int = 0,
-    quotas: bool = False,
 ) -> dict[str, Any]:
     """Recorded routing through the pool's own policies, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` int64 [tokens].
 
@@ -257,7 +256,6 @@ class Engine:
         pins: float = 0.0,  # these three: see csrc/residency/kept.h
         early_layers: int = 0,
         early_experts: int = 0,
-        quotas: bool = False,  # of the layers, see csrc/residency/quotas.cpp
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
     ) -> None: ...
     @property

@@ -3,6 +3,8 @@
 
 #include <pybind11/pytypes.h>
 
+#include <string>
+
 #include "base/error.h"
 
 namespace torch_mesh {
@@ -14,5 +16,9 @@ void register_error_translator();
 
 // The exception that `error` becomes, not raised.
 pybind11::object exception_of(const Error& error);
+
+[[noreturn]] inline void invalid(const std::string& message) {
+  throw Error(ErrorKind::kInvalid, message);
+}
 
 }  // namespace torch_mesh

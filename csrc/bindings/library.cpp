@@ -1,6 +1,6 @@
-// The data plane's table of contents. Implementations stand beside their op in experts.cpp,
-// linear.cpp, dense.cpp, attention.cpp, residency.cpp and pack.cpp; gradients in autograd.cpp and
-// dense.cpp, fake kernels in ops/.
+// The data plane's table of contents. Implementations stand in the file of their op's name: experts
+// and its kin in experts.cpp, those that ask or tell the pool in residency.cpp, linear's packing
+// beside it. Gradients are put together in autograd.cpp; fake kernels are in ops/.
 //
 // `handle` is an int64 CPU tensor [pool, layer, generation]: ids, never pointers. Ops with a
 // gradient are functional, because autograd refuses schemas that mutate; ops that exist for their

@@ -1,96 +1,117 @@
-// grouped_linear and grouped_linear_backward.
+// linear, linear_backward, pack_linear and unpack_linear: layers outside the experts.
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
+#include <cstdint>
+#include <optional>
+#include <string_view>
 #include <vector>
 
-#include "bindings/registry.h"
+#include "bindings/process.h"
+#include "bindings/runtime.h"
 #include "bindings/tensors.h"
-#include "engine/grouping.h"
+#include "engine/dense_linear.h"
 #include "kernels/pack.h"
 
 namespace torch_mesh {
 namespace {
 
-at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
-  TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
-                    "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) == experts + 1,
-                    "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
-  const at::Tensor on_cpu = contiguous_as(offsets, at::kLong);
-  const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
-  TORCH_CHECK_VALUE(last == rows, "the last offset must be the number of rows, ", rows, "; got ",
-                    last);
-  check_offsets(on_cpu.const_data_ptr<int64_t>(), experts);
-  return on_cpu;
+using OptionalTensor = std::optional<at::Tensor>;
+
+PackedMatrix matrix_of(c10::string_view format, int64_t group_size, int64_t in_features,
+                       int64_t out_features) {
+  return PackedMatrix::make(format_from_name(std::string_view(format.data(), format.size())),
+                            narrowed(group_size), narrowed(out_features), narrowed(in_features));
 }
 
-at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
-                          int64_t projection, int64_t out_features, int64_t top_k) {
-  const LayerHandle layer = resolve(handle);
-  Engine& engine = layer.engine();
-  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
-                    "; allowed: 0 (gate_up), 1 (down)");
-  const auto which = static_cast<int32_t>(projection);
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.in_features(which),
-                    "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
-  TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
-                    "; projection ", which, " has ", engine.out_features(which));
-  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= engine.pool().experts(), "top_k is ", top_k,
-                    "; allowed: 1 to ", engine.pool().experts());
-  const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts());
-  at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
-  if (x.size(0) == 0) return out;
-  const at::Tensor rows = with_contiguous_rows(x);
-  engine.grouped_linear(LinearCall{.layer = layer.layer,
-                                   .projection = which,
-                                   .x = const_rows(rows, "x_sorted"),
-                                   .offsets = bounds.const_data_ptr<int64_t>(),
-                                   .top_k = static_cast<int32_t>(top_k),
-                                   .out = mutable_rows(out, "x_sorted")});
+void check_packed(const PackedMatrix& matrix, const at::Tensor& packed) {
+  TORCH_CHECK_VALUE(
+      packed.device().is_cpu() && packed.scalar_type() == at::kByte && packed.dim() == 1 &&
+          packed.size(0) == matrix.bytes() && packed.is_contiguous(),
+      "packed must be a contiguous uint8 CPU tensor of ", matrix.bytes(), " bytes for ",
+      matrix.columns, " x ", matrix.depth, " weights in ", format_name(matrix.format), "; got ",
+      packed.scalar_type(), " of shape ", packed.sizes(), " on ", packed.device());
+}
+
+const std::byte* bytes_of(const at::Tensor& packed) {
+  return reinterpret_cast<const std::byte*>(packed.const_data_ptr());
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                  int64_t in_features, int64_t out_features, c10::string_view format,
+                  int64_t group_size) {
+  check_process();
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == matrix.depth,
+                    "x must be [..., in_features=", matrix.depth, "]; got ", x.sizes());
+  TORCH_CHECK_VALUE(!bias || bias->sizes() == at::IntArrayRef{out_features}, "bias must be [",
+                    out_features, "]; got ", bias ? bias->sizes() : at::IntArrayRef{});
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = out_features;
+  at::Tensor out = at::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
+  const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
+  const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
+  dense_linear(matrix,
+               DenseLinearCall{
+                   .x = const_rows(rows, "x"),
+                   .rows = rows.size(0),
+                   .packed = bytes_of(packed),
+                   .bias = bias ? addends.const_data_ptr() : nullptr,
+                   .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
+                   .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
+               torch_runtime(), at::get_num_threads(), process_workspaces());
   return out;
 }
 
-at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& offsets,
-                                   const at::Tensor& handle, int64_t projection,
-                                   int64_t in_features) {
-  const LayerHandle layer = resolve(handle);
-  Engine& engine = layer.engine();
-  const RecordLayout& layout = engine.layout();
-  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
-                    "; allowed: 0 (gate_up), 1 (down)");
-  const auto which = static_cast<int32_t>(projection);
-  const int64_t in = engine.in_features(which), out = engine.out_features(which);
-  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(1) == out, "grad must be [rows, ", out, "]; got ",
-                    grad.sizes());
-  TORCH_CHECK_VALUE(in_features == in, "in_features is ", in_features, "; projection ", which,
-                    " has ", in);
-  const at::Tensor bounds = checked_offsets(offsets, grad.size(0), engine.pool().experts());
-  const int64_t* first = bounds.const_data_ptr<int64_t>();
+at::Tensor unpack_linear(const at::Tensor& packed, int64_t in_features, int64_t out_features,
+                         c10::string_view format, int64_t group_size) {
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
+  at::Tensor weight = at::empty({out_features, in_features}, at::TensorOptions().dtype(at::kFloat));
+  unpack_blocks(matrix, bytes_of(packed), weight.mutable_data_ptr<float>());
+  return weight;
+}
 
-  std::vector<int32_t> used;
-  for (int32_t expert = 0; expert < engine.pool().experts(); ++expert) {
-    if (first[expert + 1] > first[expert]) used.push_back(expert);
-  }
-  at::Tensor x_grad = at::empty({grad.size(0), in}, grad.options());
-  const at::Tensor weight = at::empty({out, in}, at::TensorOptions().dtype(at::kFloat));
-  float* data = weight.mutable_data_ptr<float>();
-  engine.visit(layer.layer, used, [&](int32_t expert, const std::byte* record) {
-    unpack_record(layout, record, which == 0 ? data : nullptr, which == 1 ? data : nullptr, nullptr,
-                  nullptr);
-    const int64_t rows = first[expert + 1] - first[expert];
-    x_grad.narrow(0, first[expert], rows)
-        .copy_(at::mm(grad.narrow(0, first[expert], rows).to(at::kFloat), weight));
-  });
-  return x_grad;
+at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int64_t in_features,
+                           int64_t out_features, c10::string_view format, int64_t group_size) {
+  TORCH_CHECK_VALUE(grad.dim() >= 1 && grad.size(-1) == out_features,
+                    "grad must be [..., out_features=", out_features, "]; got ", grad.sizes());
+  const at::Tensor weight = unpack_linear(packed, in_features, out_features, format, group_size);
+  std::vector<int64_t> sizes = grad.sizes().vec();
+  sizes.back() = in_features;
+  return at::mm(grad.reshape({-1, out_features}).to(at::kFloat), weight)
+      .to(grad.scalar_type())
+      .reshape(sizes);
+}
+
+at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_t group_size) {
+  check_process();
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.device().is_cpu(),
+                    "weight must be a CPU matrix [out_features, in_features]; got ", weight.sizes(),
+                    " on ", weight.device());
+  const PackedMatrix matrix = matrix_of(format, group_size, weight.size(1), weight.size(0));
+  const MatrixView view{weight.const_data_ptr(), scalar_type(weight, "weight"), weight.stride(0),
+                        weight.stride(1)};
+  at::Tensor packed = at::empty({matrix.bytes()}, at::TensorOptions().dtype(at::kByte));
+  auto* blocks = reinterpret_cast<std::byte*>(packed.mutable_data_ptr());
+  parallel_for(
+      torch_runtime(), matrix.blocks, at::get_num_threads(), [&](int64_t begin, int64_t end) {
+        pack_blocks(matrix, view, static_cast<int32_t>(begin), static_cast<int32_t>(end), blocks);
+      });
+  return packed;
 }
 
 }  // namespace
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("grouped_linear", torch_mesh::grouped_linear);
-  m.impl("grouped_linear_backward", torch_mesh::grouped_linear_backward);
+  m.impl("linear", torch_mesh::linear);
+  m.impl("linear_backward", torch_mesh::linear_backward);
+  m.impl("pack_linear", torch_mesh::pack_linear);
+  m.impl("unpack_linear", torch_mesh::unpack_linear);
 }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "bindings/engine.h"
 #include "bindings/profile.h"
 #include "residency/predictor.h"
 #include "residency/replay.h"
@@ -55,7 +56,7 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                               .recall = recall,
                               .seed = seed,
                               .kept = kept_options(profile, pins, early_layers, early_experts),
-                              .prefill = prefill_window(prefill),
+                              .prefill = prefill_from(prefill),
                               .deferred = deferred,
                               .read_seconds = read_seconds,
                               .layer_seconds = layer_seconds};

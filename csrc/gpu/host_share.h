@@ -6,48 +6,22 @@
 // Which experts are whose is read from the device's own table, which comes down with the rest:
 // table and share then agree however far the host has run ahead, and when a captured graph is
 // launched again.
+//
+// Here is what goes into streams. A call and its memory are of the TicketRing, or of CapturedCalls;
+// what its node does is HostWork's.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
 
-#include "engine/engine.h"
-#include "gpu/driver.h"
+#include "gpu/captured_calls.h"
+#include "gpu/host_work.h"
+#include "gpu/ticket_ring.h"
 
 namespace torch_mesh {
-
-// One forward as it lies on the device, without gaps between rows. All of it has to stay there
-// until the call is joined.
-struct DeviceCall {
-  int32_t layer;
-  int32_t tokens, top_k;
-  DeviceAddress x;  // [tokens][hidden]
-  ScalarType x_type;
-  DeviceAddress ids;      // int64 [tokens][top_k]
-  DeviceAddress weights;  // fp32 [tokens][top_k]
-  DeviceAddress table;    // int32 [experts]: the expert's slot on the device, or -1
-  DeviceAddress out;      // fp32 [tokens][hidden]
-  bool sentinels;         // as in ExpertsCall
-};
-
-struct HostShareStats {
-  int64_t calls = 0;
-  int64_t all_on_device = 0;  // calls for which the host had nothing to compute
-  int64_t failed = 0;
-  int64_t bytes_down = 0, bytes_up = 0;
-  double node_seconds = 0;  // in host nodes
-  // How long the device had done its own and waited for the host, over the last calls that are
-  // known to have ended; a captured one is never known.
-  double waited_seconds = 0;
-  int64_t waited_calls = 0;
-};
-
-// Told of every id that a host node sees, one node at a time.
-using UsedExperts = std::function<void(int32_t layer, std::span<const int64_t> ids, int32_t top_k)>;
 
 class HostShare {
  public:
@@ -59,9 +33,6 @@ class HostShare {
   ~HostShare();
   HostShare(const HostShare&) = delete;
   HostShare& operator=(const HostShare&) = delete;
-
-  // Names a call until it is joined; a captured one for good.
-  using Ticket = int32_t;
 
   // Behind all that `stream` has been given. Returns without waiting, unless kInFlight calls are
   // under way or a longer prompt than ever needs larger buffers. Throws what a host node kept, so
@@ -93,34 +64,22 @@ class HostShare {
   HostShareStats stats();
   void reset_stats();
 
-  static constexpr int32_t kInFlight = 64;
+  static constexpr Ticket kInFlight = TicketRing::kInFlight;
 
  private:
-  struct Block;
-  struct Core;
-  struct Call;
-  struct Captured;
+  HostCall& called(Ticket ticket);
+  void enqueue(HostCall& call, Engine& engine, Stream stream, bool capturing);
 
-  Ticket free_ticket(const DeviceCall& call, Engine& engine, bool capturing);
-  Call& called(Ticket ticket);
-  void wait_until_idle(const Call& call, Engine& engine);
-  void enqueue(Call& call, Engine& engine, Stream stream, bool capturing);
-  void retire();
-
-  std::shared_ptr<Driver> driver_;
-  std::shared_ptr<Core> core_;  // what host nodes know
+  const std::shared_ptr<Driver> driver_;
+  const std::shared_ptr<HostWork> work_;
   const int64_t block_bytes_;
   OwnedStream side_;
   OwnedEvent inputs_;          // of the last call that was not captured have come down
   OwnedStream captured_side_;  // a stream belongs to a capture until that ends
 
-  std::mutex submitting_;         // a call's operations stand together in the side stream
-  std::unique_ptr<Block> block_;  // of all calls that are not captured: they follow each other
-  std::vector<std::unique_ptr<Call>> calls_;
-  Ticket next_ = 0;
-  std::vector<std::shared_ptr<Captured>> captured_;
-  std::vector<Captured*> retired_;    // of earlier sizes, where graphs have captured them
-  Ticket next_captured_ = kInFlight;  // of no call before, whatever sizes were set
+  std::mutex submitting_;  // a call's operations stand together in the side stream
+  TicketRing ring_;
+  CapturedCalls captured_;
 };
 
 }  // namespace torch_mesh

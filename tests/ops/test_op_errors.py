@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pools import OpenPool, Spec, TinyPool, ops, routing
+from tiny_pools import OpenPool, Spec, TinyPool, engine_options, ops, routing
 from torch import Tensor
 
 import torch_mesh
@@ -348,6 +348,28 @@ def test_a_forked_child_is_told_so(open_pool: OpenPool) -> None:
 def test_what_no_machine_has_is_refused(open_pool: OpenPool, option: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_pool(SPEC, slots=4, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slotz": 4}, "Engine knows no slotz="),
+        ({"slots": 4.5}, "slots= of Engine is 4.5; it must be int"),
+        ({"slots": None}, "slots= of Engine is None; it must be int"),
+        ({"least_slots": "2"}, "least_slots= of Engine is '2'; it must be int"),
+        ({"source": 3}, "source= of Engine is 3; it must be"),
+    ],
+)
+def test_an_option_of_another_name_or_type_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        _C.Engine(**{"source": None, **engine_options(SPEC), **options})
+
+
+def test_an_option_that_every_engine_needs_is_asked_for() -> None:
+    options = engine_options(SPEC)
+    del options["policy"]
+    with pytest.raises(TypeError, match="Engine needs policy="):
+        _C.Engine(source=None, **options)
 
 
 def test_the_longest_time_out_is_no_short_one(open_pool: OpenPool) -> None:

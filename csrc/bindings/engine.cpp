@@ -1,0 +1,382 @@
+#include "bindings/engine.h"
+
+#include <ATen/Parallel.h>
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/keywords.h"
+#include "bindings/profile.h"
+#include "bindings/record_sum.h"
+#include "bindings/runtime.h"
+#include "bindings/source.h"
+#include "io/reader.h"
+#include "kernels/kernel_table.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+using ByteArray = py::array_t<uint8_t, py::array::c_style>;
+
+// -- options
+// --------------------------------------------------------------------------------------
+
+// Of torch's, as many as an engine may have.
+int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
+
+// Within what clocks can add to the present.
+double seconds_from(double seconds, const char* name, bool none_allowed) {
+  if (seconds >= (none_allowed ? 0 : 1e-3) && seconds <= kLongestTimeout) return seconds;
+  invalid(std::string(name) + " is " + std::to_string(seconds) +
+          " seconds; allowed: " + (none_allowed ? "0" : "0.001") + " to " +
+          std::to_string(static_cast<int64_t>(kLongestTimeout)));  // NaN comes here, too
+}
+
+std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(seconds_from(seconds, name, none_allowed) * 1e3));
+}
+
+Faults faults_from(const std::map<std::string, double>& given) {
+  Faults faults;
+  const std::map<std::string, double*> probabilities = {{"short_read", &faults.short_read},
+                                                        {"eintr", &faults.eintr},
+                                                        {"eagain", &faults.eagain},
+                                                        {"eio_once", &faults.eio_once},
+                                                        {"eio_always", &faults.eio_always},
+                                                        {"delay", &faults.delay},
+                                                        {"reorder", &faults.reorder},
+                                                        {"bit_flip", &faults.bit_flip},
+                                                        {"wrong_offset", &faults.wrong_offset}};
+  for (const auto& [name, value] : given) {
+    if (name == "seed") {
+      faults.seed = static_cast<uint64_t>(value);
+    } else if (name == "max_delay") {
+      const double seconds = seconds_from(value, "max_delay", /*none_allowed=*/true);
+      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
+    } else if (const auto found = probabilities.find(name); found != probabilities.end()) {
+      *found->second = value;
+    } else {
+      invalid("no fault is named '" + name + "'");
+    }
+  }
+  return faults;
+}
+
+Verify verify_from(const std::string& name) {
+  if (name == "first") return Verify::kFirst;
+  if (name == "always") return Verify::kAlways;
+  if (name == "never") return Verify::kNever;
+  invalid("verify is '" + name + "'; allowed: 'first', 'always', 'never'");
+}
+
+RecordLayout layout_from(Keywords& given) {
+  const auto format = format_from_name(given.take<std::string>("format"));
+  const auto group_size = given.take<int32_t>("group_size");
+  const auto hidden = given.take<int32_t>("hidden");
+  const auto intermediate = given.take<int32_t>("intermediate");
+  const auto gated = given.take<bool>("gated");
+  return RecordLayout::make(format, group_size, hidden, intermediate, gated,
+                            given.take<bool>("bias"));
+}
+
+EngineOptions engine_options_from(Keywords& given) {
+  EngineOptions options{.layout = layout_from(given), .activation = {}};
+  if (const auto name = given.take<std::optional<std::string>>("activation")) {
+    options.activation = activation_from_name(*name);
+  }
+  const auto threads = given.take<int32_t>("threads");
+  options.threads = threads == 0 ? torch_threads() : threads;
+  options.workspace = given.take<int64_t>("workspace");
+  options.prefill = prefill_from(given.take<std::string>("prefill", "auto"));
+  return options;
+}
+
+PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
+  PoolOptions options;
+  options.slots = given.take<int32_t>("slots");
+  options.least_slots = given.take<int32_t>("least_slots", 1);
+  options.record_bytes = record_bytes;
+  options.policy = given.take<std::string>("policy");
+  const auto profile = given.take<std::optional<ProfileArrays>>("profile", {});
+  const auto pins = given.take<double>("pins", 0);
+  const auto early_layers = given.take<int32_t>("early_layers", 0);
+  options.kept = kept_options(profile, pins, early_layers, given.take<int32_t>("early_experts", 0));
+  options.kept.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
+  options.verify = verify_from(given.take<std::string>("verify"));
+  options.timeout =
+      milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);
+  options.reader.backend = given.take<std::string>("io");
+  using Named = std::map<std::string, double>;
+  if (const auto faults = given.take<std::optional<Named>>("faults", {})) {
+    options.reader.faults = faults_from(*faults);
+  }
+  return options;
+}
+
+// -- what Python asks
+// ------------------------------------------------------------------------------
+
+// int64 [shape] of each of `fields`.
+template <typename Counts, size_t kFields>
+py::dict dict_of(const std::vector<Counts>& counts,
+                 const std::pair<const char*, int64_t Counts::*> (&fields)[kFields],
+                 const std::vector<py::ssize_t>& shape) {
+  py::dict result;
+  for (const auto& [name, member] : fields) {
+    py::array_t<int64_t> values(shape);
+    int64_t* to = values.mutable_data();
+    for (const Counts& each : counts) *to++ = each.*member;
+    result[name] = values;
+  }
+  return result;
+}
+
+constexpr std::pair<const char*, int64_t LayerStats::*> kLayerCounts[] = {
+    {"forwards", &LayerStats::forwards},
+    {"accesses", &LayerStats::accesses},
+    {"hits", &LayerStats::hits},
+    {"cold_misses", &LayerStats::cold_misses},
+    {"inflight_misses", &LayerStats::inflight_misses},
+    {"kept_accesses", &LayerStats::kept_accesses},
+    {"kept_hits", &LayerStats::kept_hits},
+    {"deferred", &LayerStats::deferred},
+    {"rerouted", &LayerStats::rerouted},
+    {"promoted", &LayerStats::promoted},
+    {"evicted", &LayerStats::evicted},
+    {"bytes_read", &LayerStats::bytes_read},
+    {"prefetches", &LayerStats::prefetches},
+    {"prefetches_used", &LayerStats::prefetches_used},
+    {"prefetches_wasted", &LayerStats::prefetches_wasted},
+    {"wasted_bytes", &LayerStats::wasted_bytes},
+    {"prefetches_failed", &LayerStats::prefetches_failed},
+    {"failed", &LayerStats::failed},
+    {"stall_nanoseconds", &LayerStats::stall_nanoseconds},
+    {"decision_nanoseconds", &LayerStats::decision_nanoseconds}};
+
+constexpr std::pair<const char*, int64_t ExpertStats::*> kExpertCounts[] = {
+    {"accesses", &ExpertStats::accesses},       {"hits", &ExpertStats::hits},
+    {"cold_misses", &ExpertStats::cold_misses}, {"inflight_misses", &ExpertStats::inflight_misses},
+    {"deferred", &ExpertStats::deferred},       {"promoted", &ExpertStats::promoted},
+    {"evicted", &ExpertStats::evicted},         {"prefetches", &ExpertStats::prefetches}};
+
+py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
+  return dict_of(layers, kLayerCounts, {std::ssize(layers)});
+}
+
+py::dict stats(const PyEngine& self) {
+  return dict_of_layers(self.look([](Engine& engine) { return engine.pool().stats(); }));
+}
+
+py::dict detailed_stats(const PyEngine& self) {
+  struct Seen {
+    PoolStats stats;
+    std::vector<py::ssize_t> shape;
+    int32_t most_slots;
+  };
+  const auto [stats, shape, most_slots] = self.look([](Engine& engine) {
+    const Pool& pool = engine.pool();
+    return Seen{pool.detailed_stats(), {pool.layers(), pool.experts()}, pool.most_slots()};
+  });
+  py::dict result;
+  for (const auto& [name, phase] : {std::pair{"none", Phase::kNone},
+                                    {"prefill", Phase::kPrefill},
+                                    {"decode", Phase::kDecode}}) {
+    result[name] = dict_of_layers(stats.layers[static_cast<size_t>(phase)]);
+  }
+  result["experts"] = dict_of(stats.experts, kExpertCounts, shape);
+  result["prefetch_error"] =
+      stats.prefetch_error ? exception_of(*stats.prefetch_error) : py::object(py::none());
+  result["slots"] = stats.slots;
+  result["kept"] = stats.kept;
+  result["most_slots"] = most_slots;
+  result["shrinks"] = stats.shrinks;
+  result["grows"] = stats.grows;
+  return result;
+}
+
+ProfileArrays model_use(const PyEngine& self) {
+  return profile_arrays(self.look([](Engine& engine) { return engine.pool().model_use(); }));
+}
+
+std::map<std::string, int64_t> sizes_of(Engine& engine) {
+  const Pool& pool = engine.pool();
+  return {{"slots", pool.slots()},
+          {"least_slots", pool.least_slots()},
+          {"most_slots", pool.most_slots()},
+          {"segment_slots", pool.segment_slots()},
+          {"record_bytes", engine.layout().bytes},
+          {"slot_bytes", pool.slot_bytes()},
+          {"mapped_bytes", pool.mapped_bytes()}};
+}
+
+using Fact = std::variant<int64_t, std::string, std::vector<std::string>>;
+std::map<std::string, Fact> describe(Engine& engine) {
+  const Pool& pool = engine.pool();
+  const Reader* reader = pool.reader();
+  return {{"slots", pool.slots()},
+          {"most_slots", pool.most_slots()},
+          {"record_bytes", engine.layout().bytes},
+          {"pool_bytes", pool.memory_bytes()},
+          {"mapped_bytes", pool.mapped_bytes()},
+          {"workspace_bytes", engine.workspace_bytes()},
+          {"policy", std::string(pool.policy())},
+          {"io", reader == nullptr ? "memory" : reader->backend()},
+          {"isa", std::string(kernel_table_name(kernel_table()))},
+          {"threads", engine.options().threads},
+          {"notes", reader == nullptr ? std::vector<std::string>{} : reader->notes()}};
+}
+
+void fill(const PyEngine& self, int32_t layer, int32_t expert, const ByteArray& record) {
+  const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(record.data()),
+                                         static_cast<size_t>(record.size()));
+  self.look([&](Engine& engine) { engine.pool().fill(layer, expert, bytes); });
+}
+
+ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
+  ByteArray copy(self.look([](Engine& engine) { return engine.layout().bytes; }));
+  const auto bytes = static_cast<size_t>(copy.size());
+  uint8_t* to = copy.mutable_data();
+  self.look([&](Engine& engine) {
+    const Pool& pool = engine.pool();
+    if (layer < 0 || layer >= pool.layers() || expert < 0 || expert >= pool.experts()) {
+      invalid("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) +
+              " is outside [0, " + std::to_string(pool.layers()) + ") x [0, " +
+              std::to_string(pool.experts()) + ")");
+    }
+    engine.visit(layer, {&expert, 1},
+                 [&](int32_t, const std::byte* record) { std::memcpy(to, record, bytes); });
+  });
+  return copy;
+}
+
+// As a method of Python's.
+template <typename Result, typename... Arguments>
+auto method(Result (*function)(Engine&, Arguments...)) {
+  return [function](const PyEngine& self, Arguments... arguments) {
+    return self.look([&](Engine& engine) { return function(engine, arguments...); });
+  };
+}
+
+}  // namespace
+
+PrefillWindow prefill_from(const std::string& name) {
+  if (name == "auto") return PrefillWindow::kAuto;
+  if (name == "window") return PrefillWindow::kAlways;
+  if (name == "off") return PrefillWindow::kNever;
+  invalid("prefill is '" + name + "'; allowed: 'auto', 'window', 'off'");
+}
+
+PyEngine::PyEngine(const py::kwargs& options) {
+  Keywords given("Engine", options);
+  const auto layers = given.take<int32_t>("layers");
+  const auto experts = given.take<int32_t>("experts");
+  const auto* source = given.take<const PySource*>("source");
+  const EngineOptions engine = engine_options_from(given);
+  const PoolOptions pool = pool_options_from(given, engine.layout.bytes);
+  given.none_left();
+
+  const Runtime& runtime = torch_runtime();
+  py::gil_scoped_release released;
+  check(engine, runtime);
+  std::unique_ptr<Pool> made;
+  if (source == nullptr) {
+    made = std::make_unique<Pool>(pool, runtime, layers, experts);
+  } else {
+    const Source& records = source->source;
+    if (records.layers != layers || records.experts != experts) {
+      invalid("the source has " + std::to_string(records.layers) + " layers of " +
+              std::to_string(records.experts) + " experts; the model " + std::to_string(layers) +
+              " of " + std::to_string(experts));
+    }
+    made = std::make_unique<Pool>(pool, runtime, records, source->packing(engine.layout));
+  }
+  live_ = register_engine(std::make_unique<Engine>(engine, runtime, std::move(made)));
+  id_ = live_->id;
+  generation_ = live_->generation;
+}
+
+PyEngine::~PyEngine() {
+  try {
+    close(/*wait=*/true);
+  } catch (const std::exception&) {  // which would end the process
+    // A forked child can only forget its parent's engine. Who interrupts wants the wait to end.
+    if (restore_interrupt()) PyErr_WriteUnraisable(nullptr);
+  }
+}
+
+std::shared_ptr<LiveEngine> PyEngine::live() const {
+  if (live_ == nullptr) throw Error(ErrorKind::kClosed, "this engine is closed");
+  return live_;
+}
+
+bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patience) const {
+  if (live_ == nullptr) return false;
+  const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
+  return look([&](Engine& engine) {
+    return engine.pool().wait_for_forwards(layer, forwards, milliseconds);
+  });
+}
+
+void PyEngine::close(bool wait) {
+  // Under the GIL, so that one of several callers gets it.
+  std::shared_ptr<LiveEngine> live = std::move(live_);
+  if (live == nullptr) return;
+  py::gil_scoped_release released;
+  unregister_engine(id_);
+  live->engine->pool().close();
+  const std::chrono::milliseconds timeout = live->engine->pool().timeout();
+  const std::shared_ptr<Freeing> freeing = live->freeing;
+  live.reset();
+  // A signal handler runs inside the forward that it interrupts, which cannot end before it. And
+  // a process that ends need not wait for what goes with it.
+  if (!wait || in_signal_handler() || !Py_IsInitialized()) return;
+  freeing->wait(timeout, torch_runtime());
+}
+
+void define_engine(py::module_& module) {
+  using Experts = const std::vector<int32_t>&;
+  py::class_<PyEngine>(module, "Engine")
+      .def(py::init<const py::kwargs&>())
+      .def_property_readonly("id", &PyEngine::id)
+      .def_property_readonly("generation", &PyEngine::generation)
+      .def("fill", fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
+      .def("read_record", read_record, py::arg("layer"), py::arg("expert"))
+      .def("sum_records", method(+[](Engine& engine, int32_t layer, Experts experts) {
+             return record_sum(engine, layer, experts);
+           }),
+           py::arg("layer"), py::arg("experts"))
+      .def("stats", stats)
+      .def("detailed_stats", detailed_stats)
+      .def("reset_stats", method(+[](Engine& engine) { engine.pool().reset_stats(); }))
+      .def("model_use", model_use)
+      .def("warm_up", method(+[](Engine& engine) { engine.pool().warm_up(); }))
+      .def("forwards",
+           method(+[](Engine& engine, int32_t layer) { return engine.pool().forwards(layer); }),
+           py::arg("layer"))
+      .def("wait_for_forwards", &PyEngine::wait_for_forwards, py::arg("layer"), py::arg("forwards"),
+           py::arg("patience"))
+      .def("describe_size", method(sizes_of))
+      .def("resize",
+           method(+[](Engine& engine, int32_t slots) { return engine.pool().resize(slots); }),
+           py::arg("slots"))
+      .def("pinned", method(+[](Engine& engine) { return engine.pool().pinned(); }))
+      .def("validate", method(+[](Engine& engine) { engine.pool().validate(); }))
+      .def("drain", method(+[](Engine& engine) { engine.pool().drain(); }))
+      .def("close", &PyEngine::close, py::arg("wait") = true)
+      .def("describe", method(describe));
+}
+
+}  // namespace torch_mesh

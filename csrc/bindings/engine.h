@@ -1,0 +1,53 @@
+// torch_mesh._C.Engine: the experts of one model.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "bindings/registry.h"
+
+namespace torch_mesh {
+
+class PyEngine {
+ public:
+  explicit PyEngine(const pybind11::kwargs& options);
+  ~PyEngine();
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  int64_t id() const { return id_; }
+  int64_t generation() const { return generation_; }
+
+  // Throws Error(kClosed) after close().
+  std::shared_ptr<LiveEngine> live() const;
+
+  // What `see` says of the engine, which is let go of before anything of Python's is made of that:
+  // the garbage collector may run then, find the model dead and close this engine, which waits for
+  // its last user.
+  template <typename See>
+  std::invoke_result_t<See, Engine&> look(const See& see) const {
+    const std::shared_ptr<LiveEngine> live = this->live();
+    const pybind11::gil_scoped_release released;
+    return see(*live->engine);
+  }
+
+  // False, too, when the engine is closed.
+  bool wait_for_forwards(int32_t layer, int64_t forwards, double patience) const;
+  void close(bool wait);
+
+ private:
+  std::shared_ptr<LiveEngine> live_;
+  int64_t id_ = 0;
+  int64_t generation_ = 0;
+};
+
+// By the name that MeshConfig has for it; else Error(kInvalid).
+PrefillWindow prefill_from(const std::string& name);
+
+void define_engine(pybind11::module_& module);
+
+}  // namespace torch_mesh

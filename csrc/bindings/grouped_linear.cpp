@@ -1,0 +1,96 @@
+// grouped_linear and grouped_linear_backward.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "bindings/registry.h"
+#include "bindings/tensors.h"
+#include "engine/grouping.h"
+#include "kernels/pack.h"
+
+namespace torch_mesh {
+namespace {
+
+at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
+  TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
+                    "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) == experts + 1,
+                    "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
+  const at::Tensor on_cpu = contiguous_as(offsets, at::kLong);
+  const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
+  TORCH_CHECK_VALUE(last == rows, "the last offset must be the number of rows, ", rows, "; got ",
+                    last);
+  check_offsets(on_cpu.const_data_ptr<int64_t>(), experts);
+  return on_cpu;
+}
+
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
+                          int64_t projection, int64_t out_features, int64_t top_k) {
+  const LayerHandle layer = resolve(handle);
+  Engine& engine = layer.engine();
+  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
+                    "; allowed: 0 (gate_up), 1 (down)");
+  const auto which = static_cast<int32_t>(projection);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.in_features(which),
+                    "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
+  TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
+                    "; projection ", which, " has ", engine.out_features(which));
+  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= engine.pool().experts(), "top_k is ", top_k,
+                    "; allowed: 1 to ", engine.pool().experts());
+  const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts());
+  at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
+  if (x.size(0) == 0) return out;
+  const at::Tensor rows = with_contiguous_rows(x);
+  engine.grouped_linear(LinearCall{.layer = layer.layer,
+                                   .projection = which,
+                                   .x = const_rows(rows, "x_sorted"),
+                                   .offsets = bounds.const_data_ptr<int64_t>(),
+                                   .top_k = static_cast<int32_t>(top_k),
+                                   .out = mutable_rows(out, "x_sorted")});
+  return out;
+}
+
+at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& offsets,
+                                   const at::Tensor& handle, int64_t projection,
+                                   int64_t in_features) {
+  const LayerHandle layer = resolve(handle);
+  Engine& engine = layer.engine();
+  const RecordLayout& layout = engine.layout();
+  TORCH_CHECK_VALUE(projection == 0 || projection == 1, "projection is ", projection,
+                    "; allowed: 0 (gate_up), 1 (down)");
+  const auto which = static_cast<int32_t>(projection);
+  const int64_t in = engine.in_features(which), out = engine.out_features(which);
+  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.size(1) == out, "grad must be [rows, ", out, "]; got ",
+                    grad.sizes());
+  TORCH_CHECK_VALUE(in_features == in, "in_features is ", in_features, "; projection ", which,
+                    " has ", in);
+  const at::Tensor bounds = checked_offsets(offsets, grad.size(0), engine.pool().experts());
+  const int64_t* first = bounds.const_data_ptr<int64_t>();
+
+  std::vector<int32_t> used;
+  for (int32_t expert = 0; expert < engine.pool().experts(); ++expert) {
+    if (first[expert + 1] > first[expert]) used.push_back(expert);
+  }
+  at::Tensor x_grad = at::empty({grad.size(0), in}, grad.options());
+  const at::Tensor weight = at::empty({out, in}, at::TensorOptions().dtype(at::kFloat));
+  float* data = weight.mutable_data_ptr<float>();
+  engine.visit(layer.layer, used, [&](int32_t expert, const std::byte* record) {
+    unpack_record(layout, record, which == 0 ? data : nullptr, which == 1 ? data : nullptr, nullptr,
+                  nullptr);
+    const int64_t rows = first[expert + 1] - first[expert];
+    x_grad.narrow(0, first[expert], rows)
+        .copy_(at::mm(grad.narrow(0, first[expert], rows).to(at::kFloat), weight));
+  });
+  return x_grad;
+}
+
+}  // namespace
+}  // namespace torch_mesh
+
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("grouped_linear", torch_mesh::grouped_linear);
+  m.impl("grouped_linear_backward", torch_mesh::grouped_linear_backward);
+}

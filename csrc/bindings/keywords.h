@@ -1,0 +1,46 @@
+// The keyword arguments of a constructor, each read by name where it is used: what has many options
+// names them once.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <utility>
+
+namespace torch_mesh {
+
+// Raises TypeError for what is missing, of another type or, by none_left(), left over.
+class Keywords {
+ public:
+  Keywords(const char* whose, const pybind11::kwargs& given) : whose_(whose), left_(given) {}
+
+  template <typename T>
+  T take(const char* name) {
+    if (!left_.contains(name)) throw pybind11::type_error(whose_ + " needs " + name + "=");
+    const auto value = left_.attr("pop")(name).template cast<pybind11::object>();
+    try {
+      return value.template cast<T>();
+    } catch (const pybind11::cast_error&) {
+      const std::string given = pybind11::repr(value), type = pybind11::type_id<T>();
+      throw pybind11::type_error(name + ("= of " + whose_) + " is " + given + "; it must be " +
+                                 type);
+    }
+  }
+  template <typename T>
+  T take(const char* name, T otherwise) {
+    return left_.contains(name) ? take<T>(name) : std::move(otherwise);
+  }
+
+  void none_left() const {
+    for (const auto& each : left_) {
+      throw pybind11::type_error(whose_ + " knows no " +
+                                 pybind11::str(each.first).cast<std::string>() + "=");
+    }
+  }
+
+ private:
+  std::string whose_;
+  pybind11::dict left_;
+};
+
+}  // namespace torch_mesh
