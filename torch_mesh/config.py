@@ -90,7 +90,7 @@ class GpuFields:
     weights: str = _field(
         "auto",
         one_of("auto", *WEIGHTS),
-        'Their format there, `"auto"`: as in memory. Their records come from a store of their own, in `store`\'s folder with the format '
+        'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store of their own, in `store`\'s folder with the format '
         "behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only formats of fewer bits can be had.",
     )
     streaming: str | tuple[float, float, float] = _field(
@@ -103,7 +103,7 @@ class GpuFields:
     placement: str = _field(
         "static",
         one_of("static", "dynamic"),
-        'Whether experts stay where they were put. With `"dynamic"` those that are used most move up while the model runs, which makes the last '
+        'Whether experts stay on the GPU where they were put. With `"dynamic"` those that are used most move up while the model runs, which makes the last '
         "bits of its output depend on when they arrive; `torch_mesh.place_experts` moves them by hand then.",
     )
 
@@ -115,20 +115,20 @@ class LossyFields:
     deferred_experts: int = _field(
         0,
         count("experts per token", give="0 (exact) or a positive number"),
-        "How many of a token's experts, cold ones of least weight, are read while the model goes on, and added one MoE layer later. 0 is exact. "
+        "How many of a token's experts, cold ones of least weight, decode steps read while the model goes on, to add them one MoE layer later. 0 is exact. "
         "Not for models whose experts run by projection.",
     )
     routing_bias: float = _field(
         0.0,
         share(1, "a share of the spread of scores: give a number in [0, 1]; 0 is exact"),
-        "A resident expert takes the place of a cold one whose score is higher by less than this share of the spread of the token's scores. "
+        "In decode steps a resident expert takes the place of a cold one whose score is higher by less than this share of the spread of the token's scores. "
         "The first of a token's choices stay. 0 is exact, 1: wherever there is one. For the model types that "
         "`torch_mesh.lossy.ROUTING_BIAS_FAMILIES` lists.",
     )
     fallback: str = _field(
         "none",
         one_of("none", *(name for name in WEIGHTS if name != "bf16")),
-        "The format, of fewer bits, of records from which cold experts are computed; three quarters of `resident` are a pool of those. "
+        "Format, of fewer bits, of records from which cold experts are computed in decode steps. Three quarters of `resident` are a pool of those. "
         '`"none"` is exact. Not for models whose experts run by projection, nor with `lossy.deferred_experts`, `gpu.experts` or '
         '`io="mmap"`.',
     )
@@ -183,7 +183,11 @@ class StatsFields:
         "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time` and `forward`; "
         "`torch-mesh report` sums them up. A write that fails is warned of once and disturbs nothing.",
     )
-    every: int = _field(100, count("forwards", 1, "a positive number"), "Forwards of the model between two such lines.")
+    every: int = _field(
+        100,
+        count("forwards", 1, "a positive number"),
+        "How many forwards of the model lie between two lines of statistics.",
+    )
 
 
 @auto.register_quantization_config("mesh")
@@ -206,7 +210,7 @@ class MeshConfig(QuantizationConfigMixin):
     weights: str = _field(
         "auto",
         one_of("auto", *WEIGHTS),
-        'Format of the experts\' weights, `"auto"`: as the checkpoint or store has them. lut4 has the bytes of int4, a seventh less error and '
+        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them. lut4 has the bytes of int4, a seventh less error and '
         "somewhat more arithmetic.",
         of_checkpoint=True,
     )
@@ -328,9 +332,7 @@ class MeshConfig(QuantizationConfigMixin):
         return f"MeshConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @classmethod
-    def from_dict(
-        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has it."""
         given = dict(config_dict) | {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
         config = cls()

@@ -198,12 +198,12 @@ def experts_class(activation: str) -> type[StandardExperts]:
 
 def _check_single_layer(config: MeshConfig) -> None:
     of_models = {
-        "gpu_experts": config.gpu_experts not in (0, "auto"),
-        "gpu_weights": config.gpu_weights != "auto",
-        "gpu_placement": config.gpu_placement != "static",
+        "gpu.experts": config.gpu.experts not in (0, "auto"),
+        "gpu.weights": config.gpu.weights != "auto",
+        "gpu.placement": config.gpu.placement != "static",
         "predictor": config.predictor is not None,
         "dense": config.dense != "none",
-        "fallback": config.fallback != "none",
+        "lossy.fallback": config.lossy.fallback != "none",
     }
     if refused := [name for name, given in of_models.items() if given]:
         raise ValueError(f"{', '.join(refused)}: of a model, not of one layer of a store; leave it out.")

@@ -29,7 +29,7 @@ from .store.convert import checked_group_size
 from .store.progress import progress_bar
 from .traces import Trace
 
-# What gpu_experts="auto" leaves free: the KV cache, activations, what else runs on the card.
+# What gpu.experts="auto" leaves free: the KV cache, activations, what else runs on the card.
 _RESERVE_BYTES = 2 << 30
 _RESERVE_SHARE = 8  # one part of the card in so many
 # torch's allocator takes large blocks in whole pages of this size.
@@ -38,7 +38,7 @@ _ALLOCATION = 2 << 20
 # an eighth of the slots at most, from 16 slots on.
 _MOST_BATCH = 8
 _SLOTS_PER_BATCH = 16
-# Experts that move at a time under gpu_placement="dynamic", and so slots that are kept spare.
+# Experts that move at a time under gpu.placement="dynamic", and so slots that are kept spare.
 _MOVED_TOGETHER = 4
 # Slots of a pool that only reads what lies on GPUs.
 GPU_POOL_SLOTS = 8
@@ -77,8 +77,8 @@ class Placement:
     here: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
     weights: str  # their format there
-    streaming: str | tuple[float, float, float] = "auto"  # MeshConfig.gpu_streaming
-    dynamic: bool = False  # MeshConfig.gpu_placement
+    streaming: str | tuple[float, float, float] = "auto"  # MeshConfig.gpu.streaming
+    dynamic: bool = False  # MeshConfig.gpu.placement
 
     @property
     def count(self) -> int:
@@ -131,10 +131,10 @@ class Placement:
 
 def check_beside_gpu(config: MeshConfig) -> None:
     """Raises ValueError for what does not go with experts on a GPU."""
-    if config.lossy:
-        raise ValueError(f"{config.lossy} does not go with gpu_experts: choose one of the two.")
+    if config.lossy.modes:
+        raise ValueError(f"lossy {config.lossy.modes} does not go with gpu.experts: choose one of the two.")
     if config.prefill == "window":
-        raise ValueError("prefill='window' reads whole layers and does not go with gpu_experts; leave it at 'auto'.")
+        raise ValueError("prefill='window' reads whole layers and does not go with gpu.experts; leave it at 'auto'.")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def plan_gpu(
     streaming: bool = True,
     dynamic: bool = False,
 ) -> GpuPlan:
-    """What ``gpu_experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
+    """What ``gpu.experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
 
     The same number in each layer, and one more in the first ones as far as that goes. Recommended are as many as a token uses.
     ``streaming``: beside them lie two buffers for prompts, ``dynamic``: and spare slots, unless all experts fit. ``up_bytes``: of a record as
@@ -181,36 +181,36 @@ def plan_gpu(
 def plan_config(
     config: MeshConfig, free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, up_bytes: int
 ) -> GpuPlan:
-    """``plan_gpu`` for a config, whose ``gpu_experts`` may also be a number or a mask: then those, or none if they do not fit.
+    """``plan_gpu`` for a config, whose ``gpu.experts`` may also be a number or a mask: then those, or none if they do not fit.
 
-    ``record_bytes``: of ``gpu_weights``, ``up_bytes``: of ``weights``. A negative ``free`` is what the rest of the model lacks. Raises
+    ``record_bytes``: of ``gpu.weights``, ``up_bytes``: of ``weights``. A negative ``free`` is what the rest of the model lacks. Raises
     ValueError for a number or a mask that does not fit the model.
     """
     if free < 0:
         advice = f"The rest of the model alone needs {-free:,} bytes more than the card has: leave it in memory."
         return _no_plan(layers, advice, loads=False)
-    streaming, dynamic = config.gpu_streaming != "off", config.gpu_placement == "dynamic"
-    if config.gpu_experts == "auto":
+    streaming, dynamic = config.gpu.streaming != "off", config.gpu.placement == "dynamic"
+    if config.gpu.experts == "auto":
         return plan_gpu(free, total, layers, experts, top_k, record_bytes, up_bytes, streaming, dynamic)
     card = (torch.device("cuda"),) * layers
     here = _given_experts(config, layers, experts, None)
-    placement = Placement(here, card, config.gpu_weights, config.gpu_streaming, dynamic)
+    placement = Placement(here, card, config.gpu.weights, config.gpu.streaming, dynamic)
     if placement.count == 0:
-        return _no_plan(layers, "gpu_experts names none.", loads=not dynamic)
+        return _no_plan(layers, "gpu.experts names none.", loads=not dynamic)
     spare, buffers = placement.spare_on(card[0]), 2 * placement.batch_on(card[0])
     taken = _taken(placement.slots_on(card[0]), record_bytes, buffers, up_bytes)
     if taken > free:
         left = f"beside the rest of the model the card has {free:,} left"
-        return _no_plan(layers, f"gpu_experts needs {taken:,} bytes, but {left}: give fewer, or 'auto'.", loads=False)
+        return _no_plan(layers, f"gpu.experts needs {taken:,} bytes, but {left}: give fewer, or 'auto'.", loads=False)
     verdict = _verdict(placement.count, layers, experts, top_k, record_bytes)
     return GpuPlan(*verdict, tuple(int(layer.sum()) for layer in here), spare, buffers, taken, 0)
 
 
 def plan_by_projection(config: MeshConfig, layers: int) -> GpuPlan:
     """For experts that run on the CPU only. Raises UnsupportedModelError where the config insists on some."""
-    if config.gpu_experts != "auto":
-        raise UnsupportedModelError(f"gpu_experts cannot be had here: {_BY_PROJECTION}")
-    return _no_plan(layers, f"gpu_experts='auto' places none: {_BY_PROJECTION}", loads=True)
+    if config.gpu.experts != "auto":
+        raise UnsupportedModelError(f"gpu.experts cannot be had here: {_BY_PROJECTION}")
+    return _no_plan(layers, f"gpu.experts='auto' places none: {_BY_PROJECTION}", loads=True)
 
 
 def _no_plan(layers: int, advice: str, loads: bool) -> GpuPlan:
@@ -250,7 +250,7 @@ def _verdict(slots: int, layers: int, experts: int, top_k: int, record_bytes: in
 
 
 def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
-    """The ``per_layer`` experts of each layer that were used most, as a mask for ``MeshConfig(gpu_experts=)``: bool [layers, experts].
+    """The ``per_layer`` experts of each layer that were used most, as a mask for ``MeshConfig.gpu.experts``: bool [layers, experts].
 
     ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.traces.load_trace``). Of experts that
     were used equally often the first count as hotter. Raises ValueError if there are fewer experts, or no usage.
@@ -270,17 +270,17 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
 
 def format_on_gpu(config: MeshConfig, weights: str) -> str:
     """Of experts that are in ``weights`` in memory."""
-    return weights if config.gpu_weights == "auto" else config.gpu_weights
+    return weights if config.gpu.weights == "auto" else config.gpu.weights
 
 
 def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
-    """Raises ValueError for ``gpu_weights`` that nothing is placed in, or that the only records at hand, ``stored``, cannot give."""
-    if config.gpu_weights == "auto":
+    """Raises ValueError for ``gpu.weights`` that nothing is placed in, or that the only records at hand, ``stored``, cannot give."""
+    if config.gpu.weights == "auto":
         return
-    given = f"gpu_weights={config.gpu_weights!r}"
-    if config.gpu_experts == 0:
-        raise ValueError(f"{given} says how experts lie on a GPU, and gpu_experts gives it none: set gpu_experts.")
-    if stored is not None and config.gpu_weights != stored and BITS[config.gpu_weights] >= BITS[stored]:
+    given = f"gpu.weights={config.gpu.weights!r}"
+    if config.gpu.experts == 0:
+        raise ValueError(f"{given} says how experts lie on a GPU, and gpu.experts gives it none: set gpu.experts.")
+    if stored is not None and config.gpu.weights != stored and BITS[config.gpu.weights] >= BITS[stored]:
         raise ValueError(
             f"{given} has no fewer bits than the {stored} of this converted checkpoint, and would be no more precise: give a format of fewer "
             f"bits, 'auto', or the original checkpoint with weights={stored!r} and store= naming this one."
@@ -296,7 +296,7 @@ def choose_experts(
     stored_layers: int | None = None,
     places: Sequence[int] | None = None,
 ) -> Placement:
-    """What ``config.gpu_experts`` comes to for this model, where it is now.
+    """What ``config.gpu.experts`` comes to for this model, where it is now.
 
     ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, and those of the model at ``places``, if
     they are not all its own. So has ``config.profile``.
@@ -307,7 +307,7 @@ def choose_experts(
     """
     devices = tuple(device_of(model, layer) for layer in layers)
     experts = layers[0].num_experts
-    wanted = config.gpu_experts
+    wanted = config.gpu.experts
     there = format_on_gpu(config, weights)
     size = _RecordSizes(
         there=record_bytes(layers, there, checked_group_size(there, config.group_size)),
@@ -318,10 +318,10 @@ def choose_experts(
         here = _from_counts(_automatic_counts(layers, devices, size, config), experts, uses)
     else:
         here = _given_experts(config, len(layers), experts, uses)
-    placement = Placement(here, devices, there, config.gpu_streaming, config.gpu_placement == "dynamic")
+    placement = Placement(here, devices, there, config.gpu.streaming, config.gpu.placement == "dynamic")
     if placement.dynamic and placement.count == 0 and wanted != "auto":
         raise ValueError(
-            "gpu_placement='dynamic' moves experts among slots on a GPU, and gpu_experts gives it none: set gpu_experts."
+            "gpu.placement='dynamic' moves experts among slots on a GPU, and gpu.experts gives it none: set gpu.experts."
         )
     if placement.count > 0:
         _check_possible(layers, placement, size)
@@ -330,7 +330,7 @@ def choose_experts(
 
 def open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
     """Reads what lies on GPUs, where that is in another format than in memory."""
-    only_read = config.replace(guard="off", quotas="off", io="auto" if config.io == "mmap" else config.io)
+    only_read = config.replace(residency={"guard": "off"}, io="auto" if config.io == "mmap" else config.io)
     slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
     return open_other(layers, only_read, records, slots=slots, least_slots=1)
 
@@ -511,7 +511,7 @@ def _uses(
     config: MeshConfig, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
 ) -> npt.NDArray[np.int64] | None:
     """Of each layer's experts by the config's profile, [layers, experts]. Raises MeshError for one of another model."""
-    if config.profile is None or config.gpu_experts == 0:
+    if config.profile is None or config.gpu.experts == 0:
         return None
     profile = load_profile(config.profile)
     top_k = max(layer.top_k for layer in layers)
@@ -536,19 +536,19 @@ def _hottest(uses: npt.NDArray[np.int64], count: int) -> torch.Tensor:
 def _given_experts(
     config: MeshConfig, layers: int, experts: int, uses: npt.NDArray[np.int64] | None
 ) -> tuple[torch.Tensor, ...]:
-    """What a number or a mask of ``gpu_experts`` names. Raises ValueError if it does not fit the model."""
-    wanted = config.gpu_experts
+    """What a number or a mask of ``gpu.experts`` names. Raises ValueError if it does not fit the model."""
+    wanted = config.gpu.experts
     if isinstance(wanted, tuple):
         return _from_mask(wanted, layers, experts)
     if int(wanted) > experts:
-        raise ValueError(f"gpu_experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
+        raise ValueError(f"gpu.experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
     return _from_counts([int(wanted)] * layers, experts, uses)
 
 
 def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) -> tuple[torch.Tensor, ...]:
     if len(mask) != layers or any(len(row) != experts for row in mask):
         raise ValueError(
-            f"gpu_experts is a mask of {len(mask)} layers by {len(mask[0])} experts; the model's has to be [{layers}, {experts}]."
+            f"gpu.experts is a mask of {len(mask)} layers by {len(mask[0])} experts; the model's has to be [{layers}, {experts}]."
         )
     return tuple(torch.tensor(row) for row in mask)
 
@@ -559,7 +559,7 @@ def _automatic_counts(
     counts = [0] * len(layers)
     usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
     if usable and (obstacle := _obstacle(layers, usable)):
-        warnings.warn(f"gpu_experts='auto' places none: {obstacle}", stacklevel=5)
+        warnings.warn(f"gpu.experts='auto' places none: {obstacle}", stacklevel=5)
         return counts
     for device in usable:
         its_own = [index for index, where in enumerate(devices) if where == device]
@@ -573,11 +573,11 @@ def _automatic_counts(
             max(layer.top_k for layer in layers),
             size.there,
             size.up,
-            config.gpu_streaming != "off",
-            config.gpu_placement == "dynamic",
+            config.gpu.streaming != "off",
+            config.gpu.placement == "dynamic",
         )
         if plan.status == "too small":
-            warnings.warn(f"gpu_experts='auto' places none on {device}: {plan.advice}", stacklevel=5)
+            warnings.warn(f"gpu.experts='auto' places none on {device}: {plan.advice}", stacklevel=5)
         for index, count in zip(its_own, plan.counts, strict=True):
             counts[index] = count
     return counts
@@ -585,14 +585,14 @@ def _automatic_counts(
 
 def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: _RecordSizes) -> None:
     if obstacle := _obstacle(layers, placement.devices):
-        raise UnsupportedModelError(f"gpu_experts cannot be had here: {obstacle}")
+        raise UnsupportedModelError(f"gpu.experts cannot be had here: {obstacle}")
     for device in dict.fromkeys(placement.devices):
         wanted = placement.count_on(device)
         if wanted == 0:
             continue
         if not _holds_experts(device):
             raise MeshError(
-                f"gpu_experts names experts of layers that are on {device}: experts go where their layer is when it is patched. "
+                f"gpu.experts names experts of layers that are on {device}: experts go where their layer is when it is patched. "
                 "Pass device_map='cuda' to from_pretrained, or move the model before torch_mesh.patch."
             )
         free = _device_memory(device)[0]
@@ -602,7 +602,7 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: 
         needed = placement.slots_on(device) * size.there + 2 * placement.batch_on(device) * size.up
         if needed > free:
             raise MemoryError(
-                f"gpu_experts needs {needed:,} bytes for {wanted} experts and others on their way, but {device} has {free:,} "
+                f"gpu.experts needs {needed:,} bytes for {wanted} experts and others on their way, but {device} has {free:,} "
                 "left: give fewer, or 'auto'."
             )
 

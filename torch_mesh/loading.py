@@ -66,8 +66,8 @@ class _Records(Records):
             every, own = len(find_experts(meta_model(read_config(self.checkpoint)))), len(self.places)
             if every != own:
                 raise StoreError(
-                    f"gpu_weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
-                    f"{self.checkpoint}: save it with save_pretrained and load that, or leave gpu_weights at 'auto'."
+                    f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
+                    f"{self.checkpoint}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
                 )
         return self.in_format(weights)
 
@@ -335,7 +335,7 @@ def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig
     fallback = None
     if stand_ins > 0:
         fallback = open_other(
-            layers, config, records.in_format(config.fallback), slots=stand_ins, least_slots=least_slots(layers)
+            layers, config, records.in_format(config.lossy.fallback), slots=stand_ins, least_slots=least_slots(layers)
         )
     return ExpertPool(
         common_geometry(layers),

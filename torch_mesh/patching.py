@@ -47,7 +47,7 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     ``fields`` are those of MeshConfig and beat ``config``'s. The weights that are packed are those in memory. If all experts are to
     stay resident and no ``store`` is named they are packed in memory, layer by layer, each layer's parameters being freed when it is
     done; otherwise they are written to ``store``, or to an unnamed one in the cache folder that goes with the process. So are, in every case,
-    those of another format (``gpu_weights``, ``fallback``).
+    those of another format (``gpu.weights``, ``lossy.fallback``).
     No forward of the model may run meanwhile: its weights move away under it. An error, or Ctrl-C, makes the model what it was; the originals of layers
     that have been packed in memory and rounded are gone by then, and a warning says so; where there is no memory to unpack such layers, they stay
     patched, and a warning says that.
@@ -212,7 +212,7 @@ def _patch_on_disk(
     with _packed(model, config, undo) as records:
         fallback = None
         if stand_ins > 0:
-            with _packed(model, other_config(config, config.fallback), undo) as low:
+            with _packed(model, other_config(config, config.lossy.fallback), undo) as low:
                 fallback = open_other(layers, config, low, slots=stand_ins, least_slots=least_slots(layers))
                 undo.pools.append(fallback)
         gpu_pool = _open_gpu_pool(model, layers, config, weights, placement, undo)

@@ -145,9 +145,9 @@ def plan(
     one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
     share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
-    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu_experts`` says.
+    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu.experts`` says.
 
-    With ``fallback`` or a card it says what takes memory, but nothing of hits and time.
+    With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
     Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, and for a card
     where it is not known what the rest of the model takes.
@@ -369,7 +369,7 @@ def _dense_bytes(
 
 
 def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    return 0 if config.fallback == "none" else _bytes_in(sizes, config, config.fallback)
+    return 0 if config.lossy.fallback == "none" else _bytes_in(sizes, config, config.lossy.fallback)
 
 
 def _bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:

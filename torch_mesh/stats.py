@@ -68,7 +68,7 @@ def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
 
 
 def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
-    """For each of them, that of its stand-ins; None where ``fallback`` is off."""
+    """For each of them, that of its stand-ins; None where ``lossy.fallback`` is off."""
     return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
 

@@ -100,7 +100,9 @@ class Undo:
             any_module._mesh_pool.lossy = ""
         self.pools.clear()
         self._stores.clear()
-        config = self._config.replace(dense="none", attention="model", deferred_experts=0, routing_bias=0.0)
+        config = self._config.replace(
+            dense="none", attention="model", lossy={"deferred_experts": 0, "routing_bias": 0.0}
+        )
         attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
         announce(self._model, config)
 

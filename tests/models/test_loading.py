@@ -215,7 +215,7 @@ def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(
     pool = next(patched_modules(model))._mesh_pool
     assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
-    given = MeshConfig(resident=0.5, fallback="int4")
+    given = MeshConfig(resident=0.5, lossy={"fallback": "int4"})
     with pytest.warns(UserWarning, match="ignored"):  # fallback makes a store of its own
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=given)
     assert list((_cache / "stores").iterdir())
@@ -325,7 +325,7 @@ def test_experts_are_never_materialised(tmp_path: Path) -> None:
 
 def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = _C.record_bytes("bf16", 0, 192, 64, True, False)
-    config = MeshConfig(workspace="64MiB", io="threads", guard="off")
+    config = MeshConfig(workspace="64MiB", io="threads", residency={"guard": "off"})
     free = (64 << 20) + (512 << 20) + 50 * record  # the workspace, auto's margin, and 50 experts with their buffers
     monkeypatch.setattr(memory, "available_bytes", lambda: free)
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)

@@ -76,7 +76,7 @@ class _State:
 
 IN_MEMORY: dict[str, Any] = {"resident": 1.0}
 ON_DISK: dict[str, Any] = {"resident": 0.4}
-ALL: dict[str, Any] = {"dense": "int8", "attention": "mesh", "routing_bias": 0.3, "deferred_experts": 1}
+ALL: dict[str, Any] = {"dense": "int8", "attention": "mesh", "lossy": {"routing_bias": 0.3, "deferred_experts": 1}}
 
 
 def _ids() -> torch.Tensor:
@@ -116,8 +116,8 @@ STEPS = [
     (ON_DISK | {"weights": "int4"}, patching, "install", 2),
     (ON_DISK | {"weights": "int4"}, patching, "connect", 1),
     (ON_DISK | {"weights": "int4"} | ALL, patching, "move_experts", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "open_other", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "install", 3),
+    (ON_DISK | {"lossy": {"fallback": "int4"}}, patching, "open_other", 1),
+    (ON_DISK | {"lossy": {"fallback": "int4"}}, patching, "install", 3),
 ]
 
 
@@ -244,7 +244,12 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
 
 def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
-    fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
+    fields: dict[str, Any] = {
+        "store": tmp_path / "store",
+        "weights": "int8",
+        "lossy": {"fallback": "int4"},
+        "resident": 0.6,
+    }
     with monkeypatch.context() as faulty:
         _at_call(faulty, patching, "connect", 1, OSError, after=True)
         with pytest.raises(OSError, match="injected"):
@@ -324,7 +329,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
         _at_call(faulty, patching, "connect", 1, OSError, after=True)
         faulty.setattr(ExpertPool, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as ended:
-            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", fallback="int4")
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", lossy={"fallback": "int4"})
     signal.signal(signal.SIGINT, handler)
     assert any(entry.name == "interrupted" for entry in ended.traceback)  # and not after all was closed
     assert len(closed) == 2 and [path for path in tmp_path.iterdir() if "store" in path.name] == []
@@ -370,7 +375,7 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
         name, count = ("_copy_layer", 2) if rng.integers(2) else ("place", 2)
         _at_call(faulty, gpu, name, count, MemoryError, after=bool(rng.integers(2)))
         with pytest.raises(MemoryError, match="injected"):
-            torch_mesh.patch(model, gpu_experts=3, **fields)
+            torch_mesh.patch(model, gpu={"experts": 3}, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
 
@@ -436,7 +441,7 @@ def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeyp
 def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
-    torch_mesh.patch(model, resident=0.4, dense="bf16", routing_bias=0.3)
+    torch_mesh.patch(model, resident=0.4, dense="bf16", lossy={"routing_bias": 0.3})
     with monkeypatch.context() as faulty:
         _at_call(faulty, patching, "restore", 2, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "report",
         help="summarise the statistics that a model has written",
-        description="Reads files that MeshConfig(stats_file=...) named: hits, reads and waits by layer, by phase and over time. "
+        description="Reads files that MeshConfig.stats.file named: hits, reads and waits by layer, by phase and over time. "
         "Each run of a process is summarised by itself.",
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
