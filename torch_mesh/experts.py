@@ -14,12 +14,12 @@ from transformers.integrations import moe
 from . import _C
 from .config import MeshConfig
 from .families import SWIGLUOAI, find_experts
+from .foresight.profiles import check_profile
 from .lossy import check_lossy
 from .modules import MeshExperts, install
 from .patching import patch
 from .pending import PendingExperts, submit
 from .pool import ExpertPool, pool_slots
-from .profiles import check_profile
 from .store.manifest import Shape, open_store
 
 # By their names in transformers; swigluoai is a gate, and has none.

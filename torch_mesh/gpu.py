@@ -19,15 +19,15 @@ from .config import LEAST_CAPABILITY, MeshConfig
 from .counters import Stats
 from .errors import MeshError, UnsupportedModelError
 from .families import ExpertsLayer
+from .foresight.profiles import check_fits, load_profile
+from .foresight.traces import Trace
 from .ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
 from .ops.streaming import Costs
 from .other_format import BITS, Records, open_other
 from .packed_weight import PackedWeight
 from .pool import ExpertPool, record_bytes
-from .profiles import check_fits, load_profile
 from .store.convert import checked_group_size
 from .store.progress import progress_bar
-from .traces import Trace
 
 # What gpu_experts="auto" leaves free: the KV cache, activations, what else runs on the card.
 _RESERVE_BYTES = 2 << 30
@@ -252,7 +252,7 @@ def _verdict(slots: int, layers: int, experts: int, top_k: int, record_bytes: in
 def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
     """The ``per_layer`` experts of each layer that were used most, as a mask for ``MeshConfig(gpu_experts=)``: bool [layers, experts].
 
-    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.traces.load_trace``). Of experts that
+    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.load_trace``). Of experts that
     were used equally often the first count as hotter. Raises ValueError if there are fewer experts, or no usage.
     """
     if isinstance(usage, Trace):

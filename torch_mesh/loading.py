@@ -26,15 +26,15 @@ from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
+from .foresight.lookahead import check_predictor, connect
+from .foresight.profiles import check_profile
 from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, open_gpu_pool
 from .left_alone import LeftAlone
-from .lookahead import check_predictor, connect
 from .lossy import check_lossy
 from .modules import install, put_back, take_parameters
 from .other_format import Records, open_other, other_config
 from .patching import finish
 from .pool import ExpertPool, least_slots, pool_slots
-from .profiles import check_profile
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .families import ExpertsLayer, InPool
-from .lookahead import NextLayer
+from .foresight.lookahead import NextLayer
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
 from .pool import ExpertPool, refuse_to_pickle

@@ -20,15 +20,15 @@ from .dense import dense_bytes, pack_dense, packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
+from .foresight.lookahead import check_predictor, connect
+from .foresight.profiles import check_profile
 from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
 from .left_alone import announce_left_alone
-from .lookahead import check_predictor, connect
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, install, patched_modules, restore
 from .other_format import Records, open_other, other_config
 from .packed_weight import PackedWeight
 from .pool import ExpertPool, least_slots, pool_slots
-from .profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
 from .store.manifest import Store

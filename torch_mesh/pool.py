@@ -17,10 +17,10 @@ from . import _C
 from .config import MeshConfig
 from .errors import MeshError, ReadTimeoutError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
 from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
-from .profiles import pool_profile
 from .stats_log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store

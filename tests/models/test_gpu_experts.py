@@ -27,11 +27,11 @@ import torch_mesh
 from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
 from torch_mesh.counters import DeviceCounters
 from torch_mesh.families import find_experts
+from torch_mesh.foresight.profiles import Profile, write_profile
+from torch_mesh.foresight.traces import Trace
 from torch_mesh.modules import patched_modules
-from torch_mesh.profiles import Profile, write_profile
 from torch_mesh.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
-from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
 

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from torch_mesh.config import parse_size
 from torch_mesh.counters import percent
-from torch_mesh.profiles import load_profile
-from torch_mesh.simulation import BOUND, Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.profiles import load_profile
+from torch_mesh.foresight.simulation import BOUND, Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.traces import Trace, load_trace
 from torch_mesh.synthetic import synthetic_trace
-from torch_mesh.traces import Trace, load_trace
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
