@@ -92,8 +92,8 @@ else:
     from .gpu import hottest_experts
     from .packed_weight import PackedWeight
     from .patching import patch, unpatch
-    from .stats import reset_stats, save_profile, stats
-    from .watch import watch
+    from .statistics.stats import reset_stats, save_profile, stats
+    from .statistics.watch import watch
 
 if not TYPE_CHECKING:
 

@@ -10,7 +10,7 @@ from torch import nn
 from .errors import MeshError
 from .modules import patched_modules
 from .ops.device import SharedDevice, find
-from .stats import shared_devices_of
+from .statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from . import _C
 from .config import LEAST_CAPABILITY, MeshConfig
-from .counters import Stats
 from .errors import MeshError, UnsupportedModelError
 from .families import ExpertsLayer
 from .foresight.profiles import check_fits, load_profile
@@ -26,6 +25,7 @@ from .ops.streaming import Costs
 from .other_format import BITS, Records, open_other
 from .packed_weight import PackedWeight
 from .pool import ExpertPool, record_bytes
+from .statistics.counters import Stats
 from .store.convert import checked_group_size
 from .store.progress import progress_bar
 

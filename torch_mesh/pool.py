@@ -21,7 +21,7 @@ from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
 from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
-from .stats_log import StatsLog
+from .statistics.log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store
 

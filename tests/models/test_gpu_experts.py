@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
-from torch_mesh.counters import DeviceCounters
 from torch_mesh.families import find_experts
 from torch_mesh.foresight.profiles import Profile, write_profile
 from torch_mesh.foresight.traces import Trace
 from torch_mesh.modules import patched_modules
-from torch_mesh.stats import shared_devices_of
+from torch_mesh.statistics.counters import DeviceCounters
+from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
 
 pytestmark = pytest.mark.device

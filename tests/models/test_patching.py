@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import pkgutil
 import threading
 import warnings
 from pathlib import Path
@@ -68,6 +69,12 @@ def test_patch_returns_the_same_model_and_leaves_its_implementation_alone() -> N
     assert torch_mesh.patch(model) is model
     assert model.config._experts_implementation == before
     assert torch_mesh.unpatch(model) is model
+
+
+def test_no_module_has_the_name_of_something_public() -> None:
+    """Importing it would put it in that one's place: ``torch_mesh.stats(model)`` would depend on the order of imports."""
+    modules = {module.name for module in pkgutil.iter_modules(torch_mesh.__path__)}
+    assert not modules & set(torch_mesh.__all__)
 
 
 def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.config import parse_size
-from torch_mesh.counters import percent
 from torch_mesh.foresight.profiles import load_profile
 from torch_mesh.foresight.simulation import BOUND, Hardware, Row, policy_names, predictor_names, simulate
 from torch_mesh.foresight.traces import Trace, load_trace
+from torch_mesh.statistics.counters import percent
 from torch_mesh.synthetic import synthetic_trace
 
 
