@@ -86,10 +86,10 @@ else:
     import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
     from .config import MeshConfig
-    from .device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .experts import Experts
     from .foresight.traces import load_trace, record_trace
-    from .gpu import hottest_experts
+    from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
+    from .gpu.placement import hottest_experts
     from .packed_weight import PackedWeight
     from .patching import patch, unpatch
     from .statistics.stats import reset_stats, save_profile, stats

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .families import ExpertsLayer, describe_left_alone, layers_left_alone
-from .gpu import device_of
+from .gpu.choosing import device_of
 from .modules import MeshExperts
 from .store.checkpoint import CheckpointExperts, find_left_alone
 

@@ -28,7 +28,9 @@ from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .foresight.lookahead import check_predictor, connect
 from .foresight.profiles import check_profile
-from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, open_gpu_pool
+from .gpu.choosing import check_gpu_weights, choose_experts
+from .gpu.placement import Placement
+from .gpu.placing import gpu_pool_bytes, open_gpu_pool
 from .left_alone import LeftAlone
 from .lossy import check_lossy
 from .modules import install, put_back, take_parameters

@@ -22,7 +22,9 @@ from .fallback import check_fallback, split_pool
 from .families import WEIGHT_DTYPES, ExpertsLayer, common_geometry, find_experts
 from .foresight.lookahead import check_predictor, connect
 from .foresight.profiles import check_profile
-from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, move_experts, open_gpu_pool
+from .gpu.choosing import check_gpu_weights, choose_experts
+from .gpu.placement import Placement
+from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
 from .left_alone import announce_left_alone
 from .lossy import check_lossy, make_lossy, undo_lossy
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, install, patched_modules, restore

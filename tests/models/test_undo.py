@@ -17,8 +17,9 @@ from tiny_models import TINY_MODELS
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, gpu, modules, patching, undo
+from torch_mesh import MeshError, modules, patching, undo
 from torch_mesh.families import find_experts
+from torch_mesh.gpu import choosing, placing
 from torch_mesh.modules import patched_modules
 from torch_mesh.pool import ExpertPool
 from torch_mesh.store import convert, writer
@@ -37,8 +38,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU, with Triton interpreted, as a device that holds experts."""
     pytest.importorskip("triton")
     importlib.import_module("quick_interpreter")
-    monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 << 30, 4 << 30))
+    monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 << 30, 4 << 30))
 
 
 def _build() -> PreTrainedModel:
@@ -368,7 +369,7 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
     before, plain = _State(model), _logits(model, ids)
     with monkeypatch.context() as faulty:
         name, count = ("_copy_layer", 2) if rng.integers(2) else ("place", 2)
-        _at_call(faulty, gpu, name, count, MemoryError, after=bool(rng.integers(2)))
+        _at_call(faulty, placing, name, count, MemoryError, after=bool(rng.integers(2)))
         with pytest.raises(MemoryError, match="injected"):
             torch_mesh.patch(model, gpu_experts=3, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
