@@ -216,6 +216,24 @@ def put_back(module: Any, taken: dict[str, nn.Parameter]) -> None:
     module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
 
 
+class Absent:
+    """The parameters of an experts module, out of it while the rest of its model is loaded: they are never materialised."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        self.layer = layer
+        module: Any = layer.module
+        self._parameters = take_parameters(module, layer.parameter_names)
+        stand_in = torch.empty(0)  # of some families the module around initialises them
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+        vars(module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, stand_in))
+
+    def end(self) -> None:
+        """Puts them back, on the meta device."""
+        for name in self.layer.parameter_names:
+            del vars(self.layer.module)[name]
+        put_back(self.layer.module, self._parameters)
+
+
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     """Makes ``layer.module`` compute with layer ``index`` of the pool, and drops its weights."""
     module: Any = layer.module

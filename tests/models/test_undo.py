@@ -17,7 +17,7 @@ from tiny_models import TINY_MODELS
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, modules, patching, undo
+from torch_mesh import MeshError, assembling, modules, patching, undo
 from torch_mesh.families import find_experts
 from torch_mesh.gpu import choosing, placing
 from torch_mesh.modules import patched_modules
@@ -104,21 +104,21 @@ def _at_call(
 
 STEPS = [
     (IN_MEMORY, modules, "change_class", 1),
-    (IN_MEMORY, patching, "install", 1),
-    (IN_MEMORY, patching, "install", 3),
-    (IN_MEMORY | ALL, patching, "attach_quantizer", 1),
-    (IN_MEMORY | ALL, patching, "make_lossy", 1),
+    (IN_MEMORY, assembling, "install", 1),
+    (IN_MEMORY, assembling, "install", 3),
+    (IN_MEMORY | ALL, assembling, "attach_quantizer", 1),
+    (IN_MEMORY | ALL, assembling, "make_lossy", 1),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy"), "change_class", 2),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
-    (IN_MEMORY | ALL, patching, "pack_dense", 1),
-    (IN_MEMORY | ALL, patching, "take_attention", 1),
-    (IN_MEMORY | ALL, patching, "announce", 1),
+    (IN_MEMORY | ALL, assembling, "pack_dense", 1),
+    (IN_MEMORY | ALL, assembling, "take_attention", 1),
+    (IN_MEMORY | ALL, assembling, "announce", 1),
     (ON_DISK, patching, "convert_model", 1),
-    (ON_DISK | {"weights": "int4"}, patching, "install", 2),
-    (ON_DISK | {"weights": "int4"}, patching, "connect", 1),
-    (ON_DISK | {"weights": "int4"} | ALL, patching, "move_experts", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "open_other", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "install", 3),
+    (ON_DISK | {"weights": "int4"}, assembling, "install", 2),
+    (ON_DISK | {"weights": "int4"}, assembling, "connect", 1),
+    (ON_DISK | {"weights": "int4"} | ALL, assembling, "move_experts", 1),
+    (ON_DISK | {"fallback": "int4"}, assembling, "open_other", 1),
+    (ON_DISK | {"fallback": "int4"}, assembling, "install", 3),
 ]
 
 
@@ -151,7 +151,8 @@ class _InterruptAt:
     """Ctrl-C at the ``line``-th line that runs of what changes a model."""
 
     FILES = tuple(
-        f"{PACKAGE}/{name}.py" for name in ("patching", "modules", "dense", "lossy", "attention", "saving", "announce")
+        f"{PACKAGE}/{name}.py"
+        for name in ("assembling", "patching", "modules", "dense", "lossy", "attention", "saving", "announce")
     )
 
     def __init__(self, line: int | None) -> None:
@@ -194,7 +195,7 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
     before = _State(model)
     rounded = torch_mesh.unpatch(torch_mesh.patch(copy.deepcopy(model), weights="int4"), lossy=True)
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "install", 3, KeyboardInterrupt, after=False)
+        _at_call(faulty, assembling, "install", 3, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match="originals of 2 layers.*rounded to int4.*load the model anew"),
             pytest.raises(KeyboardInterrupt),
@@ -222,7 +223,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
     expected = _logits(reference, ids)
     with monkeypatch.context() as faulty:
         faulty.setattr(undo, "available_bytes", lambda: 1000)
-        _at_call(faulty, patching, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
+        _at_call(faulty, assembling, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
             pytest.raises(KeyboardInterrupt),
@@ -247,7 +248,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
     model = _build()
     fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        _at_call(faulty, assembling, "connect", 1, OSError, after=True)
         with pytest.raises(OSError, match="injected"):
             torch_mesh.patch(model, **fields)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == []
@@ -299,7 +300,7 @@ def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypat
 def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = _build(), tmp_path / "store"
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, KeyboardInterrupt, after=True)
+        _at_call(faulty, assembling, "connect", 1, KeyboardInterrupt, after=True)
         _at_call(faulty, undo, "remove_made_from", 1, PermissionError, after=False)
         with (
             pytest.warns(UserWarning, match=r"cannot be removed \(injected\). Remove .*/store "),
@@ -322,7 +323,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        _at_call(faulty, assembling, "connect", 1, OSError, after=True)
         faulty.setattr(ExpertPool, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as ended:
             torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", fallback="int4")
@@ -334,7 +335,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 @pytest.mark.filterwarnings("error:Patching ended early")
 def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
-    _at_call(monkeypatch, patching, "attach_quantizer", 1, OSError, after=True)
+    _at_call(monkeypatch, assembling, "attach_quantizer", 1, OSError, after=True)
     with pytest.raises(UserWarning, match="Patching ended early"):
         torch_mesh.patch(model, weights="int4", resident=1.0)
     assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
@@ -345,7 +346,7 @@ def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.Monke
     before = _State(model)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "attach_quantizer", 1, OSError, after=True)
+        _at_call(faulty, assembling, "attach_quantizer", 1, OSError, after=True)
         original = undo._unpacked
 
         def interrupted(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from ..errors import MeshError, UnsupportedModelError
 from ..families import ExpertsLayer
 from ..foresight.profiles import check_fits, load_profile
 from ..other_format import BITS
-from ..packed_weight import PackedWeight
+from ..packed_weight import device_of
 from ..pool import record_bytes
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts
@@ -69,7 +69,7 @@ def choose_experts(
     whose experts run by projection, ValueError for a mask or number that does not fit the model, MemoryError for more than
     the device holds. "auto" takes none instead, and says so where the model is on a GPU.
     """
-    devices = tuple(device_of(model, layer) for layer in layers)
+    devices = tuple(layer_device(model, layer) for layer in layers)
     experts = layers[0].num_experts
     wanted = config.gpu_experts
     there = format_on_gpu(config, weights)
@@ -182,14 +182,9 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
-def device_of(model: nn.Module, layer: ExpertsLayer) -> torch.device:
+def layer_device(model: nn.Module, layer: ExpertsLayer) -> torch.device:
     """Where a layer computes: that of its experts or, when those are nowhere, of its router, or of the model."""
-    beside = model.get_submodule(layer.path.rpartition(".")[0])
-    for module in (layer.module, beside, model):
-        for parameter in module.parameters():
-            if not parameter.is_meta and not isinstance(parameter, PackedWeight):
-                return parameter.device
-    return torch.device("cpu")
+    return device_of(layer.module, model.get_submodule(layer.path.rpartition(".")[0]), model)
 
 
 def _bytes_on(layer: ExpertsLayer, device: torch.device) -> int:
