@@ -42,11 +42,6 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds experts."""

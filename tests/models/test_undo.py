@@ -27,12 +27,6 @@ from torch_mesh.store import convert, writer
 PACKAGE = str(Path(torch_mesh.__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU, with Triton interpreted, as a device that holds experts."""
@@ -132,7 +126,7 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
     error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
-    _cache: Path,
+    cache: Path,
 ) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
@@ -142,7 +136,7 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
             torch_mesh.patch(model, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
-    assert not _cache.exists() or not list(_cache.iterdir())
+    assert not cache.exists() or not list(cache.iterdir())
     torch_mesh.patch(model, **fields)
     assert list(patched_modules(model))
 
