@@ -82,6 +82,11 @@ class OfRecords(Origin):
         self.places = records.places
         self.staging = _C.Source(**records.source_arguments).staging_bytes
 
+    @property
+    def stored(self) -> bool:
+        """Whether a store has them."""
+        return self._records.store is not None
+
     def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
         return contextlib.nullcontext(self._records if weights == self.weights else self.other_records(weights))
 

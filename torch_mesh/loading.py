@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from .store.header import store_error, weight_files
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 from .store.verify import check_other_files
+from .store.writer import Written
 from .undivided import check_launch, check_undivided
 
 
@@ -84,7 +85,7 @@ class MeshQuantizer(PatchedModelQuantizer):
             each.end()
         left_alone.load(model)
         _forget_quantization(model)
-        if isinstance(origin, _OfStore):
+        if origin.stored:
             keep_expert_conversions(model, layers)
         assemble(model, layers, self.quantization_config, origin, self)
         return model
@@ -112,6 +113,16 @@ class _Opened(OfRecords):
     def prepare(self) -> None:
         """Finds the records, or makes them: after all checks that need none."""
         raise NotImplementedError
+
+    def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
+        """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
+        weights = "bf16" if config.weights == "auto" else config.weights
+        text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {config.group_size}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        folder = config.store or cache_folder() / "stores" / f"{name}-{weights}-{digest}"
+        with progress_bar(f"Converting {name} to {weights}") as progress:
+            store = make(folder, weights, config.group_size, progress=progress).store
+        return _records_of(store, self._layers, config)
 
 
 class _OfCheckpoint(_Opened):
@@ -151,13 +162,8 @@ class _OfCheckpoint(_Opened):
         return Records("bf16", 0, count, list(range(count)), self._experts.source_arguments(), store=None)
 
     def _converted(self, config: MeshConfig) -> Records:
-        weights = "bf16" if config.weights == "auto" else config.weights
-        cached = _cached_store(self._experts.fingerprint, self._name, weights, config.group_size)
-        destination = Path(config.store) if config.store else cached
-        with progress_bar(f"Converting {self._name} to {weights}") as progress:
-            folder, name = self._experts.folder, self._name
-            store = convert(folder, destination, weights, config.group_size, name=name, progress=progress).store
-        return _records_of(store, self._layers, config)
+        make = functools.partial(convert, self._experts.folder, name=self._name)
+        return self._made(make, self._experts.fingerprint, self._name, config)
 
 
 class _OfStore(_Opened):
@@ -179,15 +185,10 @@ class _OfStore(_Opened):
         self.set_records(_records_of(self._store, self._layers, self._config))
 
     def other_records(self, weights: str) -> Records:
-        config = other_config(self._config, weights)
         manifest = self._store.manifest
-        name = self._store.folder.resolve().name
         source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
-        cached = _cached_store(source, name, weights, config.group_size)
-        destination = Path(config.store) if config.store else cached
-        with progress_bar(f"Converting {name} to {weights}") as progress:
-            store = convert_store(self._store, destination, weights, config.group_size, progress=progress).store
-        return _records_of(store, self._layers, config)
+        name, make = self._store.folder.resolve().name, functools.partial(convert_store, self._store)
+        return self._made(make, source, name, other_config(self._config, weights))
 
 
 def _find_origin(
@@ -267,12 +268,6 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
         raise StoreError(
             f"The experts in {folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
         )
-
-
-def _cached_store(fingerprint: str, name: str, weights: str, group_size: int) -> Path:
-    text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {group_size}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return cache_folder() / "stores" / f"{name}-{weights}-{digest}"
 
 
 def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
