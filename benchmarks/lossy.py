@@ -24,7 +24,7 @@ from perplexity import ROOT, documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.counters import Counters
+from torch_mesh.statistics.counters import Counters
 from torch_mesh.store.convert import convert
 
 PROMPT = 16

@@ -20,15 +20,10 @@ from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, common_geometry, describe_left_alone, find_experts, layers_left_alone
-from .gpu import (
-    GPU_POOL_SLOTS,
-    GpuPlan,
-    check_beside_gpu,
-    check_gpu_weights,
-    format_on_gpu,
-    plan_by_projection,
-    plan_config,
-)
+from .gpu.choosing import check_gpu_weights, format_on_gpu
+from .gpu.placement import check_beside_gpu
+from .gpu.placing import GPU_POOL_SLOTS
+from .gpu.planning import GpuPlan, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
 from .store.convert import checked_group_size

@@ -17,11 +17,11 @@ from . import _C
 from .config import MeshConfig
 from .errors import MeshError, ReadTimeoutError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
 from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
-from .profiles import pool_profile
-from .stats_log import StatsLog
+from .statistics.log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store
 
@@ -34,11 +34,12 @@ def pool_slots(
     weights: str,
     group_size: int,
     freed: int = 0,
+    regained: int = 0,
     staging: int = 0,
 ) -> int:
     """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
 
-    ``freed``: bytes that will be given back, but only when the pool is there. ``staging``: what will be taken beside it, as by the buffers that
+    ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what will be taken beside it, as by the buffers that
     raw records are read into.
     """
     return resident_slots(
@@ -49,6 +50,7 @@ def pool_slots(
         record_bytes=record_bytes(layers, weights, group_size),
         reserved=config.workspace_bytes + staging,
         freed=freed,
+        regained=regained,
         mapped=config.io == "mmap",
     )
 

@@ -137,7 +137,7 @@ def test_a_card_takes_the_rest_of_the_model_and_some_experts(
     mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
-    monkeypatch.setattr("torch_mesh.gpu._ALLOCATION", 1)
+    monkeypatch.setattr("torch_mesh.gpu.planning._ALLOCATION", 1)
     cuda = 500_000_000
     alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
     dense, every = alone["sizes"]["dense_bytes_loading"], 192

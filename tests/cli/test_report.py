@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.counters import SIZES, Counters, LayerCounters, Stats
-from torch_mesh.stats_report import read_report
+from torch_mesh.statistics.counters import SIZES, Counters, LayerCounters, Stats
+from torch_mesh.statistics.report import read_report
 
 LAYERS = 3
 

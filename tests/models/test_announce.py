@@ -19,16 +19,6 @@ from torch_mesh.modules import PackedModule, patched_modules
 from torch_mesh.store.convert import convert
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
     return TINY_MODELS[name].build()
 

@@ -30,12 +30,6 @@ EVERY = torch.arange(32)  # of a layer of mesh-tiny
 OpenModel = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
 @pytest.fixture(scope="module")
 def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(mesh_tiny, tmp_path_factory.mktemp("fallback") / "int8", "int8").store.folder

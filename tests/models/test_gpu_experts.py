@@ -24,14 +24,16 @@ from torch_mesh.ops.device import SharedDevice, find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
-from torch_mesh.counters import DeviceCounters
+from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
+from torch_mesh.foresight.profiles import Profile, write_profile
+from torch_mesh.foresight.traces import Trace
+from torch_mesh.gpu import choosing, placing, planning
+from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.modules import patched_modules
-from torch_mesh.profiles import Profile, write_profile
-from torch_mesh.stats import shared_devices_of
+from torch_mesh.statistics.counters import DeviceCounters
+from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
-from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
 
@@ -40,19 +42,14 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds experts."""
     pytest.importorskip("triton")
     importlib.import_module("quick_interpreter")
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
-        monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
+        monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
+        monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -267,7 +264,7 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     monkeypatch: pytest.MonkeyPatch, count: int, moves: int
 ) -> None:
     """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its streams."""
-    monkeypatch.setattr(gpu, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
+    monkeypatch.setattr(placing, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
     original = _build()
     tokens = torch.randint(3, 100, (count,), device=DEVICE)
     masks = {0: torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)}
@@ -276,7 +273,7 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     logits = []
     for delay in (50, 400):
         shared = functools.partial(SharedDevice, seed=random.randrange(1 << 31), most_delay_us=delay)
-        monkeypatch.setattr(gpu, "SharedDevice", shared)
+        monkeypatch.setattr(placing, "SharedDevice", shared)
         model = torch_mesh.patch(
             copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
         )
@@ -296,7 +293,7 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
 
 @pytest.mark.usefixtures("card")
 def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_PATIENCE", 2)
+    monkeypatch.setattr(placing, "_PATIENCE", 2)
     model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2, "placement": "dynamic"})
     ids = _ids()[:, :1]  # of one token, whose experts are then the hottest
     deadline = time.monotonic() + 60
@@ -458,10 +455,10 @@ def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
     uses = np.stack([np.random.permutation(EXPERTS) for _ in range(LAYERS)]) + 1
     write_profile(Profile(np.full(LAYERS, 100), uses, TOP_K), tmp_path / "profile.json")
     record = pack_expert(find_experts(_build())[0].expert(0).on_cpu(), "bf16", 0).numel()
-    monkeypatch.setattr(gpu, "_ALLOCATION", 1)
+    monkeypatch.setattr(planning, "_ALLOCATION", 1)
     room = 2 * GIB + (2 * LAYERS + 2) * record  # the reserve, two experts of each layer, and two buffers
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (room, 4 * GIB))
-    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (room, 4 * GIB))
+    monkeypatch.setattr(choosing, "_bytes_on", lambda layer, device: 0)
     model = torch_mesh.patch(
         _build(),
         resident=0.5,
@@ -543,8 +540,8 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_mesh.patch(model, gpu={"experts": 2}, prefill="window")
     with pytest.raises(ValueError, match="lossy deferred_experts=1 does not go with gpu.experts"):
         torch_mesh.patch(model, gpu={"experts": 2}, lossy={"deferred_experts": 1})
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
-    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (4096, 4 * GIB))
+    monkeypatch.setattr(choosing, "_bytes_on", lambda layer, device: 0)
     with pytest.raises(
         MemoryError, match=r"needs [\d,]+ bytes for 6 experts and others on their way, but .* has 4,096 left"
     ):
@@ -632,11 +629,11 @@ def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
     ],
 )
 def test_how_many_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
-    plan = gpu.plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
+    plan = plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
     assert (plan.status, plan.counts, plan.reserve_bytes) == (status, counts, 2 * GIB)
     assert plan.buffers == (2 if 0 < sum(counts) < LAYERS * EXPERTS else 0)
     assert plan.expert_bytes == (sum(counts) + plan.buffers) * 4096 * 1024 and plan.advice
-    assert gpu.plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB
-    large = gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, record_bytes=GIB >> 10)
+    assert plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB
+    large = plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, record_bytes=GIB >> 10)
     assert (sum(large.counts), large.buffers) == (4080, 16), "two buffers of eight, and no more"
-    assert sum(gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, GIB >> 10, streaming=False).counts) == 4096
+    assert sum(plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, GIB >> 10, streaming=False).counts) == 4096

@@ -27,11 +27,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def _build(name: str = "GptOssExperts") -> PreTrainedModel:
     return TINY_MODELS[name].build()
 

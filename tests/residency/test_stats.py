@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.counters import MOST_DECODE_ROWS, Stats
+from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats
 from torch_mesh.store.convert import convert
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.counters import percent
-from torch_mesh.profiles import load_profile
-from torch_mesh.simulation import Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.profiles import load_profile
+from torch_mesh.foresight.simulation import Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.traces import Trace, load_trace
+from torch_mesh.statistics.counters import percent
 from torch_mesh.synthetic import synthetic_trace
-from torch_mesh.traces import Trace, load_trace
 from torch_mesh.values import parse_size
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from . import _C
+from .. import _C
+from ..errors import MeshError
+from ..foresight.profiles import Profile, write_profile
+from ..modules import patched_modules
+from ..ops.device import SharedDevice
+from ..pool import ExpertPool
 from .counters import DeviceCounters, Stats, engine_stats
-from .errors import MeshError
-from .modules import patched_modules
-from .ops.device import SharedDevice
-from .pool import ExpertPool
-from .profiles import Profile, write_profile
 
 
 def stats(model: nn.Module) -> Stats:

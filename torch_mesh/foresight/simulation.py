@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from . import _C
+from .. import _C
 from .profiles import Profile
 from .traces import Trace
 

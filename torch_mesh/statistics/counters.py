@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from . import _C
+from .. import _C
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 # A forward of a layer with more rows than this is prefill, any other decode.

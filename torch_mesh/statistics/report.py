@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
-from .errors import MeshError
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .config import MeshConfig, pins_without_profile
-from .errors import MeshError
-from .families import ExpertsLayer
-from .files import new_file
+from ..config import MeshConfig, pins_without_profile
+from ..errors import MeshError
+from ..families import ExpertsLayer
+from ..files import new_file
 from .traces import Trace
 
 FORMAT = "torch_mesh profile"

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .errors import MeshError
-from .modules import patched_modules
-from .ops.device import SharedDevice, find
-from .stats import shared_devices_of
+from ..errors import MeshError
+from ..modules import patched_modules
+from ..ops.device import SharedDevice, find
+from ..statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:
