@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -231,7 +231,7 @@ def version() -> str:
 
 setup(
     version=version(),
-    packages=["torch_mesh", "torch_mesh.store", "torch_mesh.cli", "torch_mesh.ops"],
+    packages=[*find_packages(include=["torch_mesh*"], exclude=["torch_mesh.ops"]), "torch_mesh.ops"],
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("torch_mesh._C", sources=[])],

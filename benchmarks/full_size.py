@@ -26,11 +26,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from torch_mesh.families import ExpertTensors
+from torch_mesh.foresight.traces import save_trace
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import Shape as StoreShape
 from torch_mesh.store.writer import NewFile, StorePlan, write_store
 from torch_mesh.synthetic import synthetic_trace
-from torch_mesh.traces import save_trace
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
 GROUP_SIZE = 64

@@ -171,7 +171,7 @@ def contenders(folder: Path, device: torch.device, shape: synthetic.Shape, token
     one = torch.zeros((shape.layers, shape.experts), dtype=torch.bool)
     one[0, 0] = True
     placed: dict[str, Any] = {"half": shape.experts // 2, "one": one, "none": 0}
-    models = {name: open_model(folder, device, gpu_experts=experts) for name, experts in placed.items()}
+    models = {name: open_model(folder, device, gpu={"experts": experts}) for name, experts in placed.items()}
     half, host, waiting = (DecodeSteps(model, len(tokens)) for model in models.values())
     for steps in (half, host):
         steps.capture()

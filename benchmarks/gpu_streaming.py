@@ -20,7 +20,7 @@ from synthetic import Shape
 from torch_mesh.ops import device as devices
 from torch_mesh.ops.streaming import Costs
 
-from torch_mesh import gpu
+from torch_mesh.gpu import placement
 
 TOKENS = 512
 COPIES_ARE_FREE = Costs(copy=0.0, row=1.0, expert=1.0)  # so all that a prompt needs comes up
@@ -35,7 +35,7 @@ class ColdLayer:
         self.pooled = ResidentLayer(weights, FORMATS[weights], threads, experts, shape)
         self.device, self.bytes = device, self.pooled.record_bytes
         self.shared = devices.SharedDevice(self.pooled.handle, device)
-        batch = min(gpu._MOST_BATCH, shape.experts)
+        batch = min(placement._MOST_BATCH, shape.experts)
         self.buffers = torch.empty((2, batch, self.bytes), dtype=torch.uint8, device=device)
         record = record_of(weights, FORMATS[weights], shape)
         self.shared.lend(*self.buffers, record)

@@ -24,17 +24,17 @@ from perplexity import ROOT, documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.counters import Counters
+from torch_mesh.statistics.counters import Counters
 from torch_mesh.store.convert import convert
 
 PROMPT = 16
 BIASES = (0.02, 0.05, 0.1, 0.2, 0.5)
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},
-    **{f"deferred_experts={count}": {"deferred_experts": count} for count in (1, 2, 3)},
-    **{f"routing_bias={bias}": {"routing_bias": bias} for bias in BIASES},
-    "deferred_experts=1, routing_bias=0.1": {"deferred_experts": 1, "routing_bias": 0.1},
-    "fallback=int4": {"fallback": "int4"},
+    **{f"deferred_experts={count}": {"lossy": {"deferred_experts": count}} for count in (1, 2, 3)},
+    **{f"routing_bias={bias}": {"lossy": {"routing_bias": bias}} for bias in BIASES},
+    "deferred_experts=1, routing_bias=0.1": {"lossy": {"deferred_experts": 1, "routing_bias": 0.1}},
+    "fallback=int4": {"lossy": {"fallback": "int4"}},
 }
 # The peer of fallback: every expert in its format, in as much memory.
 ALL_INT4 = "all in int4"

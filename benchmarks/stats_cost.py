@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import _C
-from torch_mesh.counters import Stats, engine_stats
 from torch_mesh.speed import pool_of_zeros
+from torch_mesh.statistics.counters import Stats, engine_stats
+from torch_mesh.statistics.watch import render
 from torch_mesh.store.manifest import Shape
-from torch_mesh.watch import render
 
 LAYERS, EXPERTS, TOP_K, HIDDEN = 48, 128, 8, 64
 

@@ -175,6 +175,6 @@ def find(handle: Tensor) -> DeviceLayer:
     if layer is None:
         raise ValueError(
             f"handle {handle.tolist()} names no layer with experts on a device: it is of another pool, of one that is "
-            "closed, or of a layer without gpu_experts; torch.ops.torch_mesh.experts takes it"
+            "closed, or of a layer without gpu.experts; torch.ops.torch_mesh.experts takes it"
         )
     return layer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """Seconds, as measured once for a placement or given in ``MeshConfig(gpu_streaming=)``."""
+    """Seconds, as measured once for a placement or given in ``MeshConfig.gpu.streaming``."""
 
     copy: float  # of one record to the device
     row: float  # of the CPU for one more row of an expert

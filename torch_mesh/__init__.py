@@ -41,6 +41,7 @@ __all__ = [
     "__version__",
     "capture_batch_sizes",
     "hottest_experts",
+    "load_trace",
     "patch",
     "place_experts",
     "record_trace",
@@ -85,14 +86,14 @@ else:
     import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
     from .config import MeshConfig
-    from .device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .experts import Experts
-    from .gpu import hottest_experts
+    from .foresight.traces import load_trace, record_trace
+    from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
+    from .gpu.placement import hottest_experts
     from .packed_weight import PackedWeight
     from .patching import patch, unpatch
-    from .stats import reset_stats, save_profile, stats
-    from .traces import record_trace
-    from .watch import watch
+    from .statistics.stats import reset_stats, save_profile, stats
+    from .statistics.watch import watch
 
 if not TYPE_CHECKING:
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from .config import MeshConfig
-from .counters import Stats
 from .errors import MeshError
 from .plan import Plan, find_sizes, plan
 from .speed import measure_speeds
-from .stats import reset_stats, stats
+from .statistics.counters import Stats
+from .statistics.stats import reset_stats, stats
 
 _LOOK_SECONDS = 0.02  # between two looks at the memory that is taken
 

@@ -1,473 +1,300 @@
-"""What a user may choose about a patched model."""
+"""What a user may choose about a patched model. A field is written once, in one of the classes below."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
+import functools
 import os
 import re
+import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-_ENVIRONMENT_PREFIX = "TORCH_MESH_"
+from . import values
+from .store.manifest import GROUP_SIZES, WEIGHTS
+from .values import Values, count, one_of, parse_size, path, share, shown
 
-WEIGHTS = ("auto", "bf16", "int8", "int4", "lut4")
-DENSE = ("none", "bf16", "int8", "int4", "lut4")
-ATTENTION = ("auto", "model", "mesh")
-FALLBACK = ("none", "int8", "int4", "lut4")
-GROUP_SIZES = (32, 64, 128)
-IO = ("auto", "uring", "threads", "mmap")
-POLICIES = ("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat")
-VERIFY = ("first", "always", "never")
-PREFETCH = ("auto", "off")
-GUARD = ("auto", "on", "off")
-QUOTAS = ("off", "on")
-PREFILL = ("auto", "window", "off")
-GPU_PLACEMENT = ("static", "dynamic")
-
-# Those of the extension, without which `torch-mesh doctor` has to run.
-MOST_THREADS = 1024
-LONGEST_TIMEOUT = 1e9  # seconds
-
-# Of a CUDA device that takes gpu_experts: tl.dot needs it for bf16.
+# Of a CUDA device that takes experts: tl.dot needs it for bf16.
 LEAST_CAPABILITY = (8, 0)
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("ib", 1024), ("b", 1000))
-}
-_SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)", re.ASCII)
-_MOST_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
+FieldsT = TypeVar("FieldsT")
 
 
-class _NotGiven:
-    def __repr__(self) -> str:
-        return "<not given>"
+@dataclass(frozen=True)
+class Field:
+    """What is known of a field, in whatever form it is given."""
+
+    flat: str  # its name in a config.json, on the command line and, in capitals, in the environment: "gpu_experts"
+    group: str | None  # "gpu"
+    key: str  # "experts": its name in the group, or in MeshConfig
+    default: Any
+    values: Values
+    sentence: str
+    of_checkpoint: bool
+
+    @property
+    def name(self) -> str:
+        """As it is read, and as errors call it: "gpu.experts"."""
+        return self.key if self.group is None else f"{self.group}.{self.key}"
+
+    @property
+    def argument(self) -> str:
+        """As it is given: 'gpu={"experts": ...}'."""
+        return f"{self.key}=..." if self.group is None else f'{self.group}={{"{self.key}": ...}}'
+
+    @property
+    def variable(self) -> str:
+        return f"TORCH_MESH_{self.flat.upper()}"
 
 
-_NOT_GIVEN: Any = _NotGiven()
+def _field(default: Any, values: Values, sentence: str, *, of_checkpoint: bool = False) -> Any:
+    metadata = {"values": values, "sentence": sentence, "of_checkpoint": of_checkpoint}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse_size(value: str | int, field: str) -> int:
-    """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``; ValueError names ``field`` and what is allowed."""
-    size = 0
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    elif isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip().lower())
-        if match and match[2] in _UNITS:
-            size = int(float(match[1]) * _UNITS[match[2]])
-    if size > _MOST_BYTES:
-        raise ValueError(
-            f"{field}={value!r} is more than any machine has: give at most {_MOST_BYTES} bytes (1048576 TiB)."
-        )
-    if size > 0:
-        return size
-    raise ValueError(
-        f"{field}={value!r} is not a size: give bytes or a number with a unit among KiB, MiB, GiB, TiB, KB, MB, GB, TB."
+class Group(Generic[FieldsT]):
+    """Fields of MeshConfig that are given together: as a mapping, or as another config has them. To set it is to set those that are named."""
+
+    def __init__(self, kind: type[FieldsT], prefix: str = "") -> None:
+        self.kind, self.prefix, self.default = kind, prefix, kind()
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: MeshConfig | None, owner: type) -> FieldsT:
+        return self.default if config is None else vars(config).get(self.name, self.default)
+
+    def __set__(self, config: MeshConfig, value: FieldsT | Mapping[str, Any]) -> None:
+        config._put(_checked(_flat({self.name: value})))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFields:
+    """Experts on the GPU that their layer is on: docs/gpu.md."""
+
+    experts: str | int | tuple[tuple[bool, ...], ...] = _field(
+        0,
+        values.placed_experts,
+        "Which experts are computed on the GPU that their layer is on when the model is patched. A number takes those that "
+        '`profile` says are used most, or else the first; `torch_mesh.hottest_experts` makes a mask; `"auto"` takes as many as the card '
+        "holds beside a reserve. They are not kept in memory as well.",
+    )
+    weights: str = _field(
+        "auto",
+        one_of("auto", *WEIGHTS),
+        'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store of their own, in `store`\'s folder with the format '
+        "behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only formats of fewer bits can be had.",
+    )
+    streaming: str | tuple[float, float, float] = _field(
+        "auto",
+        values.streaming,
+        'Which of the other experts a prompt brings up to be computed there. `"auto"` decides by what a copy and the CPU took when '
+        "experts were placed; the three numbers take the place of those: a copy of an expert, the CPU for a row of one, and for an "
+        "expert beside its rows. The output depends on it within rounding.",
+    )
+    placement: str = _field(
+        "static",
+        one_of("static", "dynamic"),
+        'Whether experts stay on the GPU where they were put. With `"dynamic"` those that are used most move up while the model runs, which makes the last '
+        "bits of its output depend on when they arrive; `torch_mesh.place_experts` moves them by hand then.",
     )
 
 
-def _one_of(allowed: tuple[str, ...]) -> Callable[[str, Any], str]:
-    def check(field: str, value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(map(repr, allowed))}.")
-        return value
+@dataclass(frozen=True, kw_only=True)
+class LossyFields:
+    """Modes of decode steps that trade exactness for fewer waits: docs/lossy.md."""
 
-    return check
-
-
-def _check_resident(field: str, value: Any) -> str | float:
-    if value == "auto":
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[01]?\.\d+|[01]", value.strip()):
-        value = float(value)
-    if isinstance(value, float) or (value == 1 and not isinstance(value, bool)):
-        if 0 < value <= 1:
-            return float(value)
-        raise ValueError(f"{field}={value!r} is not a fraction of all experts: it must be in (0, 1].")
-    try:
-        parse_size(value, field)
-    except ValueError as error:
-        raise ValueError(f"{error} Or a fraction of all experts in (0, 1], or 'auto'.") from None
-    return value
-
-
-def _check_group_size(field: str, value: Any) -> int:
-    if str(value).strip() not in map(str, GROUP_SIZES):
-        raise ValueError(f"{field}={value!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
-    return int(value)
-
-
-def _check_store(field: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ValueError(f"{field}={value!r} is not a folder: give a path, or None.")
-    return _expanded(field, value)
-
-
-def _expanded(field: str, value: str | os.PathLike[str]) -> str:
-    path = os.path.expanduser(os.fspath(value))
-    if path.startswith("~"):
-        raise ValueError(
-            f"{field}={value!r}: there is no home folder for that; give a path without ~, or one that begins with ./~"
-        )
-    return path
-
-
-def _check_threads(field: str, value: Any) -> str | int:
-    if value == "auto":
-        return value
-    number = str(value).strip()
-    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", number):
-        raise ValueError(f"{field}={value!r} is not a number of threads: give a positive number or 'auto'.")
-    if len(number) > 9 or int(number) > MOST_THREADS:
-        raise ValueError(
-            f"{field}={value!r} is more than an engine takes: give 1 to {MOST_THREADS}, or 'auto' for as many as torch uses."
-        )
-    return int(number)
-
-
-def _check_workspace(field: str, value: Any) -> str | int:
-    parse_size(value, field)
-    return value
-
-
-def _check_gpu_experts(field: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
-    if isinstance(value, str) and value == "auto":  # a mask would compare element by element
-        return value
-    if not isinstance(value, bool) and isinstance(value, int | str) and re.fullmatch(r"\d{1,9}", str(value).strip()):
-        return int(value)
-    rows = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(rows, list | tuple) and rows and all(isinstance(row, list | tuple) and row for row in rows):
-        same = len({len(row) for row in rows}) == 1
-        if same and all(isinstance(entry, bool) for row in rows for entry in row):
-            return tuple(map(tuple, rows))
-    raise ValueError(
-        f"{field}={value!r} is unknown: give a number of experts of each layer, 'auto', or a bool mask [layers, experts]."
+    deferred_experts: int = _field(
+        0,
+        count("experts per token", give="0 (exact) or a positive number"),
+        "How many of a token's experts, cold ones of least weight, decode steps read while the model goes on, to add them one MoE layer later. 0 is exact. "
+        "Not for models whose experts run by projection.",
+    )
+    routing_bias: float = _field(
+        0.0,
+        share(1, "a share of the spread of scores: give a number in [0, 1]; 0 is exact"),
+        "In decode steps a resident expert takes the place of a cold one whose score is higher by less than this share of the spread of the token's scores. "
+        "The first of a token's choices stay. 0 is exact, 1: wherever there is one. For the model types that "
+        "`torch_mesh.lossy.ROUTING_BIAS_FAMILIES` lists.",
+    )
+    fallback: str = _field(
+        "none",
+        one_of("none", *(name for name in WEIGHTS if name != "bf16")),
+        "Format, of fewer bits, of records from which cold experts are computed in decode steps. Three quarters of `resident` are a pool of those. "
+        '`"none"` is exact. Not for models whose experts run by projection, nor with `lossy.deferred_experts`, `gpu.experts` or '
+        '`io="mmap"`.',
     )
 
+    @property
+    def modes(self) -> str:
+        """Those that are on, as one shows them; empty: exact."""
+        each = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return ", ".join(f"{name}={value}" for name, value, default in each if value != default)
 
-def _check_gpu_streaming(field: str, value: Any) -> str | tuple[float, float, float]:
-    if isinstance(value, str) and value in ("auto", "off"):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[\d.eE+-]+(,[\d.eE+-]+){2}", value.replace(" ", "")):
-        try:
-            value = [float(part) for part in value.split(",")]
-        except ValueError:
-            pass
-    if isinstance(value, list | tuple) and len(value) == 3:
-        numbers = [float(entry) for entry in value if isinstance(entry, int | float) and not isinstance(entry, bool)]
-        if len(numbers) == 3 and all(0 <= number < float("inf") for number in numbers):
-            return (numbers[0], numbers[1], numbers[2])
-    raise ValueError(
-        f"{field}={value!r} is unknown: give 'auto', 'off', or three numbers of seconds: to copy an expert to the GPU, for the CPU "
-        "to compute a row of one, and for what an expert takes it beside its rows."
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencyFields:
+    """What is kept, and when the pool gives way."""
+
+    pins: float = _field(
+        0.0,
+        share(0.5, "a share of the pool: it must be in [0, 0.5]"),
+        "Share of the pool for the profile's most used experts, which are then never given up while the pool has at least twice as many slots. "
+        "Needs `profile`.",
     )
+    early_layers: int = _field(
+        0,
+        count("layers"),
+        "How many first MoE layers are favoured: `residency.early_experts` of each, the ones used most of late, stay resident. At most half of "
+        "the pool.",
+        of_checkpoint=True,
+    )
+    early_experts: int = _field(
+        0,
+        count("experts"),
+        "How many experts of each favoured layer stay resident. 0 here or in `residency.early_layers` is off.",
+        of_checkpoint=True,
+    )
+    guard: str = _field(
+        "auto",
+        one_of("auto", "on", "off"),
+        "Whether the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never beyond its size at "
+        'first. `"auto"`: on for `resident="auto"`. Several models in a process, or several layers alone, give up and take back the same '
+        "share of what each had.",
+    )
+    timeout: float = _field(30.0, values.seconds, "Seconds that a read or a wait for a slot may take.")
 
 
-def _check_stats_every(field: str, value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", str(value).strip()):
-        raise ValueError(f"{field}={value!r} is not a number of forwards: give a positive number.")
-    return int(value)
+@dataclass(frozen=True, kw_only=True)
+class StatsFields:
+    """Statistics that are written while the model runs."""
 
-
-def _check_file(field: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ValueError(f"{field}={value!r} is not a file: give a path, or None.")
-    return _expanded(field, value)
-
-
-def _check_pins(field: str, value: Any) -> float:
-    try:
-        share = float(value)
-    except (TypeError, ValueError):
-        share = -1.0
-    if isinstance(value, bool) or not 0 <= share <= 0.5:
-        raise ValueError(f"{field}={value!r} is not a share of the pool: it must be in [0, 0.5].")
-    return share
-
-
-def _check_count(field: str, value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()):
-        raise ValueError(
-            f"{field}={value!r} is not a number of {field.rpartition('_')[2]}: give 0 or a positive number."
-        )
-    return int(value)
-
-
-def _check_deferred_experts(field: str, value: Any) -> int:
-    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()):
-        raise ValueError(
-            f"{field}={value!r} is not a number of experts per token: give 0 (exact) or a positive number."
-        )
-    return int(value)
-
-
-def _check_routing_bias(field: str, value: Any) -> float:
-    try:
-        bias = float(value)
-    except (TypeError, ValueError):
-        bias = -1.0
-    if isinstance(value, bool) or not 0 <= bias <= 1:
-        raise ValueError(
-            f"{field}={value!r} is not a share of the spread of scores: give a number in [0, 1]; 0 is exact."
-        )
-    return bias
-
-
-def _check_timeout(field: str, value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = 0.0
-    if isinstance(value, bool) or not 0 < seconds < float("inf"):
-        raise ValueError(f"{field}={value!r} is not a time-out: give a positive number of seconds.")
-    if not 1e-3 <= seconds <= LONGEST_TIMEOUT:
-        raise ValueError(
-            f"{field}={value!r} is not a time-out: give 0.001 to {LONGEST_TIMEOUT:.0f} seconds, which are 31 years."
-        )
-    return seconds
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "resident": _check_resident,
-    "weights": _one_of(WEIGHTS),
-    "dense": _one_of(DENSE),
-    "attention": _one_of(ATTENTION),
-    "group_size": _check_group_size,
-    "store": _check_store,
-    "io": _one_of(IO),
-    "policy": _one_of(POLICIES),
-    "quotas": _one_of(QUOTAS),
-    "prefetch": _one_of(PREFETCH),
-    "profile": _check_file,
-    "pins": _check_pins,
-    "early_layers": _check_count,
-    "early_experts": _check_count,
-    "guard": _one_of(GUARD),
-    "prefill": _one_of(PREFILL),
-    "deferred_experts": _check_deferred_experts,
-    "routing_bias": _check_routing_bias,
-    "fallback": _one_of(FALLBACK),
-    "verify": _one_of(VERIFY),
-    "threads": _check_threads,
-    "workspace": _check_workspace,
-    "gpu_experts": _check_gpu_experts,
-    "gpu_weights": _one_of(WEIGHTS),
-    "gpu_streaming": _check_gpu_streaming,
-    "gpu_placement": _one_of(GPU_PLACEMENT),
-    "timeout": _check_timeout,
-    "predictor": _check_file,
-    "stats_file": _check_file,
-    "stats_every": _check_stats_every,
-}
-
-FIELDS = tuple(_CHECKS)
-
-# What a checkpoint's config.json keeps and may set: the format of its records, and what is known of the model's routing. All else is of
-# this process or machine: a file could name files to write, take memory or threads, leave checksums out, or change what a model
-# computes unasked.
-_OF_CHECKPOINT = (
-    "weights",
-    "group_size",
-    "policy",
-    "quotas",
-    "prefetch",
-    "early_layers",
-    "early_experts",
-    "prefill",
-)
-
-_DEFAULTS: dict[str, Any] = {
-    "resident": "auto",
-    "weights": "auto",
-    "dense": "none",
-    "attention": "auto",
-    "group_size": 64,
-    "store": None,
-    "io": "auto",
-    "policy": "auto",
-    "quotas": "off",
-    "prefetch": "auto",
-    "profile": None,
-    "pins": 0.0,
-    "early_layers": 0,
-    "early_experts": 0,
-    "guard": "auto",
-    "prefill": "auto",
-    "deferred_experts": 0,
-    "routing_bias": 0.0,
-    "fallback": "none",
-    "verify": "first",
-    "threads": "auto",
-    "workspace": "256MiB",
-    "gpu_experts": 0,
-    "gpu_weights": "auto",
-    "gpu_streaming": "auto",
-    "gpu_placement": "static",
-    "timeout": 30.0,
-    "predictor": None,
-    "stats_file": None,
-    "stats_every": 100,
-}
+    file: str | None = _field(
+        None,
+        path("file"),
+        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time` and `forward`; "
+        "`torch-mesh report` sums them up. A write that fails is warned of once and disturbs nothing.",
+    )
+    every: int = _field(
+        100,
+        count("forwards", 1, "a positive number"),
+        "How many forwards of the model lie between two lines of statistics.",
+    )
 
 
 @auto.register_quantization_config("mesh")
-@dataclass(init=False, repr=False)
+@dataclass(kw_only=True, repr=False)
 class MeshConfig(QuantizationConfigMixin):
     """How a model's experts are stored, kept resident and read. Also a ``quantization_config=`` of ``from_pretrained``.
 
-    A field that is not given comes from the environment (``TORCH_MESH_RESIDENT`` ...), then from its default. Before the default comes
-    what a checkpoint's own config says, of the fields that it keeps: weights, group_size, policy, quotas, prefetch, early_layers,
-    early_experts and prefill. All others are of this machine and the user's to choose.
-
-    Args:
-        resident: how much of the experts stays in memory: ``"auto"`` (free memory less a margin; cgroup limits count),
-            a size such as ``"8GiB"``, bytes, or a fraction of all experts in (0, 1].
-        weights: ``"bf16"``, ``"int8"``, ``"int4"``, ``"lut4"``, or ``"auto"``: as the checkpoint or store has them.
-        dense: format in which the linear layers outside the experts (attention, shared experts, the head) are packed when
-            the model is patched or loaded, to be computed by the experts' kernels: ``"bf16"``, ``"int8"``, ``"int4"``,
-            ``"lut4"``, or ``"none"``: they stay torch's. CPU only.
-        attention: who computes the attention of decode steps on the CPU: ``"mesh"``, the kernel of torch_mesh (fp32 sums; for
-            models that use torch's ``scaled_dot_product_attention``), ``"model"``, the model's own, or ``"auto"``: torch_mesh's
-            if ``dense`` packs the rest of the model, so that without it every bit outside the experts is the model's own.
-        group_size: weights that share a scale along the input: 32, 64 or 128. Ignored for bf16.
-        store: folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other
-            formats are converted once into the cache folder.
-        io: how experts are read into the pool: ``"uring"``, ``"threads"``, or ``"auto"``, the first of these that works here.
-            ``"mmap"`` has no pool but uses the records of a store where the page cache holds them; ``resident`` is then how
-            many the kernel is advised to keep, and takes no memory that it could not have back.
-        policy: ``"auto"`` (heat), ``"lru"``, ``"lfu"``, ``"slru"``, ``"2q"``, ``"sieve"``, ``"s3fifo"``, ``"wtinylfu"`` or ``"heat"``.
-        quotas: ``"on"``: each layer has a policy of its own and a quota of the pool by its sampled miss-ratio curve, which it may exceed
-            while others do not use theirs; for policies other than ``heat``, which does better without. ``"off"``: one policy for all.
-        prefetch: ``"auto"``: while one layer computes, the next layer's router foretells which experts to read; or ``"off"``.
-        profile: a file that ``torch_mesh.save_profile`` wrote: the experts that the model used most are read in the background as
-            soon as the pool is open, and ``heat`` and ``lfu`` start from what it says.
-        pins: share of the pool, in [0, 0.5], for the profile's most used experts, which are then never given up while the pool has
-            at least twice as many slots. Needs ``profile``.
-        early_layers: how many first MoE layers are favoured: ``early_experts`` of each, the ones used most of late, stay resident. At
-            most half of the pool.
-        early_experts: see ``early_layers``. Either one at 0 is off.
-        guard: ``"on"``: the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never
-            beyond its size at first; ``"off"``; or ``"auto"``: on for ``resident="auto"``.
-            Several models in a process, or several layers alone, give up and take back the same share of what each had.
-        prefill: prompts of more than 16 tokens: with ``"auto"`` a layer that needs nearly all of its experts streams them through a
-            window of the pool, reading the next layer's ahead; with ``"window"`` each layer does; ``"off"``: none, and experts are
-            read when their layer runs. Not for models whose experts run by projection.
-        deferred_experts: lossy. In decode steps this many of a token's experts, cold ones of least weight, are read while the
-            model goes on, and added one MoE layer later. 0: none, exact. Not for models whose experts run by projection.
-        routing_bias: lossy. In decode steps a resident expert takes the place of a cold one whose score is higher by less than
-            this share of the spread of the token's scores; the first of its choices stay. 0: never, exact; 1: wherever there is one.
-            For the model types that ``torch_mesh.lossy.ROUTING_BIAS_FAMILIES`` lists.
-        fallback: lossy. In decode steps a cold expert is computed from a record of fewer bits, ``"int8"``, ``"int4"`` or ``"lut4"``,
-            three quarters of ``resident`` being a pool of those. ``"none"``: exact. Not for models whose experts run by projection, nor with
-            ``deferred_experts``, ``gpu_experts`` or ``io="mmap"``.
-        verify: checksums on an expert's ``"first"`` read, ``"always"`` or ``"never"``; but for ``"never"`` a store's config and other
-            tensors are checked when it is opened.
-        threads: ``"auto"`` (torch's intra-op threads) or a number.
-        workspace: memory for products and activations, as a size or bytes.
-        gpu_experts: which experts are computed on the GPU that their layer is on when it is patched: a number, so many of each layer,
-            the most used by ``profile`` or else the first; a bool mask [layers, experts], such as ``torch_mesh.hottest_experts`` makes; or ``"auto"``: as many as
-            the card holds beside a reserve, chosen likewise. They are not kept in memory as well. See docs/gpu.md.
-        gpu_weights: their format on the GPU, ``"auto"``: as in memory, or one of ``weights``'. Their records come from a store of their own,
-            in ``store``'s folder with the format behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only
-            formats of fewer bits can be had.
-        gpu_streaming: which of the experts that are not on the GPU a prompt brings up to be computed there, ``"auto"``: by what a copy and
-            the CPU took when experts were placed; three numbers of seconds in place of those: a copy of an expert, the CPU for a row
-            of one, and for an expert beside its rows; or ``"off"``: none. The output depends on it within rounding.
-        gpu_placement: ``"static"``: experts stay where they were put, or ``"dynamic"``: those that are used most move up to the GPU while
-            the model runs, which makes the last bits of its output depend on when they arrive. ``torch_mesh.place_experts`` moves
-            them by hand then.
-        timeout: seconds that a read or a wait for a slot may take.
-        predictor: a file that ``torch-mesh fit`` wrote for this model: its matrices foretell experts in the place of the next layer's
-            router, the first layer's too. None: the routers do. Needs ``prefetch``.
-        stats_file: a file to which statistics are appended, a line of JSON at a time: ``Stats.to_dict(experts=False)`` with
-            ``time`` and ``forward``. A write that fails is warned of once and disturbs nothing.
-        stats_every: forwards of the model between two such lines.
-
-    Raises ValueError for an unknown field or value, saying what is allowed.
+    Fields of a group are given as a mapping, ``gpu={"experts": 8}``, and read as ``config.gpu.experts``. A field that is not given
+    comes from the environment (``TORCH_MESH_RESIDENT``, ``TORCH_MESH_GPU_EXPERTS`` ...), then from what a checkpoint's own config says, then from
+    its default. docs/config.md says which ones a checkpoint may set: all others are of this machine and the user's to choose.
     """
 
-    resident: str | float
-    weights: str
-    dense: str
-    attention: str
-    group_size: int
-    store: str | None
-    io: str
-    policy: str
-    quotas: str
-    prefetch: str
-    profile: str | None
-    pins: float
-    early_layers: int
-    early_experts: int
-    guard: str
-    prefill: str
-    deferred_experts: int
-    routing_bias: float
-    fallback: str
-    verify: str
-    threads: str | int
-    workspace: str | int
-    gpu_experts: str | int | tuple[tuple[bool, ...], ...]
-    gpu_weights: str
-    gpu_streaming: str | tuple[float, float, float]
-    gpu_placement: str
-    timeout: float
-    predictor: str | None
-    stats_file: str | None
-    stats_every: int
+    quant_method: Any = dataclasses.field(default="mesh", init=False)
 
-    def __init__(
-        self,
-        *,
-        resident: str | float = _NOT_GIVEN,
-        weights: str = _NOT_GIVEN,
-        dense: str = _NOT_GIVEN,
-        attention: str = _NOT_GIVEN,
-        group_size: int = _NOT_GIVEN,
-        store: str | os.PathLike[str] | None = _NOT_GIVEN,
-        io: str = _NOT_GIVEN,
-        policy: str = _NOT_GIVEN,
-        quotas: str = _NOT_GIVEN,
-        prefetch: str = _NOT_GIVEN,
-        profile: str | os.PathLike[str] | None = _NOT_GIVEN,
-        pins: float = _NOT_GIVEN,
-        early_layers: int = _NOT_GIVEN,
-        early_experts: int = _NOT_GIVEN,
-        guard: str = _NOT_GIVEN,
-        prefill: str = _NOT_GIVEN,
-        deferred_experts: int = _NOT_GIVEN,
-        routing_bias: float = _NOT_GIVEN,
-        fallback: str = _NOT_GIVEN,
-        verify: str = _NOT_GIVEN,
-        threads: str | int = _NOT_GIVEN,
-        workspace: str | int = _NOT_GIVEN,
-        gpu_experts: Any = _NOT_GIVEN,
-        gpu_weights: str = _NOT_GIVEN,
-        gpu_streaming: Any = _NOT_GIVEN,
-        gpu_placement: Any = _NOT_GIVEN,
-        timeout: float = _NOT_GIVEN,
-        predictor: str | os.PathLike[str] | None = _NOT_GIVEN,
-        stats_file: str | os.PathLike[str] | None = _NOT_GIVEN,
-        stats_every: int = _NOT_GIVEN,
-        **unknown: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name in _CHECKS and value is not _NOT_GIVEN}
-        self._resolve(given | unknown, {})
-        if self.pins > 0 and self.profile is None and "pins" in given:
-            raise ValueError(pins_without_profile(self.pins))
+    resident: str | float = _field(
+        "auto",
+        values.resident,
+        'How much of the experts stays in memory. `"auto"`: free memory less a margin; cgroup limits count.',
+    )
+    weights: str = _field(
+        "auto",
+        one_of("auto", *WEIGHTS),
+        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them. lut4 has the bytes of int4, a seventh less error and '
+        "somewhat more arithmetic.",
+        of_checkpoint=True,
+    )
+    dense: str = _field(
+        "none",
+        one_of("none", *WEIGHTS),
+        "Format of the linear layers outside the experts (attention, shared experts, the head), which then run on the experts' kernels. "
+        'They are packed when the model is patched or loaded; `"none"`: they stay torch\'s. CPU only.',
+    )
+    attention: str = _field(
+        "auto",
+        one_of("auto", "model", "mesh"),
+        'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
+        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh if `dense` packs the rest of the model, so that '
+        "without it every bit outside the experts is the model's own.",
+    )
+    group_size: int = _field(
+        64,
+        one_of(*GROUP_SIZES),
+        "How many weights share a scale along the input. Ignored for bf16.",
+        of_checkpoint=True,
+    )
+    store: str | None = _field(
+        None,
+        path("folder"),
+        "Folder of the packed experts. None: raw bf16 is read from the checkpoint's own files, other formats are converted once "
+        "into the cache folder.",
+    )
+    io: str = _field(
+        "auto",
+        one_of("auto", "uring", "threads", "mmap"),
+        'How experts are read into the pool. `"auto"`: by io_uring or else by threads, the first that works here. `"mmap"` has no pool but uses '
+        "the records of a store where the page cache holds them; `resident` is then how many the kernel is advised to keep, and takes no "
+        "memory that it could not have back ([slower](decisions/0023-mapped-stores.md)).",
+    )
+    policy: str = _field(
+        "auto",
+        one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),
+        'What decides which expert makes room for another. `"auto"` is heat.',
+        of_checkpoint=True,
+    )
+    prefetch: str = _field(
+        "auto",
+        one_of("auto", "off"),
+        "Whether the next layer's router foretells, while one layer computes, which experts to read.",
+        of_checkpoint=True,
+    )
+    prefill: str = _field(
+        "auto",
+        one_of("auto", "window", "off"),
+        'How prompts of more than 16 tokens read experts. `"auto"`: a layer that needs nearly all of its experts streams them through a '
+        'window of the pool, reading the next layer\'s ahead; `"window"`: each layer does; `"off"`: experts are read when their layer runs. '
+        "No window for models whose experts run by projection.",
+        of_checkpoint=True,
+    )
+    predictor: str | None = _field(
+        None,
+        path("file"),
+        "A file that [`torch-mesh fit`](predictor.md) wrote for this model: its matrices foretell experts in the place of the next layer's "
+        "router, the first layer's too. Needs `prefetch`.",
+    )
+    profile: str | None = _field(
+        None,
+        path("file"),
+        "A file that `torch_mesh.save_profile` wrote ([profiles](profiles.md)): the experts that the model used most are read in the background "
+        "as soon as the pool is open. heat and lfu start from what it says.",
+    )
+    verify: str = _field(
+        "first",
+        one_of("first", "always", "never"),
+        "When checksums are compared: on an expert's first read, always or never. But for `\"never\"` a store's config and other tensors are "
+        "checked when it is opened.",
+    )
+    threads: str | int = _field(
+        "auto", values.threads, 'Threads that compute. `"auto"`: as many as torch\'s intra-op threads.'
+    )
+    workspace: str | int = _field(
+        "256MiB", values.size, "Memory for products and activations. Longer prompts go in chunks."
+    )
+
+    gpu: Group[GpuFields] = Group(GpuFields, "gpu_")
+    lossy: Group[LossyFields] = Group(LossyFields)
+    residency: Group[ResidencyFields] = Group(ResidencyFields)
+    stats: Group[StatsFields] = Group(StatsFields, "stats_")
 
     @property
     def workspace_bytes(self) -> int:
@@ -478,25 +305,19 @@ class MeshConfig(QuantizationConfigMixin):
         """As the engine takes it: 0 is torch's intra-op threads."""
         return 0 if isinstance(self.threads, str) else self.threads
 
-    @property
-    def lossy(self) -> str:
-        """The modes that trade exactness for fewer waits, as one shows them; empty: exact."""
-        names = ("deferred_experts", "routing_bias", "fallback")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != _DEFAULTS[name])
-
     def replace(self, **fields: Any) -> MeshConfig:
-        """A copy in which ``fields`` are given."""
+        """A copy in which ``fields`` are given; of a group, those that are named."""
+        given = _checked(_flat(fields))
         changed = copy.copy(self)
-        given = _checked(fields)
         changed._given = self._given | given
         # Only these: what from_pretrained has merged into a checkpoint's config is in its attributes alone.
-        for name, value in given.items():
-            setattr(changed, name, value)
+        changed._put(given)
         return changed
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint's config.json says of it."""
-        return {"quant_method": self.quant_method} | {name: getattr(self, name) for name in _OF_CHECKPOINT}
+        kept = {field.flat: self._value(field) for field in FIELDS.values() if field.of_checkpoint}
+        return {"quant_method": self.quant_method} | kept
 
     def get(self, name: str, default: Any = None) -> Any:
         """As a config.json's table has it: transformers asks for the method of a model's config so, which may be that of a loaded model."""
@@ -506,69 +327,152 @@ class MeshConfig(QuantizationConfigMixin):
         return iter(self.to_dict().items())
 
     def __repr__(self) -> str:
-        return f"MeshConfig({', '.join(f'{name}={_shown(getattr(self, name))}' for name in _CHECKS)})"
+        """Of what is not as by default."""
+        changed = self._arguments(name for name, field in FIELDS.items() if self._value(field) != field.default)
+        return f"MeshConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @classmethod
-    def from_dict(
-        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> MeshConfig | tuple[MeshConfig, dict[str, Any]]:
-        """The config of a user who passes a dict to from_pretrained: all that it holds is given."""
-        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
-        given |= {name: kwargs.pop(name) for name in list(kwargs) if name in _CHECKS}
-        config = cls(**given)
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has it."""
+        given = dict(config_dict) | {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
+        config = cls()
+        config._resolve(_flat(given, stored=True))
         return (config, kwargs) if return_unused_kwargs else config
 
     @classmethod
     def of_checkpoint(cls, stored: Mapping[str, Any]) -> MeshConfig:
         """The config that a checkpoint's config.json holds; the environment beats it. Warns of fields that are not its business."""
-        refused = [name for name in stored if name in _CHECKS and name not in _OF_CHECKPOINT]
+        if stored.get("quotas", "off") != "off":
+            warnings.warn(
+                "The checkpoint's config.json sets quotas, which is gone and ignored: a quota for each layer cost hits with the policy heat, "
+                "which does better than any other does with quotas.",
+                stacklevel=2,
+            )
+        flat = _flat({name: value for name, value in stored.items() if name != "quotas"}, stored=True)
+        refused = [FIELDS[name] for name in flat if not FIELDS[name].of_checkpoint]
         if refused:
             warnings.warn(
-                f"The checkpoint's config.json sets {', '.join(refused)}, which is ignored: only you choose that, with MeshConfig or "
-                f"{_ENVIRONMENT_PREFIX}{refused[0].upper()}.",
+                f"The checkpoint's config.json sets {', '.join(field.flat for field in refused)}, which is ignored: only you choose that, "
+                f"with MeshConfig({refused[0].argument}) or {refused[0].variable}.",
                 stacklevel=2,
             )
         config = cls()
-        config._resolve({}, {name: value for name, value in stored.items() if name not in ("quant_method", *refused)})
+        config._resolve({}, {name: value for name, value in flat.items() if FIELDS[name].of_checkpoint})
         return config
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """The fields that were given, which from_pretrained puts in the place of the checkpoint's own."""
-        return {name: getattr(self, name) for name in self._given}
+        return self._arguments(self._given)
 
-    def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-        self.quant_method: Any = "mesh"
+    def _resolve(self, given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
         self._given = _environment() | _checked(given)
-        for name, value in (_DEFAULTS | _checked(checkpoint) | self._given).items():
-            setattr(self, name, value)
+        self._put(_checked(checkpoint or {}) | self._given)
+        if "pins" in given and self.residency.pins > 0 and self.profile is None:
+            raise ValueError(pins_without_profile(self.residency.pins))
+
+    def _put(self, flat: Mapping[str, Any]) -> None:
+        for name, value in flat.items():
+            field = FIELDS[name]
+            if field.group is None:
+                vars(self)[field.key] = value
+            else:
+                vars(self)[field.group] = dataclasses.replace(getattr(self, field.group), **{field.key: value})
+
+    def _value(self, field: Field) -> Any:
+        return attrgetter(field.name)(self)
+
+    def _arguments(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of some fields, as MeshConfig takes them."""
+        arguments: dict[str, Any] = {}
+        for field in map(FIELDS.__getitem__, names):
+            where = arguments if field.group is None else arguments.setdefault(field.group, {})
+            where[field.key] = self._value(field)
+        return arguments
 
 
 def pins_without_profile(pins: float) -> str:
     """What is wrong with it. The environment may name pins, and whoever uses the config the profile."""
-    return f"pins={pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
+    return f"residency.pins={pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."
 
 
-def _shown(value: Any) -> str:
-    return f"<mask [{len(value)}, {len(value[0])}]>" if isinstance(value, tuple) else repr(value)
+def _fields(cls: type, group: str | None = None, prefix: str = "") -> Iterator[Field]:
+    for each in dataclasses.fields(cls):
+        kind = vars(cls).get(each.name)
+        if isinstance(kind, Group):
+            yield from _fields(kind.kind, each.name, kind.prefix)
+        elif each.metadata:
+            yield Field(prefix + each.name, group, each.name, each.default, **each.metadata)
+
+
+FIELDS = {field.flat: field for field in _fields(MeshConfig)}
+GROUPS = {name: group for name, group in vars(MeshConfig).items() if isinstance(group, Group)}
+
+
+def _flat(given: Mapping[str, Any], *, stored: bool = False) -> dict[str, Any]:
+    """What was given, by flat names; only what is ``stored`` may have those of a group's fields itself."""
+    flat: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in GROUPS:
+            flat |= _flat_group(GROUPS[name], value)
+        elif name in FIELDS and not stored and FIELDS[name].group is not None:
+            raise TypeError(f"MeshConfig takes {name} as {FIELDS[name].argument}.")
+        elif name in FIELDS:
+            flat[name] = value
+        elif name != "quant_method" or not stored:
+            known = dict.fromkeys(field.group or field.key for field in FIELDS.values())
+            hints = {name: repr(name) for name in known}
+            raise _unknown("MeshConfig", name, known, {n: f.argument for n, f in FIELDS.items() if f.group} | hints)
+    return flat
+
+
+def _flat_group(group: Group[Any], given: Any) -> dict[str, Any]:
+    known = {field.key: field.flat for field in FIELDS.values() if field.group == group.name}
+    if isinstance(given, group.kind):
+        given = vars(given)
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(f"{group.name}={given!r} does not map names to values: its fields are {', '.join(known)}.")
+    for key in given:
+        if key not in known:
+            raise _unknown(group.name, key, known, {name: repr(name) for name in known})
+    return {known[key]: value for key, value in given.items()}
+
+
+def _unknown(owner: str, name: str, known: Iterable[str], hints: Mapping[str, str]) -> ValueError:
+    close = difflib.get_close_matches(name, hints, n=1)
+    hint = f" Did you mean {hints[close[0]]}?" if close else ""
+    return ValueError(f"{owner} has no field {name!r}.{hint} Its fields are {', '.join(known)}.")
+
+
+def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: FIELDS[name].values.check(FIELDS[name].name, value) for name, value in flat.items()}
 
 
 def _environment() -> dict[str, Any]:
-    fields = {}
-    for name, check in _CHECKS.items():
-        variable = f"{_ENVIRONMENT_PREFIX}{name.upper()}"
-        if value := os.environ.get(variable):
-            fields[name] = check(variable, value)
-    return fields
+    given = ((field, os.environ.get(field.variable)) for field in FIELDS.values())
+    return {field.flat: field.values.check(field.variable, value) for field, value in given if value}
 
 
-def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    for name in fields:
-        if name not in _CHECKS:
-            close = difflib.get_close_matches(name, _CHECKS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"MeshConfig has no field {name!r}.{hint} Its fields are {', '.join(_CHECKS)}.")
-    return {name: _CHECKS[name](name, value) for name, value in fields.items()}
+def without_links(sentence: str) -> str:
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", sentence)
 
+
+def _described() -> str:
+    """The fields, for the docstring of MeshConfig."""
+    lines = ["", "    Args:"]
+    for field in FIELDS.values():
+        text = f"{field.name}: {field.values.words}; by default {shown(field.default)}. {without_links(field.sentence)}"
+        lines += textwrap.wrap(text.replace("`", "``"), 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return "\n".join([*lines, "", "    Raises ValueError for an unknown field or value, saying what is allowed.", ""])
+
+
+# The __init__ of the dataclass is what tools and readers see; this one knows what was given.
+@functools.wraps(MeshConfig.__init__)
+def _init(self: MeshConfig, **given: Any) -> None:
+    self._resolve(_flat(given))
+
+
+MeshConfig.__init__ = _init  # type: ignore[method-assign]
+MeshConfig.__doc__ = f"{MeshConfig.__doc__}{_described()}"
 
 # Without this, from_pretrained ignores the config that a user passes for a converted checkpoint, with a warning.
 auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, MeshConfig)  # type: ignore[assignment]

@@ -11,15 +11,14 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from . import _C
+from .assembling import OfRecords, assemble, check
 from .config import MeshConfig
 from .families import SWIGLUOAI, find_experts
-from .lossy import check_lossy
-from .modules import MeshExperts, install
+from .modules import MeshExperts
+from .other_format import Records
 from .patching import patch
 from .pending import PendingExperts, submit
-from .pool import ExpertPool, pool_slots
-from .profiles import check_profile
+from .saving import PatchedModelQuantizer
 from .store.manifest import Shape, open_store
 
 # By their names in transformers; swigluoai is a gate, and has none.
@@ -77,7 +76,7 @@ class Experts(nn.Module):
         Raises StoreError for a folder that is not a sound store, ValueError for a layer that it does not have.
         """
         opened = open_store(store)
-        manifest, shape = opened.manifest, opened.manifest.shape
+        shape = opened.manifest.shape
         if not 0 <= layer < shape.layers:
             raise ValueError(f"layer={layer} is not in {store}, which has the layers 0 to {shape.layers - 1}.")
         if not shape.gated:
@@ -89,30 +88,18 @@ class Experts(nn.Module):
             )
         config = (config or MeshConfig()).replace(**fields)
         _check_single_layer(config)
+        config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.experts = experts_class(shape.activation)(*_meta_parameters(shape), shape.activation, shape.top_k)
         self._set_expert_map(expert_map)
-        [described] = find_experts(self)
-        check_lossy(self, [described], config)
-        check_profile(config, [described])
-        where: Any = {"weights": manifest.weights, "group_size": manifest.group_size}
-        slots = pool_slots([described], config, stored_layers=1, **where)
+        layers = find_experts(self)
+        origin = OfRecords(exact=False)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
-        source = _C.Source(**opened.source_arguments())
-        config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
-        pool = ExpertPool(
-            described.geometry,
-            shape.layers,
-            slots,
-            config,
-            exact=False,
-            source=source,
-            places=[layer],
-            least_slots=shape.top_k,
-            **where,
-        )
-        install(described, pool, layer)
+        origin.set_records(Records.of_store(opened, [layer]))
+        origin.counted = 1
+        check(self, layers, config, origin)
+        assemble(self, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
         return self
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -198,12 +185,12 @@ def experts_class(activation: str) -> type[StandardExperts]:
 
 def _check_single_layer(config: MeshConfig) -> None:
     of_models = {
-        "gpu_experts": config.gpu_experts not in (0, "auto"),
-        "gpu_weights": config.gpu_weights != "auto",
-        "gpu_placement": config.gpu_placement != "static",
+        "gpu.experts": config.gpu.experts not in (0, "auto"),
+        "gpu.weights": config.gpu.weights != "auto",
+        "gpu.placement": config.gpu.placement != "static",
         "predictor": config.predictor is not None,
         "dense": config.dense != "none",
-        "fallback": config.fallback != "none",
+        "lossy.fallback": config.lossy.fallback != "none",
     }
     if refused := [name for name, given in of_models.items() if given]:
         raise ValueError(f"{', '.join(refused)}: of a model, not of one layer of a store; leave it out.")

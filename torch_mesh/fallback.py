@@ -17,25 +17,25 @@ from .store.convert import checked_group_size
 def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str) -> None:
     """Raises ValueError or UnsupportedModelError if experts in ``weights`` cannot have the stand-ins of ``config``."""
     check_fallback_config(config, weights)
-    if config.fallback != "none" and layers[0].fused_activation is None:
+    if config.lossy.fallback != "none" and layers[0].fused_activation is None:
         raise UnsupportedModelError(
-            f"fallback={config.fallback!r} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
-            "their activation. Leave fallback at 'none'."
+            f"lossy.fallback={config.lossy.fallback!r} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
+            "their activation. Leave lossy.fallback at 'none'."
         )
 
 
 def check_fallback_config(config: MeshConfig, weights: str) -> None:
     """Raises ValueError for stand-ins that are no smaller than experts in ``weights``, and for what does not go with them."""
-    if config.fallback == "none":
+    if config.lossy.fallback == "none":
         return
-    given = f"fallback={config.fallback!r}"
-    if BITS[config.fallback] >= BITS[weights]:
+    given = f"lossy.fallback={config.lossy.fallback!r}"
+    if BITS[config.lossy.fallback] >= BITS[weights]:
         fewer = [name for name, bits in BITS.items() if bits < BITS[weights]]
-        advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave fallback at 'none'"
+        advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave lossy.fallback at 'none'"
         raise ValueError(f"{given} has no fewer bits than the experts' {weights}: {advice}.")
-    if config.deferred_experts:
+    if config.lossy.deferred_experts:
         raise ValueError(
-            f"{given} does not go with deferred_experts={config.deferred_experts}: a cold expert is either computed from fewer bits or "
+            f"{given} does not go with lossy.deferred_experts={config.lossy.deferred_experts}: a cold expert is either computed from fewer bits or "
             "later. Leave out one of the two."
         )
     if config.io == "mmap":
@@ -47,7 +47,7 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
 
 def stand_in_group_size(config: MeshConfig) -> int:
     """As records of the stand-ins have it."""
-    return checked_group_size(config.fallback, config.group_size)
+    return checked_group_size(config.lossy.fallback, config.group_size)
 
 
 def split_slots(
@@ -56,16 +56,16 @@ def split_slots(
     """How many of ``experts`` are resident as they are, and how many as stand-ins, in the memory of ``slots`` records of ``record_bytes``.
 
     Stand-ins get three quarters of it, or what all of them need; the ``top_k`` experts that a token needs have their slots first. Without
-    ``fallback``, or where every expert has a slot, there are none. Raises ValueError where there is no room for ``top_k`` of either.
+    ``lossy.fallback``, or where every expert has a slot, there are none. Raises ValueError where there is no room for ``top_k`` of either.
     """
-    if config.fallback == "none" or slots == experts:
+    if config.lossy.fallback == "none" or slots == experts:
         return slots, 0
     memory = slots * record_bytes
     room = min(memory * 3 // 4, memory - top_k * record_bytes)
     stand_ins = min(experts, room // stand_in_bytes)
     if stand_ins < top_k:
         raise ValueError(
-            f"fallback={config.fallback!r} needs memory for the {top_k} experts that a token takes and for as many stand-ins, but "
+            f"lossy.fallback={config.lossy.fallback!r} needs memory for the {top_k} experts that a token takes and for as many stand-ins, but "
             f"resident={config.resident!r} is that of {slots} experts: give at least that of {2 * top_k}."
         )
     return (memory - stand_ins * stand_in_bytes) // record_bytes, stand_ins
@@ -75,7 +75,7 @@ def split_pool(
     layers: Sequence[ExpertsLayer], config: MeshConfig, slots: int, *, stored_layers: int, weights: str, group_size: int
 ) -> tuple[int, int]:
     """``split_slots`` for the experts of ``layers``, of which a store has ``stored_layers``."""
-    if config.fallback == "none":  # records of which have no size
+    if config.lossy.fallback == "none":  # records of which have no size
         return slots, 0
     return split_slots(
         config,
@@ -83,5 +83,5 @@ def split_pool(
         experts=stored_layers * layers[0].num_experts,
         top_k=least_slots(layers),
         record_bytes=record_bytes(layers, weights, group_size),
-        stand_in_bytes=record_bytes(layers, config.fallback, stand_in_group_size(config)),
+        stand_in_bytes=record_bytes(layers, config.lossy.fallback, stand_in_group_size(config)),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .families import ExpertsLayer, describe_left_alone, layers_left_alone
-from .gpu import device_of
+from .gpu.choosing import layer_device
 from .modules import MeshExperts
 from .store.checkpoint import CheckpointExperts, find_left_alone
 
@@ -33,7 +33,7 @@ class LeftAlone:
     def load(self, model: nn.Module) -> None:
         """Fills their parameters, which are back in the model on the meta device."""
         for layer, experts in self._found:
-            _load(layer, experts, device_of(model, layer))
+            _load(layer, experts, layer_device(model, layer))
 
 
 def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
-from . import _C
-from .attention import check_attention
+from .assembling import OfRecords, assemble, check
 from .cache import cache_folder
 from .config import MeshConfig
-from .dense import pack_dense
 from .errors import StoreError, UnsupportedModelError
-from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .gpu import Placement, check_gpu_weights, choose_experts, gpu_pool_bytes, open_gpu_pool
 from .left_alone import LeftAlone
-from .lookahead import check_predictor, connect
-from .lossy import check_lossy
-from .modules import install, put_back, take_parameters
-from .other_format import Records, open_other, other_config
-from .patching import finish
-from .pool import ExpertPool, least_slots, pool_slots
-from .profiles import check_profile
+from .modules import Absent
+from .other_format import Records, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
-    CheckpointExperts,
     find_checkpoint_experts,
     meta_model,
     quantised_already,
@@ -46,30 +35,11 @@ from .store.checkpoint import (
 )
 from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
 from .store.header import store_error, weight_files
-from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
+from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
 from .store.verify import check_other_files
-from .undivided import check_forwards, check_launch, check_undivided
-
-
-@dataclass(frozen=True)
-class _Records(Records):
-    """Of the model that is being loaded."""
-
-    source_is_bf16: bool
-    in_format: Callable[[str], Records]  # makes, or finds, records of the same experts in another format
-    checkpoint: Path | None  # that those come from, of which the model may be a part
-
-    def of_gpu(self, weights: str) -> Records:
-        """Raises StoreError for a model with fewer layers than its checkpoint, before anything is made."""
-        if self.checkpoint is not None:
-            every, own = len(find_experts(meta_model(read_config(self.checkpoint)))), len(self.places)
-            if every != own:
-                raise StoreError(
-                    f"gpu_weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
-                    f"{self.checkpoint}: save it with save_pretrained and load that, or leave gpu_weights at 'auto'."
-                )
-        return self.in_format(weights)
+from .store.writer import Written
+from .undivided import check_launch, check_undivided
 
 
 @auto.register_quantizer("mesh")
@@ -96,54 +66,29 @@ class MeshQuantizer(PatchedModelQuantizer):
         check_undivided(model)
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
-        check_attention(model, self.quantization_config)
-        check_predictor(layers, self.quantization_config)
-        check_profile(self.quantization_config, layers)
-        check_lossy(model, layers, self.quantization_config)
-        self._records = _find_records(model, layers, checkpoint_files, self.quantization_config)
-        self._layers = layers
+        origin = _find_origin(model, layers, checkpoint_files, self.quantization_config)
+        check(model, layers, self.quantization_config, origin)
+        origin.prepare()
         assert checkpoint_files
-        self._left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
-        self._taken = [*layers, *self._left_alone.layers]
-        self._parameters = [take_parameters(layer.module, layer.parameter_names) for layer in self._taken]
-        for layer in self._taken:
-            vars(layer.module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, _initialized()))
+        left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
+        absent = [Absent(layer) for layer in (*layers, *left_alone.layers)]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){re.escape(x.path)}\." for x in self._taken)}
+        paths = (re.escape(each.layer.path) for each in absent)
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){path}\." for path in paths)}
+        self._loading = layers, origin, left_alone, absent
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
-        layers, records, config = self._layers, self._records, self.quantization_config
-        check_forwards(layers)
-        for layer, parameters in zip(self._taken, self._parameters, strict=True):
-            for name in layer.parameter_names:
-                del vars(layer.module)[name]
-            put_back(layer.module, parameters)
-        self._left_alone.load(model)
-        del self._layers, self._left_alone, self._taken, self._parameters, self._records
-        pack_dense(model, layers, config)  # before the pool, which takes what memory is left
-        placement = choose_experts(
-            model, layers, config, records.weights, records.group_size, records.layers, records.places
-        )
-        for_pool = placement.adjusted(config)
-        others = records.of_gpu(placement.weights) if placement.needs_pool(records.weights) else None
-        pool = _open_pool(layers, records, for_pool, placement)
-        gpu_pool = None if others is None else open_gpu_pool(layers, config, others)
-        for layer, place in zip(layers, records.places, strict=True):
-            install(layer, pool, place)
-        connect(model, layers, config)
+        layers, origin, left_alone, absent = self._loading
+        del self._loading
+        for each in absent:
+            each.end()
+        left_alone.load(model)
         _forget_quantization(model)
-        finish(model, layers, config, pool, placement, gpu_pool, self)
-        if records.store is not None:
+        if origin.stored:
             keep_expert_conversions(model, layers)
+        assemble(model, layers, self.quantization_config, origin, self)
         return model
-
-
-def _initialized() -> torch.Tensor:
-    """In the place of a parameter that is out of its module: of some families the module around initialises it."""
-    tensor = torch.empty(0)
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    return tensor
 
 
 def _forget_quantization(model: Any) -> None:
@@ -156,12 +101,99 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _find_records(
-    model: PreTrainedModel,
-    layers: list[ExpertsLayer],
-    checkpoint_files: Sequence[str] | None,
-    config: MeshConfig,
-) -> _Records:
+class _Opened(OfRecords):
+    """The experts of a model that is being loaded."""
+
+    def __init__(self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, **about: Any) -> None:
+        super().__init__(**about)
+        self.weights = weights
+        self._layers = layers
+        self._config = config
+
+    def prepare(self) -> None:
+        """Finds the records, or makes them: after all checks that need none."""
+        raise NotImplementedError
+
+    def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
+        """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
+        weights = "bf16" if config.weights == "auto" else config.weights
+        text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {config.group_size}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        folder = config.store or cache_folder() / "stores" / f"{name}-{weights}-{digest}"
+        with progress_bar(f"Converting {name} to {weights}") as progress:
+            store = make(folder, weights, config.group_size, progress=progress).store
+        return _records_of(store, self._layers, config)
+
+
+class _OfCheckpoint(_Opened):
+    """Of a checkpoint: read from its own files, or from a store that they are converted to."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
+        self._folder = folder
+        self._experts = find_checkpoint_experts(folder, model)
+        self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
+        weights = "bf16" if config.weights == "auto" else config.weights
+        self._raw = weights == "bf16" and config.store is None
+        # Of a converted one it is not recorded.
+        from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
+        super().__init__(layers, config, weights, exact=weights == "bf16" and from_bf16)
+
+    def prepare(self) -> None:
+        self.set_records(self._as_they_are() if self._raw else self._converted(self._config))
+
+    def other_records(self, weights: str) -> Records:
+        return self._as_they_are() if weights == "bf16" else self._converted(other_config(self._config, weights))
+
+    def check_other(self, weights: str) -> None:
+        every, own = len(find_experts(meta_model(read_config(self._folder)))), len(self._layers)
+        if every != own:
+            raise StoreError(
+                f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
+                f"{self._folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
+            )
+
+    def _as_they_are(self) -> Records:
+        if self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
+            warnings.warn(
+                f"The experts of {self._experts.folder} are {self._experts.dtype} and are rounded to bf16.",
+                stacklevel=2,
+            )
+        count = len(self._layers)
+        return Records("bf16", 0, count, list(range(count)), self._experts.source_arguments(), store=None)
+
+    def _converted(self, config: MeshConfig) -> Records:
+        make = functools.partial(convert, self._experts.folder, name=self._name)
+        return self._made(make, self._experts.fingerprint, self._name, config)
+
+
+class _OfStore(_Opened):
+    """Of a converted folder, the originals of which are not at hand: other formats are made of its own."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
+        self._model = model
+        self._folder = folder
+        _fetch(model, folder, [MANIFEST_NAME])
+        manifest = read_manifest(folder)
+        _check_manifest(manifest, folder, layers, config)
+        exact = manifest.weights == "bf16" and layers[0].dtype == torch.bfloat16
+        super().__init__(layers, config, manifest.weights, exact=exact, only_format=manifest.weights)
+
+    def prepare(self) -> None:
+        _fetch(self._model, self._folder, [file.name for file in read_manifest(self._folder).record_files])
+        self._store = open_store(self._folder)
+        check_other_files(self._store, self._config.verify)
+        self.set_records(_records_of(self._store, self._layers, self._config))
+
+    def other_records(self, weights: str) -> Records:
+        manifest = self._store.manifest
+        source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
+        name, make = self._store.folder.resolve().name, functools.partial(convert_store, self._store)
+        return self._made(make, source, name, other_config(self._config, weights))
+
+
+def _find_origin(
+    model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: Sequence[str] | None, config: MeshConfig
+) -> _Opened:
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
             f"torch_mesh reads experts from safetensors files; {model.config._name_or_path!r} has "
@@ -170,35 +202,11 @@ def _find_records(
     folder = Path(checkpoint_files[0]).parent
     method = _own_quantisation(folder)
     if is_store(folder) or (method == "mesh" and not _has_expert_weights(folder, model)):
-        store = _local_store(model, folder)
-        check_other_files(store, config.verify)
-        check_fallback(model, layers, config, store.manifest.weights)
-        check_gpu_weights(config, stored=store.manifest.weights)
-
-        def again(weights: str) -> Records:
-            other = other_config(config, weights)
-            return _records_of(_convert_again(store, other), layers, other)
-
-        return _with_others(_records_of(store, layers, config), in_format=again)
+        return _OfStore(model, folder, layers, config)
     if method not in (None, "mesh"):
         raise quantised_already(folder, method)
     _check_files(folder, checkpoint_files)
-    check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
-    check_gpu_weights(config)
-    experts = find_checkpoint_experts(folder, model)
-
-    name = os.path.basename(os.path.normpath(model.config._name_or_path))
-
-    def anew(weights: str) -> Records:
-        if weights == "bf16":
-            return _raw_records(experts, layers)
-        other = other_config(config, weights)
-        return _records_of(_convert(name, experts, other), layers, other)
-
-    if config.weights in ("auto", "bf16") and config.store is None:
-        raw = _raw_records(experts, layers)
-        return _with_others(raw, in_format=anew, checkpoint=folder, source_is_bf16=experts.dtype == "bf16")
-    return _with_others(_records_of(_convert(name, experts, config), layers, config), in_format=anew, checkpoint=folder)
+    return _OfCheckpoint(model, folder, layers, config)
 
 
 def _own_quantisation(folder: Path) -> str | None:
@@ -237,121 +245,37 @@ def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
         )
 
 
-def _with_others(
-    records: Records,
-    *,
-    in_format: Callable[[str], Records],
-    checkpoint: Path | None = None,
-    source_is_bf16: bool = False,  # of a converted one it is not recorded
-) -> _Records:
-    return _Records(**vars(records), source_is_bf16=source_is_bf16, in_format=in_format, checkpoint=checkpoint)
-
-
-def _raw_records(experts: CheckpointExperts, layers: list[ExpertsLayer]) -> Records:
-    if experts.dtype != "bf16" and layers[0].dtype != torch.bfloat16:
-        warnings.warn(f"The experts of {experts.folder} are {experts.dtype} and are rounded to bf16.", stacklevel=2)
-    return Records(
-        weights="bf16",
-        group_size=0,
-        layers=len(layers),
-        places=list(range(len(layers))),
-        source_arguments=experts.source_arguments(),
-        store=None,
-    )
-
-
 def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) -> Records:
-    """Those of a store, which has to be as ``config`` says."""
-    manifest = store.manifest
+    _check_manifest(store.manifest, store.folder, layers, config)
+    return Records.of_store(store, [store.layer_of(layer.path) for layer in layers])
+
+
+def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
+    """Raises ValueError or StoreError for a store that is not as ``config`` says, or of another model."""
     if config.weights not in ("auto", manifest.weights):
         raise ValueError(
-            f"weights={config.weights!r}, but the experts in {store.folder} are {manifest.weights}: leave weights at 'auto', or "
+            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or "
             "give the original checkpoint."
         )
     if manifest.group_size and config.group_size != manifest.group_size:
         raise ValueError(
-            f"group_size={config.group_size}, but the experts in {store.folder} have groups of {manifest.group_size}: leave "
+            f"group_size={config.group_size}, but the experts in {folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."
         )
     shape, own = manifest.shape, common_geometry(layers)
     stored = Geometry(shape.experts, shape.hidden, shape.intermediate, shape.gated, shape.bias, own.activation)
     if stored != own:
         raise StoreError(
-            f"The experts in {store.folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
+            f"The experts in {folder} are {stored}, and the model's {own}: open the store with its own config, not with another model's."
         )
-    return Records.of_store(store, [store.layer_of(layer.path) for layer in layers])
 
 
-def _convert(name: str, experts: CheckpointExperts, config: MeshConfig) -> Store:
-    weights = "bf16" if config.weights == "auto" else config.weights
-    cached = _cached_store(experts.fingerprint, name, weights, config.group_size)
-    destination = Path(config.store) if config.store else cached
-    with progress_bar(f"Converting {name} to {weights}") as progress:
-        return convert(experts.folder, destination, weights, config.group_size, name=name, progress=progress).store
-
-
-def _convert_again(store: Store, config: MeshConfig) -> Store:
-    """Another format of a converted checkpoint, whose originals are not at hand: from its own records."""
-    manifest = store.manifest
-    name = store.folder.resolve().name
-    source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
-    cached = _cached_store(source, name, config.weights, config.group_size)
-    destination = Path(config.store) if config.store else cached
-    with progress_bar(f"Converting {name} to {config.weights}") as progress:
-        return convert_store(store, destination, config.weights, config.group_size, progress=progress).store
-
-
-def _cached_store(fingerprint: str, name: str, weights: str, group_size: int) -> Path:
-    text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {group_size}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return cache_folder() / "stores" / f"{name}-{weights}-{digest}"
-
-
-def _local_store(model: PreTrainedModel, folder: Path) -> Store:
-    """The store in ``folder``, a folder of the hub's cache included: transformers fetches only the files that it knows."""
+def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
+    """Into a folder of the hub's cache: transformers fetches only the files that it knows."""
     name = model.config._name_or_path
-    if not is_store(folder) and not os.path.isdir(name):
-        where = {"cache_dir": folder.parents[2], "revision": folder.name}
-        cached_file(name, MANIFEST_NAME, **where)
-        for file in read_manifest(folder).record_files:
-            cached_file(name, file.name, **where)
-    return open_store(folder)
-
-
-def _open_pool(layers: list[ExpertsLayer], records: _Records, config: MeshConfig, placement: Placement) -> ExpertPool:
-    source = _C.Source(**records.source_arguments)
-    slots = pool_slots(
-        layers,
-        config,
-        stored_layers=records.layers,
-        weights=records.weights,
-        group_size=records.group_size,
-        staging=source.staging_bytes + gpu_pool_bytes(layers, placement, records.weights, config),
-    )
-    every = records.layers * layers[0].num_experts
-    slots = placement.cpu_slots(slots, every, least_slots(layers))
-    where: Any = {"stored_layers": records.layers, "weights": records.weights, "group_size": records.group_size}
-    slots, stand_ins = split_pool(layers, config, slots, **where)
-    fallback = None
-    if stand_ins > 0:
-        fallback = open_other(
-            layers, config, records.in_format(config.fallback), slots=stand_ins, least_slots=least_slots(layers)
-        )
-    return ExpertPool(
-        common_geometry(layers),
-        records.layers,
-        slots,
-        config,
-        weights=records.weights,
-        group_size=records.group_size,
-        exact=records.weights == "bf16" and (records.source_is_bf16 or layers[0].dtype == torch.bfloat16),
-        source=source,
-        places=records.places,
-        least_slots=least_slots(layers),
-        fallback=fallback,
-        elsewhere=placement.elsewhere(records.layers, records.places),
-        store=records.store,
-    )
+    missing = [] if os.path.isdir(name) else [file for file in names if not (folder / file).is_file()]
+    for file in missing:
+        cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name)
 
 
 def _merging(merge: Any) -> Any:

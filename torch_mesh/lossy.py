@@ -152,47 +152,47 @@ class LeaningRouter(nn.Module):
 def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """Raises ValueError or UnsupportedModelError if ``model`` cannot run with the lossy modes of ``config``."""
     top_k = max(layer.top_k for layer in layers)
-    if config.deferred_experts > top_k:
+    if config.lossy.deferred_experts > top_k:
         raise ValueError(
-            f"deferred_experts={config.deferred_experts}, but a token of this model takes {top_k} experts: give 0 to {top_k}."
+            f"lossy.deferred_experts={config.lossy.deferred_experts}, but a token of this model takes {top_k} experts: give 0 to {top_k}."
         )
-    if config.deferred_experts and len(layers) == 1:
+    if config.lossy.deferred_experts and len(layers) == 1:
         raise ValueError(
-            f"deferred_experts={config.deferred_experts} has no later layer to defer to: this model has one layer of experts. "
-            "Leave deferred_experts at 0."
+            f"lossy.deferred_experts={config.lossy.deferred_experts} has no later layer to defer to: this model has one layer of experts. "
+            "Leave lossy.deferred_experts at 0."
         )
-    if config.deferred_experts and layers[0].fused_activation is None:
+    if config.lossy.deferred_experts and layers[0].fused_activation is None:
         raise UnsupportedModelError(
-            f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
-            "since the fused kernel does not know their activation. Leave deferred_experts at 0."
+            f"lossy.deferred_experts={config.lossy.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
+            "since the fused kernel does not know their activation. Leave lossy.deferred_experts at 0."
         )
-    if config.deferred_experts and len({layer.kind for layer in layers}) > 1:
+    if config.lossy.deferred_experts and len({layer.kind for layer in layers}) > 1:
         raise UnsupportedModelError(
-            f"deferred_experts={config.deferred_experts} cannot be had for {type(model).__name__}: not every token runs through all of its "
+            f"lossy.deferred_experts={config.lossy.deferred_experts} cannot be had for {type(model).__name__}: not every token runs through all of its "
             f"layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), so that what one defers might be "
-            "lost. Leave deferred_experts at 0."
+            "lost. Leave lossy.deferred_experts at 0."
         )
-    if config.routing_bias and top_k == 1:
+    if config.lossy.routing_bias and top_k == 1:
         raise ValueError(
-            f"routing_bias={config.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
-            "choice of a token always stays. Leave routing_bias at 0."
+            f"lossy.routing_bias={config.lossy.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
+            "choice of a token always stays. Leave lossy.routing_bias at 0."
         )
-    if config.routing_bias:
+    if config.lossy.routing_bias:
         for layer in layers:
-            _selecting_router(model, layer, config.routing_bias)
+            _selecting_router(model, layer, config.lossy.routing_bias)
 
 
 def make_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """Turns on the lossy modes of ``config`` in a patched model."""
     modules: list[Any] = [layer.module for layer in layers]
     for module, following in zip(modules, [*modules[1:], None], strict=True):
-        module._mesh_deferred = config.deferred_experts
+        module._mesh_deferred = config.lossy.deferred_experts
         # The op knows the next layer by its number in the pool.
         module._mesh_defers = following is not None and following._mesh_layer == module._mesh_layer + 1
-    if config.routing_bias:
+    if config.lossy.routing_bias:
         for layer, module in zip(layers, modules, strict=True):
-            router: Any = _selecting_router(model, layer, config.routing_bias)
-            router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, config.routing_bias)
+            router: Any = _selecting_router(model, layer, config.lossy.routing_bias)
+            router._mesh_selection = (layer.num_experts, layer.top_k, module._mesh_handle, config.lossy.routing_bias)
             change_class(router, _leaning_class(type(router)))
 
 
@@ -232,6 +232,6 @@ def _selecting_router(model: nn.Module, layer: ExpertsLayer, bias: float) -> nn.
     if router is not None and _selects(router, layer):
         return router
     raise UnsupportedModelError(
-        f"routing_bias={bias} cannot be had for {type(model).__name__}: {layer.path} has no router beside it that selects "
+        f"lossy.routing_bias={bias} cannot be had for {type(model).__name__}: {layer.path} has no router beside it that selects "
         f"{layer.top_k} of {layer.num_experts} experts by one topk. Model types that have: {', '.join(ROUTING_BIAS_FAMILIES)}."
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
-from .config import parse_size
+from .values import parse_size
 
 # What "auto" leaves to the rest of the process: activations, the KV cache, the page cache's working set.
 _MARGIN_BYTES = 512 << 20
@@ -48,19 +48,20 @@ def resident_slots(
     record_bytes: int,
     reserved: int = 0,
     freed: int = 0,
+    regained: int = 0,
     available: int | None = None,
     mapped: bool = False,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
     ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin; ``freed`` bytes
-    more will be free, but a pool is taken as a whole before they are, so that it fits beside them too. ``available`` is what can be taken;
+    more will be free, but a pool is taken as a whole before they are, so that it fits beside them too. ``regained`` bytes will be free before it is. ``available`` is what can be taken;
     None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
     a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
     every = layers * experts
-    free = available_bytes() if available is None else available
+    free = (available_bytes() if available is None else available) + regained
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))

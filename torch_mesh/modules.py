@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .families import ExpertsLayer, InPool
-from .lookahead import NextLayer
+from .foresight.lookahead import NextLayer
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
 from .pool import ExpertPool, refuse_to_pickle
@@ -214,6 +214,24 @@ def put_back(module: Any, taken: dict[str, nn.Parameter]) -> None:
     stayed = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
+
+
+class Absent:
+    """The parameters of an experts module, out of it while the rest of its model is loaded: they are never materialised."""
+
+    def __init__(self, layer: ExpertsLayer) -> None:
+        self.layer = layer
+        module: Any = layer.module
+        self._parameters = take_parameters(module, layer.parameter_names)
+        stand_in = torch.empty(0)  # of some families the module around initialises them
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+        vars(module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, stand_in))
+
+    def end(self) -> None:
+        """Puts them back, on the meta device."""
+        for name in self.layer.parameter_names:
+            del vars(self.layer.module)[name]
+        put_back(self.layer.module, self._parameters)
 
 
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:

@@ -46,7 +46,11 @@ def open_other(
 ) -> ExpertPool:
     """The second pool. What a profile, pins and favoured layers keep is in the main one."""
     own = config.replace(
-        profile=None, pins=0.0, early_layers=0, early_experts=0, stats_file=None, prefill="off", routing_bias=0.0
+        profile=None,
+        prefill="off",
+        lossy={"routing_bias": 0.0},
+        residency={"pins": 0.0, "early_layers": 0, "early_experts": 0},
+        stats={"file": None},
     )
     return ExpertPool(
         common_geometry(layers),

@@ -286,6 +286,15 @@ def as_parameter(weight: PackedWeight) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
+def device_of(*modules: nn.Module) -> torch.device:
+    """Where they compute: the device of the first parameter that has its values, or else the CPU."""
+    for module in modules:
+        for parameter in module.parameters():
+            if not parameter.is_meta and not isinstance(parameter, PackedWeight):
+                return parameter.device
+    return torch.device("cpu")
+
+
 def _is_cast(kwargs: dict[str, Any]) -> bool:
     """Whether ``_to_copy`` changes the dtype and nothing else."""
     others = {name: value for name, value in kwargs.items() if value is not None and name != "dtype"}

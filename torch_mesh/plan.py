@@ -20,15 +20,10 @@ from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, common_geometry, describe_left_alone, find_experts, layers_left_alone
-from .gpu import (
-    GPU_POOL_SLOTS,
-    GpuPlan,
-    check_beside_gpu,
-    check_gpu_weights,
-    format_on_gpu,
-    plan_by_projection,
-    plan_config,
-)
+from .gpu.choosing import check_gpu_weights, format_on_gpu
+from .gpu.placement import check_beside_gpu
+from .gpu.placing import GPU_POOL_SLOTS
+from .gpu.planning import GpuPlan, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
 from .store.convert import checked_group_size
@@ -145,9 +140,9 @@ def plan(
     one without prefetch, as ``torch_mesh.stats`` has it with ``prefetch="off"`` or a replayed trace, in place of the expected. ``overlap``: a known
     share of a token's experts that the next token uses too, for ``simulated_hit_rate``. Without ``speeds`` nothing is said of time.
 
-    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu_experts`` says.
+    ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu.experts`` says.
 
-    With ``fallback`` or a card it says what takes memory, but nothing of hits and time.
+    With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
     Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, and for a card
     where it is not known what the rest of the model takes.
@@ -369,7 +364,7 @@ def _dense_bytes(
 
 
 def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
-    return 0 if config.fallback == "none" else _bytes_in(sizes, config, config.fallback)
+    return 0 if config.lossy.fallback == "none" else _bytes_in(sizes, config, config.lossy.fallback)
 
 
 def _bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:

@@ -17,11 +17,11 @@ from . import _C
 from .config import MeshConfig
 from .errors import MeshError, ReadTimeoutError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
 from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
-from .profiles import pool_profile
-from .stats_log import StatsLog
+from .statistics.log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store
 
@@ -34,11 +34,12 @@ def pool_slots(
     weights: str,
     group_size: int,
     freed: int = 0,
+    regained: int = 0,
     staging: int = 0,
 ) -> int:
     """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
 
-    ``freed``: bytes that will be given back, but only when the pool is there. ``staging``: what will be taken beside it, as by the buffers that
+    ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what will be taken beside it, as by the buffers that
     raw records are read into.
     """
     return resident_slots(
@@ -49,6 +50,7 @@ def pool_slots(
         record_bytes=record_bytes(layers, weights, group_size),
         reserved=config.workspace_bytes + staging,
         freed=freed,
+        regained=regained,
         mapped=config.io == "mmap",
     )
 
@@ -91,7 +93,7 @@ class ExpertPool:
         store: Store | None = None,
     ) -> None:
         if fallback is None:
-            config = config.replace(fallback="none")  # every expert has a slot
+            config = config.replace(lossy={"fallback": "none"})  # every expert has a slot
         self.geometry = geometry
         self.layers = layers
         self.slots = slots
@@ -99,14 +101,14 @@ class ExpertPool:
         self.group_size = group_size
         self.exact = exact
         self.top_k = least_slots
-        self.lossy = config.lossy
+        self.lossy = config.lossy.modes
         self.left_alone = ""  # the experts of the model that are not in it
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
         self.store = store
         self.threads = config.thread_count
-        self.timeout = config.timeout
+        self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
         self.device_layers: list[DeviceLayer] = []  # whose experts lie on GPUs
         self.engine = _C.Engine(
@@ -125,22 +127,21 @@ class ExpertPool:
             io=config.io,
             threads=config.thread_count,
             workspace=config.workspace_bytes,
-            timeout=config.timeout,
+            timeout=config.residency.timeout,
             prefill=config.prefill,
             source=source,
             least_slots=min(least_slots, slots),
             profile=pool_profile(config, layers, geometry.num_experts, least_slots, places),
-            pins=config.pins,
-            early_layers=config.early_layers,
-            early_experts=config.early_experts,
-            quotas=config.quotas == "on",
+            pins=config.residency.pins,
+            early_layers=config.residency.early_layers,
+            early_experts=config.residency.early_experts,
             elsewhere=[] if elsewhere is None else elsewhere.flatten().tolist(),
         )
         log = None
-        if config.stats_file is not None:
+        if config.stats.file is not None:
             last = layers - 1 if places is None else places[-1]
             stand_ins = None if fallback is None else fallback.engine
-            log = StatsLog(self.engine, stand_ins, last, config.stats_every, config.stats_file, config.lossy)
+            log = StatsLog(self.engine, stand_ins, last, config.stats.every, config.stats.file, config.lossy.modes)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         if guard is not None:
             guard.add(self.engine)
@@ -216,10 +217,10 @@ def least_slots(layers: Sequence[ExpertsLayer]) -> int:
 
 
 def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
-    wanted = config.guard == "on" or (config.guard == "auto" and config.resident == "auto")
-    if wanted and source is None and config.guard == "on":
+    wanted = config.residency.guard == "on" or (config.residency.guard == "auto" and config.resident == "auto")
+    if wanted and source is None and config.residency.guard == "on":
         warnings.warn(
-            "guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so that some can go.",
+            "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so that some can go.",
             stacklevel=4,
         )
     return wanted and source is not None

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .traces import Trace
+from .foresight.traces import Trace
 
 # Shares of the variance by decay per token; what is the model's and what is the prompt's does not drift. Fitted to how many experts
 # tokens of DeepSeek-V2-Lite share at distances of 1 to 96, then lowered somewhat until lru, lfu and belady agree, too.

@@ -1,4 +1,4 @@
-"""A model is patched as a whole or not at all: what takes everything back when patching does not come to its end."""
+"""A model is patched, or opened, as a whole or not at all: what takes everything back when that does not come to its end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,42 @@ from .store.writer import remove_made_from
 
 
 class Undo:
-    """What a model was before, and what has been made for it since: ``pools``, and stores.
+    """What has been made for a model that nobody has yet, and that goes with the error: its pools."""
+
+    keeps_originals = False  # whether parameters that are replaced stay in memory until the end
+
+    def __init__(self) -> None:
+        self._pools: list[ExpertPool] = []
+
+    def closing(self, pool: ExpertPool) -> ExpertPool:
+        """Notes a pool that is to be closed."""
+        self._pools.append(pool)
+        return pool
+
+    def free(self, layer: ExpertsLayer, device: torch.device) -> None:
+        """Lets go of the parameters of a layer that is installed; they were on ``device``."""
+
+    def take_back(self) -> None:
+        """Makes the model what it was."""
+
+    def clean_up(self) -> None:
+        """Removes what was made; all of it, whatever happens to one."""
+        with contextlib.ExitStack() as stack:
+            for pool in self._pools:  # at once: frames that an error keeps alive refer to them
+                stack.callback(pool.close)
+
+
+class PatchUndo(Undo):
+    """What a model that somebody has was before, and what has been made for it since: pools, and stores.
 
     It keeps the parameters that are replaced, so that the very same come back; but for layers whose parameters were freed, which get their
     values from their pool. What it keeps is in memory until patching has ended, beside the pool: ``pool_slots`` counts on it.
     """
 
+    keeps_originals = True
+
     def __init__(self, model: nn.Module, config: MeshConfig) -> None:
-        self.pools: list[ExpertPool] = []
+        super().__init__()
         self._stores: list[tuple[Path, str]] = []
         self._model = model
         self._config = config
@@ -44,7 +72,6 @@ class Undo:
         self._freed: dict[Any, tuple[Any, torch.device]] = {}
 
     def free(self, layer: ExpertsLayer, device: torch.device) -> None:
-        """Lets go of the parameters of a layer that is installed; they were on ``device``."""
         self._freed[layer.module] = layer, device
         del self._parameters[layer.module]
 
@@ -55,7 +82,7 @@ class Undo:
         return fingerprint
 
     def take_back(self) -> None:
-        """Makes the model what it was; but where there is no room for originals that were freed, those layers stay in their pool."""
+        """But where there is no room for originals that were freed, those layers stay in their pool."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
         needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
@@ -83,13 +110,13 @@ class Undo:
                 f"Patching ended early, and there is no room to take it back: {len(stay)} layers of experts are in the pool alone, their "
                 f"originals would take {needed:,} bytes, and {left:,} are free. Those layers stay patched, and the model runs: free some "
                 f"memory and call torch_mesh.unpatch(model{lossy}), or save it, or go on with it.",
-                stacklevel=4,
+                stacklevel=6,
             )
         elif rounded:
             warnings.warn(
                 f"Patching ended early. The originals of {len(rounded)} layers of experts had been freed, which have weights rounded to "
                 f"{rounded[0]} now: load the model anew to have the originals.",
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def _go_on_with(self, stay: set[nn.Module]) -> None:
@@ -98,25 +125,24 @@ class Undo:
             any_module: Any = module
             any_module._mesh_deferred = 0  # what one defers may have nobody to add it
             any_module._mesh_pool.lossy = ""
-        self.pools.clear()
+        self._pools.clear()
         self._stores.clear()
-        config = self._config.replace(dense="none", attention="model", deferred_experts=0, routing_bias=0.0)
+        config = self._config.replace(
+            dense="none", attention="model", lossy={"deferred_experts": 0, "routing_bias": 0.0}
+        )
         attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
         announce(self._model, config)
 
     def clean_up(self) -> None:
-        """Closes the pools and removes the stores; all of them, whatever happens to one."""
         with contextlib.ExitStack() as stack:
             for folder, fingerprint in self._stores:
                 stack.callback(_remove_store, folder, fingerprint)
-            for pool in self.pools:  # at once: frames that an error keeps alive refer to them
-                stack.callback(pool.close)
+            stack.callback(super().clean_up)
 
 
 @contextlib.contextmanager
-def undone_on_error(model: nn.Module, config: MeshConfig) -> Iterator[Undo]:
-    """Within, whatever ends patching, Ctrl-C included, makes ``model`` what it was: see ``Undo.take_back``."""
-    undo = Undo(model, config)
+def undone_on_error(undo: Undo) -> Iterator[Undo]:
+    """Within, whatever ends it, Ctrl-C included, takes everything back."""
     try:
         yield undo
     except BaseException:

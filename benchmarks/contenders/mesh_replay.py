@@ -12,8 +12,8 @@ import session
 import torch
 from mesh import Mesh
 
+from torch_mesh.foresight.traces import load_trace
 from torch_mesh.modules import patched_modules
-from torch_mesh.traces import load_trace
 
 
 class MeshReplay(Mesh):

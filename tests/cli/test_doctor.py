@@ -298,7 +298,7 @@ def test_a_package_that_is_too_old_is_fatal(
         ),
         ("CUDA driver 11.4", "13.0", False, "3.9.0", (9, 0), "missing", r"torch .* \(CUDA 13.0\) finds no device"),
         ("CUDA driver 13.0", "13.0", True, None, (9, 0), "limited", "no Triton"),
-        ("CUDA driver 13.0", "13.0", True, "3.9.0", (7, 5), "limited", "gpu_experts needs compute capability 8.0"),
+        ("CUDA driver 13.0", "13.0", True, "3.9.0", (7, 5), "limited", "gpu.experts needs compute capability 8.0"),
         (
             "CUDA driver 13.0",
             "13.0",

@@ -137,7 +137,7 @@ def test_a_card_takes_the_rest_of_the_model_and_some_experts(
     mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
-    monkeypatch.setattr("torch_mesh.gpu._ALLOCATION", 1)
+    monkeypatch.setattr("torch_mesh.gpu.planning._ALLOCATION", 1)
     cuda = 500_000_000
     alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
     dense, every = alone["sizes"]["dense_bytes_loading"], 192
@@ -182,13 +182,13 @@ def _options(fields: Mapping[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpu-experts", "99"], "gpu_experts=99, but a layer has"),
+        (["--gpu-experts", "99"], "gpu.experts=99, but a layer has"),
         (["--dense", "int8"], "dense='int8' is CPU only"),
-        (["--gpu-weights", "bf16"], "gpu_weights='bf16' has no fewer bits than the int4 of this converted"),
-        (["--gpu-experts", "0", "--gpu-weights", "int8"], "gpu_experts gives it none"),
+        (["--gpu-weights", "bf16"], "gpu.weights='bf16' has no fewer bits than the int4 of this converted"),
+        (["--gpu-experts", "0", "--gpu-weights", "int8"], "gpu.experts gives it none"),
         (
             ["--gpu-experts", "2", "--fallback", "lut4", "--weights", "int4"],
-            "fallback=lut4 does not go with gpu_experts",
+            "lossy fallback=lut4 does not go with gpu.experts",
         ),
     ],
 )

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.counters import SIZES, Counters, LayerCounters, Stats
-from torch_mesh.stats_report import read_report
+from torch_mesh.statistics.counters import SIZES, Counters, LayerCounters, Stats
+from torch_mesh.statistics.report import read_report
 
 LAYERS = 3
 
@@ -141,7 +141,7 @@ def test_what_a_model_writes_is_what_it_counted(
     mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "stats.jsonl"
-    config = MeshConfig(resident=0.25, io="threads", stats_file=file, stats_every=2)
+    config = MeshConfig(resident=0.25, io="threads", stats={"file": file, "every": 2})
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     with torch.no_grad():
         for rows in (40, 1, 1, 1, 1, 1):

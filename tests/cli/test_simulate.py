@@ -10,8 +10,8 @@ import pytest
 
 from torch_mesh import _C
 from torch_mesh.cli import main
-from torch_mesh.simulation import simulate
-from torch_mesh.traces import load_trace
+from torch_mesh.foresight.simulation import simulate
+from torch_mesh.foresight.traces import load_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
 

@@ -26,7 +26,7 @@ import quick_interpreter  # noqa: F401
 import synthetic
 from harness import Report
 
-from torch_mesh import gpu
+from torch_mesh.gpu import choosing, placement
 
 pytestmark = pytest.mark.device
 
@@ -86,7 +86,7 @@ def test_streaming() -> None:
 
 
 def test_all_of_a_cold_layer_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_MOST_BATCH", 3)
+    monkeypatch.setattr(placement, "_MOST_BATCH", 3)
     cold = gpu_streaming.ColdLayer("int4", SHAPE, DEVICE, threads=1, tokens=9)
     out = cold.forward()
     inputs = [each.cpu() for each in cold.inputs]
@@ -112,8 +112,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def holds_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
-        monkeypatch.setattr(gpu, "_device_memory", lambda device: (1 << 30, 2 << 30))
+        monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
+        monkeypatch.setattr(choosing, "_device_memory", lambda device: (1 << 30, 2 << 30))
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.fixture(autouse=True)
-def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _fresh() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
 

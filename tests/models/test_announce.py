@@ -19,16 +19,6 @@ from torch_mesh.modules import PackedModule, patched_modules
 from torch_mesh.store.convert import convert
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
     return TINY_MODELS[name].build()
 
@@ -122,7 +112,7 @@ def test_the_memory_footprint_is_what_the_model_takes(tmp_path: Path) -> None:
     torch_mesh.unpatch(model, lossy=True)
     assert model.get_memory_footprint() == whole
 
-    both = torch_mesh.patch(copy.deepcopy(plain), resident=0.5, dense="int8", fallback="int4")
+    both = torch_mesh.patch(copy.deepcopy(plain), resident=0.5, dense="int8", lossy={"fallback": "int4"})
     experts = next(patched_modules(both))._mesh_pool
     packed = sum(module._mesh_packed.nbytes for module in both.modules() if hasattr(module, "_mesh_packed"))
     pools = experts.engine.describe()["pool_bytes"] + experts.fallback.engine.describe()["pool_bytes"]

@@ -30,11 +30,6 @@ FAMILIES = [
 MIXTRAL = "MixtralExperts"
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 class Calls(TorchDispatchMode):
     """Counts the calls of torch_mesh's attention."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from torch_mesh import MeshConfig, memory
-from torch_mesh.config import FIELDS, parse_size
+from torch_mesh.config import FIELDS, GROUPS, Field
 from torch_mesh.memory import available_bytes, resident_slots
+from torch_mesh.values import parse_size
+
+GROUPED = [field for field in FIELDS.values() if field.group]
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FIELDS:
-        monkeypatch.delenv(f"TORCH_MESH_{name.upper()}", raising=False)
+    for field in FIELDS.values():
+        monkeypatch.delenv(field.variable, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +52,21 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"threads": "9" * 5000}, "more than an engine takes"),
         ({"workspace": "lots"}, "workspace='lots' is not a size"),
         ({"workspace": 0}, "workspace=0 is not a size"),
-        ({"timeout": 0}, "timeout=0 .*positive number of seconds"),
-        ({"timeout": "soon"}, "timeout='soon'"),
-        ({"timeout": float("inf")}, "timeout=inf"),
-        ({"timeout": 9.3e9}, "timeout=9300000000.0 is not a time-out: give 0.001 to 1000000000 seconds"),
-        ({"timeout": 1e-4}, "timeout=0.0001 is not a time-out: give 0.001"),
+        ({"residency": {"timeout": 0}}, "residency.timeout=0 .*positive number of seconds"),
+        ({"residency": {"timeout": "soon"}}, "residency.timeout='soon'"),
+        ({"residency": {"timeout": float("inf")}}, "residency.timeout=inf"),
+        (
+            {"residency": {"timeout": 9.3e9}},
+            "residency.timeout=9300000000.0 is not a time-out: give 0.001 to 1000000000 seconds",
+        ),
+        ({"residency": {"timeout": 1e-4}}, "residency.timeout=0.0001 is not a time-out: give 0.001"),
+        ({"gpu": {"streaming": "x"}}, "gpu.streaming='x' is unknown: give 'auto', 'off'"),
+        ({"gpu": {"expert": 3}}, "gpu has no field 'expert'. Did you mean 'experts'.*weights, streaming, placement"),
+        ({"gpu": {"resident": 3}}, "gpu has no field 'resident'"),
+        ({"gpu_expert": 3}, r'no field \'gpu_expert\'. Did you mean gpu=\{"experts": ...\}'),
+        ({"stats": "a.jsonl"}, "stats='a.jsonl' does not map names to values: its fields are file, every"),
+        ({"lossy": {1: 2}}, "does not map names to values"),
+        ({"quotas": "on"}, "no field 'quotas'"),
     ],
 )
 def test_wrong_field_or_value_says_what_is_allowed(fields: dict[str, Any], message: str) -> None:
@@ -75,27 +90,21 @@ def test_argument_beats_environment_beats_checkpoint_beats_default(monkeypatch: 
     monkeypatch.setenv("TORCH_MESH_TIMEOUT", "5")
 
     stored = MeshConfig.of_checkpoint(checkpoint)
-    assert (stored.weights, stored.group_size, stored.prefetch, stored.policy, stored.timeout) == (
-        "int4",
-        32,
-        "auto",
-        "lru",
-        5.0,
-    )
+    assert (stored.weights, stored.group_size, stored.prefetch, stored.policy) == ("int4", 32, "auto", "lru")
+    assert stored.residency.timeout == 5.0
     assert stored.resident == "auto"
 
     given = MeshConfig(policy="lfu")
     assert (given.policy, given.prefetch) == ("lfu", "auto")
-    assert given.get_loading_attributes() == {"policy": "lfu", "prefetch": "auto", "timeout": 5.0}
+    assert given.get_loading_attributes() == {"policy": "lfu", "prefetch": "auto", "residency": {"timeout": 5.0}}
     assert given.replace(io="uring").io == "uring"
 
 
-# What a checkpoint knows of itself. A new field is not among them until somebody says so here.
+# What a checkpoint knows of itself, as its config.json has it. A new field is not among them until somebody says so here.
 OF_CHECKPOINT = {
     "weights": "int4",
     "group_size": 32,
     "policy": "lru",
-    "quotas": "on",
     "prefetch": "off",
     "early_layers": 1,
     "early_experts": 2,
@@ -133,14 +142,55 @@ def test_a_checkpoint_sets_what_it_knows_of_itself_and_nothing_of_this_machine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = MeshConfig.of_checkpoint({"quant_method": "mesh", **OF_CHECKPOINT})
-    assert config == MeshConfig(**OF_CHECKPOINT)
+    assert config == MeshConfig.from_dict(OF_CHECKPOINT) != MeshConfig()
     assert config.to_dict() == {"quant_method": "mesh", **OF_CHECKPOINT}
     for name, value in OF_THIS_MACHINE.items():
-        with pytest.warns(UserWarning, match=f"config.json sets {name}, which is ignored.*TORCH_MESH_{name.upper()}"):
-            assert MeshConfig.of_checkpoint({"quant_method": "mesh", name: value}) == MeshConfig()
-    assert set(MeshConfig(**OF_THIS_MACHINE).to_dict()) == {"quant_method", *OF_CHECKPOINT}
+        field = FIELDS[name]
+        grouped = {field.group or name: {field.key: value} if field.group else value}
+        for stored in ({name: value}, grouped):
+            with pytest.warns(UserWarning, match=f"config.json sets {name}, which is ignored.* or {field.variable}"):
+                assert MeshConfig.of_checkpoint({"quant_method": "mesh", **stored}) == MeshConfig()
+    assert set(MeshConfig.from_dict(OF_THIS_MACHINE).to_dict()) == {"quant_method", *OF_CHECKPOINT}
     with pytest.raises(ValueError, match="no field 'polcy'"):
         MeshConfig.of_checkpoint({"quant_method": "mesh", "polcy": "lru"})
+
+
+def test_a_checkpoint_with_the_quotas_of_earlier_builds_opens() -> None:
+    stored = {"quant_method": "mesh", "policy": "lru"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert MeshConfig.of_checkpoint(stored | {"quotas": "off"}) == MeshConfig(policy="lru")
+    with pytest.warns(UserWarning, match="config.json sets quotas, which is gone and ignored: .*cost"):
+        assert MeshConfig.of_checkpoint(stored | {"quotas": "on"}) == MeshConfig(policy="lru")
+
+
+@pytest.mark.parametrize("field", GROUPED, ids=lambda field: field.flat)
+def test_a_field_of_a_group_has_one_place_among_arguments(field: Field) -> None:
+    value = OF_CHECKPOINT | OF_THIS_MACHINE
+    for take in (MeshConfig, MeshConfig().replace):
+        with pytest.raises(TypeError) as caught:
+            take(**{field.flat: value[field.flat]})
+        assert str(caught.value) == f"MeshConfig takes {field.flat} as {field.argument}."
+    config = MeshConfig(profile="p", **{field.group: {field.key: value[field.flat]}})
+    assert getattr(getattr(config, field.group), field.key) == value[field.flat]
+    assert config == MeshConfig.from_dict({field.flat: value[field.flat], "profile": "p"}) != MeshConfig(profile="p")
+
+
+def test_a_group_changes_what_it_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = MeshConfig(residency={"timeout": 5, "early_layers": 2}, gpu={"experts": 3})
+    second = first.replace(residency={"timeout": 7}, resident=0.5)
+    assert (second.residency.timeout, second.residency.early_layers, second.gpu.experts) == (7.0, 2, 3)
+    assert (first.residency.timeout, first.resident) == (5.0, "auto")
+    assert MeshConfig(gpu=first.gpu, residency=first.residency) == first
+    stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "early_layers": 1, "early_experts": 4})
+    for name, value in first.get_loading_attributes().items():  # as from_pretrained does
+        setattr(stored, name, value)
+    assert stored == first.replace(residency={"early_experts": 4})
+    with pytest.raises(AttributeError):
+        first.gpu.experts = 4
+    monkeypatch.setenv("TORCH_MESH_EARLY_EXPERTS", "6")
+    assert MeshConfig.of_checkpoint({"quant_method": "mesh", "early_experts": 4}).residency.early_experts == 6
+    assert first.replace().residency.early_experts == 0
 
 
 def test_a_dict_that_a_user_passes_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +206,12 @@ def test_environment_values_are_typed_and_errors_name_the_variable(monkeypatch: 
     config = MeshConfig()
     assert (config.resident, config.group_size, config.thread_count) == (0.25, 128, 3)
     assert config.store == str(Path.home() / "mesh")
-    monkeypatch.setenv("TORCH_MESH_WEIGHTS", "int2")
-    with pytest.raises(ValueError, match="TORCH_MESH_WEIGHTS='int2'"):
-        MeshConfig()
+    monkeypatch.setenv("TORCH_MESH_GPU_STREAMING", "1, 2, 3")
+    assert MeshConfig().gpu.streaming == (1.0, 2.0, 3.0)
+    for name in ("WEIGHTS", "GPU_STREAMING", "TIMEOUT"):
+        with monkeypatch.context() as patched, pytest.raises(ValueError, match=f"^TORCH_MESH_{name}='int2'"):
+            patched.setenv(f"TORCH_MESH_{name}", "int2")
+            MeshConfig()
 
 
 def test_survives_copies_json_and_pickle() -> None:
@@ -167,7 +220,25 @@ def test_survives_copies_json_and_pickle() -> None:
     config = config.replace(weights="int8", policy="slru")
     stored = MeshConfig.of_checkpoint(json.loads(config.to_json_string(use_diff=False)))
     assert stored == MeshConfig(weights="int8", policy="slru")
-    assert "resident=0.25" in repr(config)
+    config = MeshConfig(resident=0.25, threads="auto", gpu={"experts": 3, "streaming": "off"})
+    assert repr(config) == "MeshConfig(resident=0.25, gpu={'experts': 3, 'streaming': 'off'})"
+    assert MeshConfig.from_dict(config.to_dict()) == MeshConfig()  # which keeps nothing of this machine
+
+
+def test_its_signature_and_help_name_every_field() -> None:
+    parameters = inspect.signature(MeshConfig).parameters
+    assert list(parameters) == list(dict.fromkeys(field.group or field.flat for field in FIELDS.values()))
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values())
+    assert all(field.default == parameters[field.key].default for field in FIELDS.values() if not field.group)
+    said = " ".join(str(MeshConfig.__doc__).split())
+    assert all(f" {field.name}: {field.values.words}".replace("`", "``") in said for field in FIELDS.values())
+    assert {*GROUPS} == {"gpu", "lossy", "residency", "stats"}
+
+
+def test_the_reference_page_is_that_of_the_code() -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "config_page.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run tools/config_page.py"
+    assert all("|" not in field.sentence + field.values.words for field in FIELDS.values())
 
 
 def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:

@@ -28,16 +28,6 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value - expected).norm() / expected.norm()).item()
 
 
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def test_print_names_every_packed_layer_and_leaves_the_router_alone() -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="int8", group_size=32)
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MeshLinear)}

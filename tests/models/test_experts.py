@@ -14,11 +14,6 @@ from torch_mesh.store.convert import convert
 EXPERTS, HIDDEN, INTERMEDIATE = 6, 72, 40
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def weights() -> tuple[torch.Tensor, torch.Tensor]:
     gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5

@@ -1,4 +1,4 @@
-"""fallback= in models: cold experts of decode steps are computed from fewer bits, and nothing else changes."""
+"""lossy={"fallback": ...} in models: cold experts of decode steps are computed from fewer bits, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ EVERY = torch.arange(32)  # of a layer of mesh-tiny
 OpenModel = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
 @pytest.fixture(scope="module")
 def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(mesh_tiny, tmp_path_factory.mktemp("fallback") / "int8", "int8").store.folder
@@ -44,7 +38,7 @@ def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def open_model(store: Path) -> OpenModel:
     def open_it(**fields: Any) -> PreTrainedModel:
-        config = MeshConfig(**{"resident": 0.25, "io": "threads", "fallback": "int4"} | fields)
+        config = MeshConfig(resident=0.25, io="threads", lossy={"fallback": "int4"}).replace(**fields)
         return AutoModelForCausalLM.from_pretrained(store, quantization_config=config)
 
     return open_it
@@ -110,13 +104,13 @@ def test_the_two_pools_have_the_memory_that_one_would(open_model: OpenModel, sto
     budget = 48 * exact["record_bytes"]
     assert budget - exact["record_bytes"] < sum(taken) <= budget
     assert 0 <= budget * 3 // 4 - taken[1] < low["record_bytes"]
-    planned = plan(store, MeshConfig(resident=0.25, fallback="int4"))
+    planned = plan(store, MeshConfig(resident=0.25, lossy={"fallback": "int4"}))
     assert (planned.slots, planned.fallback_slots, planned.pool_bytes) == (exact["slots"], low["slots"], sum(taken))
     assert planned.to_dict()["fallback_slots"] == low["slots"]
 
 
 def test_everything_resident_needs_no_stand_ins(open_model: OpenModel, cache: Path) -> None:
-    model, plain = open_model(resident=1.0), open_model(resident=1.0, fallback="none")
+    model, plain = open_model(resident=1.0), open_model(resident=1.0, lossy={"fallback": "none"})
     assert _pool(model).fallback is None and "lossy" not in str(model)
     assert not cache.exists()
     ids = torch.randint(0, 4000, (2, 4))
@@ -125,7 +119,7 @@ def test_everything_resident_needs_no_stand_ins(open_model: OpenModel, cache: Pa
 
 
 def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> None:
-    model, plain = (open_model(fallback=name, resident=0.8, prefetch="off") for name in ("int4", "none"))
+    model, plain = (open_model(lossy={"fallback": name}, resident=0.8, prefetch="off") for name in ("int4", "none"))
     ids = torch.randint(0, 4000, (1, 1))
     expected = _logits(plain, ids)
     for _ in range(7):  # what a step used of stand-ins is read in full; a later layer's choice may change with it
@@ -136,7 +130,7 @@ def test_a_step_whose_experts_are_resident_is_exact(open_model: OpenModel) -> No
 
 
 def test_prompts_and_gradients_are_exact(open_model: OpenModel) -> None:
-    exact, lossy = open_model(fallback="none"), open_model()
+    exact, lossy = open_model(lossy={"fallback": "none"}), open_model()
     prompt = torch.randint(0, 4000, (1, 40))
     assert torch.equal(_logits(exact, prompt), _logits(lossy, prompt))
     embeddings = torch.randn(1, 4, exact.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -154,7 +148,7 @@ def test_perplexity_stays_close(open_model: OpenModel, mesh_tiny: Path) -> None:
     [text] = (Path(__file__).parents[1] / "data" / "text" / "prose.jsonl").read_text("utf-8").splitlines()[:1]
     ids = AutoTokenizer.from_pretrained(mesh_tiny)(json.loads(text)["text"], return_tensors="pt").input_ids[:, :160]
     losses = []
-    for model in (open_model(fallback="none"), open_model()):
+    for model in (open_model(lossy={"fallback": "none"}), open_model()):
         past, logits = None, []
         with torch.no_grad():
             for token in ids[0, :-1]:
@@ -233,7 +227,7 @@ def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path,
     weights = {"checkpoint": "bf16", "store": "auto"}.get(source, "int8")
 
     def open_it() -> PreTrainedModel:
-        config = MeshConfig(resident=0.25, fallback="lut4", weights=weights)
+        config = MeshConfig(resident=0.25, lossy={"fallback": "lut4"}, weights=weights)
         return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
     def stamps() -> dict[str, int]:
@@ -250,7 +244,7 @@ def test_stand_ins_are_converted_once(source: str, mesh_tiny: Path, store: Path,
 
 def test_stand_ins_lie_beside_a_named_store(mesh_tiny: Path, tmp_path: Path) -> None:
     config = MeshConfig(
-        resident=0.25, fallback="int4", weights="int8", store=f"{tmp_path}/experts/"
+        resident=0.25, lossy={"fallback": "int4"}, weights="int8", store=f"{tmp_path}/experts/"
     )  # with a slash at its end
     AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     assert [open_store(tmp_path / name).manifest.weights for name in ("experts", "experts-int4")] == ["int8", "int4"]
@@ -261,7 +255,7 @@ def test_patch_and_unpatch(family: str, cache: Path) -> None:
     model = TINY_MODELS[family].build()
     prompt = torch.randint(3, 100, (1, 3))
     expected = _logits(model, prompt)
-    torch_mesh.patch(model, weights="bf16", fallback="int8", resident=0.9, io="threads")
+    torch_mesh.patch(model, weights="bf16", lossy={"fallback": "int8"}, resident=0.9, io="threads")
     model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
     stats = torch_mesh.stats(model)
     assert stats.stand_ins > 0 and stats.lossy == "fallback=int8"
@@ -274,13 +268,13 @@ def test_patch_and_unpatch(family: str, cache: Path) -> None:
 def test_save_pretrained_writes_the_original(tmp_path: Path) -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    torch_mesh.patch(model, fallback="int4", resident=0.9).save_pretrained(tmp_path)
+    torch_mesh.patch(model, lossy={"fallback": "int4"}, resident=0.9).save_pretrained(tmp_path)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(saved[name], value) for name, value in weights.items())
 
 
 def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: Path) -> None:
-    model = open_model(stats_file=tmp_path / "stats.jsonl", stats_every=4)
+    model = open_model(stats={"file": tmp_path / "stats.jsonl", "every": 4})
     _generate(model, 12)
     whole = torch_mesh.stats(model)
     del model
@@ -290,7 +284,7 @@ def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: 
 
 
 def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
-    model = open_model(routing_bias=0.1)
+    model = open_model(lossy={"routing_bias": 0.1})
     _generate(model)
     stats = torch_mesh.stats(model)
     assert stats.stand_ins > 0 and stats.rerouted > 0
@@ -299,41 +293,44 @@ def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
 
 
 def test_wrong_values(open_model: OpenModel, store: Path) -> None:
-    with pytest.raises(ValueError, match="fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4'"):
-        MeshConfig(fallback="int2")
     with pytest.raises(
-        ValueError, match="fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4'"
+        ValueError, match="lossy.fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4'"
     ):
-        open_model(fallback="int8")
+        MeshConfig(lossy={"fallback": "int2"})
+    with pytest.raises(
+        ValueError, match="lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4'"
+    ):
+        open_model(lossy={"fallback": "int8"})
     build = TINY_MODELS["Qwen3MoeExperts"].build
     with pytest.raises(
-        ValueError, match="fallback='lut4' has no fewer bits than the experts' int4: leave fallback at 'none'"
+        ValueError,
+        match="lossy.fallback='lut4' has no fewer bits than the experts' int4: leave lossy.fallback at 'none'",
     ):
-        torch_mesh.patch(build(), weights="int4", fallback="lut4")
-    with pytest.raises(ValueError, match="does not go with deferred_experts=1"):
-        open_model(deferred_experts=1)
+        torch_mesh.patch(build(), weights="int4", lossy={"fallback": "lut4"})
+    with pytest.raises(ValueError, match="does not go with lossy.deferred_experts=1"):
+        open_model(lossy={"deferred_experts": 1})
     with pytest.raises(ValueError, match="use io='auto'"):
         open_model(io="mmap")
     with pytest.raises(ValueError, match=r"resident=0.02 is that of 4 experts: give at least that of 8"):
         open_model(resident=0.02)
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
-        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), fallback="int4")
-    with pytest.raises(ValueError, match="fallback: of a model, not of one layer of a store"):
-        torch_mesh.Experts.from_store(store, fallback="int4")
+        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), lossy={"fallback": "int4"})
+    with pytest.raises(ValueError, match="lossy.fallback: of a model, not of one layer of a store"):
+        torch_mesh.Experts.from_store(store, lossy={"fallback": "int4"})
 
 
 def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="sets fallback, which is ignored"):
-        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "fallback": "int4"}).lossy == ""
-    assert "fallback" not in MeshConfig(fallback="int4").to_dict()
+        assert MeshConfig.of_checkpoint({"quant_method": "mesh", "fallback": "int4"}).lossy.modes == ""
+    assert "fallback" not in MeshConfig(lossy={"fallback": "int4"}).to_dict()
     monkeypatch.setenv("TORCH_MESH_FALLBACK", "lut4")
-    assert MeshConfig().lossy == "fallback=lut4"
+    assert MeshConfig().lossy.modes == "fallback=lut4"
 
 
 def test_how_memory_is_split() -> None:
     def split(slots: int) -> tuple[int, int]:
         sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "stand_in_bytes": 20480}
-        return split_slots(MeshConfig(fallback="int4"), slots, **sizes)
+        return split_slots(MeshConfig(lossy={"fallback": "int4"}), slots, **sizes)
 
     assert split(40) == (10, 60)
     assert split(41) == (10, 61)

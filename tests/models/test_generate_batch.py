@@ -84,7 +84,7 @@ def _assert_follow(model: Any, prompts: list[list[int]], tokens: list[list[int]]
         {"resident": 0.25},
         {"resident": 0.05},  # hardly more than one token needs
         {"resident": 0.25, "dense": "bf16"},
-        {"resident": 0.25, "quotas": "on", "policy": "lru", "prefetch": "off"},
+        {"resident": 0.25, "policy": "lru", "prefetch": "off"},
         {"resident": 1.0},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),

@@ -1,4 +1,4 @@
-"""MeshConfig(gpu_experts=): which experts go to the device of their layer, what stays in the pool, and what is refused.
+"""MeshConfig(gpu={"experts": ...}): which experts go to the device of their layer, what stays in the pool, and what is refused.
 
 Without a card the CPU stands for one: placing is told that it may hold experts, and Triton is interpreted.
 """
@@ -24,14 +24,16 @@ from torch_mesh.ops.device import SharedDevice, find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
-from torch_mesh.counters import DeviceCounters
+from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
+from torch_mesh.foresight.profiles import Profile, write_profile
+from torch_mesh.foresight.traces import Trace
+from torch_mesh.gpu import choosing, placing, planning
+from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.modules import patched_modules
-from torch_mesh.profiles import Profile, write_profile
-from torch_mesh.stats import shared_devices_of
+from torch_mesh.statistics.counters import DeviceCounters
+from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
-from torch_mesh.traces import Trace
 
 pytestmark = pytest.mark.device
 
@@ -40,19 +42,14 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that holds experts."""
     pytest.importorskip("triton")
     importlib.import_module("quick_interpreter")
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
-        monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
+        monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
+        monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -86,7 +83,7 @@ def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
     original, ids = _build(family), _ids()
     expected = _logits(torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights), ids)
     for wanted in (3, _random_mask(), "auto"):
-        model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights, gpu_experts=wanted)
+        model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights=weights, gpu={"experts": wanted})
         # A token whose router tips on rounding differs as a whole: most must not.
         close = torch.isclose(_logits(model, ids), expected, rtol=0.05, atol=0.05 * expected.std().item())
         assert close.float().mean() > 0.8
@@ -100,7 +97,7 @@ def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
 def test_experts_on_the_device_leave_the_pool_for_good() -> None:
     mask = _random_mask()
     mask[0] = True
-    model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu_experts=mask)
+    model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu={"experts": mask})
     assert not _residency(model)[mask].any(), "none is kept twice"
     for _ in range(2):
         _logits(model, _ids())
@@ -114,7 +111,7 @@ def test_experts_on_the_device_leave_the_pool_for_good() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_statistics_begin_after_placing() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=4)
+    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu={"experts": 4})
     stats = torch_mesh.stats(model)
     assert stats.accesses == stats.bytes_read == 0
 
@@ -123,7 +120,7 @@ def test_statistics_begin_after_placing() -> None:
 def test_statistics_of_the_device() -> None:
     mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
     mask[0], mask[1, :4] = True, True
-    model = torch_mesh.patch(_build(), resident=1.0, weights="int8", gpu_experts=mask, gpu_streaming=(0, 1, 1))
+    model = torch_mesh.patch(_build(), resident=1.0, weights="int8", gpu={"experts": mask, "streaming": (0, 1, 1)})
     device = torch_mesh.stats(model).device
     assert device is not None and not any(device.to_dict().values()), "placing is not counted"
     _logits(model, _ids())
@@ -146,13 +143,13 @@ def test_statistics_of_the_device() -> None:
 def test_measured_costs_are_measured() -> None:
     mask = _random_mask()
     mask[0, :2] = torch.tensor([True, False])
-    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=mask)
+    model = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu={"experts": mask})
     [shared] = shared_devices_of(model)
     assert shared.costs is not None and shared.costs.copy > 0 and shared.costs.row >= 0 and shared.costs.expert >= 0
     assert shared.costs.row + shared.costs.expert > 0
     with pytest.raises(MeshError, match="has computed nothing yet"):
         torch_mesh.save_profile(model, "never-written")
-    off = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu_experts=mask, gpu_streaming="off")
+    off = torch_mesh.patch(_build(), resident=0.5, weights="int8", gpu={"experts": mask, "streaming": "off"})
     [shared] = shared_devices_of(off)
     assert shared.costs is None and shared.buffers is None
     ids = _ids()
@@ -166,8 +163,7 @@ def test_a_damaged_store_makes_nan_and_is_raised_afterwards(tmp_path: Path) -> N
         "resident": 0.2,
         "weights": "int8",
         "store": tmp_path / "store",
-        "gpu_experts": 3,
-        "gpu_streaming": "off",
+        "gpu": {"experts": 3, "streaming": "off"},
     }
     model = torch_mesh.patch(_build(), verify="always", prefetch="off", **options)
     torch_mesh.synchronize(model)
@@ -187,7 +183,7 @@ def test_a_damaged_store_makes_nan_and_is_raised_afterwards(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("card")
 def test_capture_sizes_are_set_read_and_cleared() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=3)
+    model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 3})
     assert torch_mesh.capture_batch_sizes(model) == []
     torch_mesh.set_capture_batch_sizes(model, [4, 1])
     assert torch_mesh.capture_batch_sizes(model) == [4, 1]
@@ -208,7 +204,7 @@ def test_experts_move_to_where_they_are_told() -> None:
         mask[:, 0], mask[:, 1] = True, False  # each layer has some on either side
         mask[:, 4:] = False
     model = torch_mesh.patch(
-        copy.deepcopy(original), resident=0.5, gpu_experts=4, gpu_placement="dynamic", gpu_streaming="off"
+        copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
     )
     expected = _logits(torch_mesh.patch(copy.deepcopy(original), resident=0.5), ids)
     before = torch_mesh.stats(model).device
@@ -268,7 +264,7 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     monkeypatch: pytest.MonkeyPatch, count: int, moves: int
 ) -> None:
     """Bit for bit. Without a card, where nothing is captured, the second model is another with other delays between its streams."""
-    monkeypatch.setattr(gpu, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
+    monkeypatch.setattr(placing, "_PATIENCE", 1 << 30)  # so that nothing moves but by the schedule
     original = _build()
     tokens = torch.randint(3, 100, (count,), device=DEVICE)
     masks = {0: torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)}
@@ -277,9 +273,9 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     logits = []
     for delay in (50, 400):
         shared = functools.partial(SharedDevice, seed=random.randrange(1 << 31), most_delay_us=delay)
-        monkeypatch.setattr(gpu, "SharedDevice", shared)
+        monkeypatch.setattr(placing, "SharedDevice", shared)
         model = torch_mesh.patch(
-            copy.deepcopy(original), resident=0.5, gpu_experts=4, gpu_placement="dynamic", gpu_streaming="off"
+            copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
         )
         steps = DecodeSteps(model, count)
         steps.capture()
@@ -297,8 +293,8 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
 
 @pytest.mark.usefixtures("card")
 def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_PATIENCE", 2)
-    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=2, gpu_placement="dynamic")
+    monkeypatch.setattr(placing, "_PATIENCE", 2)
+    model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2, "placement": "dynamic"})
     ids = _ids()[:, :1]  # of one token, whose experts are then the hottest
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -315,13 +311,13 @@ def test_what_is_used_moves_up_while_the_model_runs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("card")
 def test_a_static_placement_does_not_move() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=2)
-    with pytest.raises(MeshError, match="Patch it with gpu_placement='dynamic'"):
+    model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 2})
+    with pytest.raises(MeshError, match="Patch it with gpu.placement='dynamic'"):
         torch_mesh.place_experts(model)
-    with pytest.raises(ValueError, match="gpu_experts gives it none"):
-        torch_mesh.patch(_build(), gpu_placement="dynamic")
-    with pytest.raises(ValueError, match="gpu_placement='often' is unknown"):
-        MeshConfig(gpu_placement="often")
+    with pytest.raises(ValueError, match="gpu.experts gives it none"):
+        torch_mesh.patch(_build(), gpu={"placement": "dynamic"})
+    with pytest.raises(ValueError, match="gpu.placement='often' is unknown"):
+        MeshConfig(gpu={"placement": "often"})
 
 
 def test_what_has_nothing_on_a_device_says_so() -> None:
@@ -344,7 +340,7 @@ def test_what_has_nothing_on_a_device_says_so() -> None:
 @pytest.mark.usefixtures("card")
 def test_all_in_memory_works_without_a_store() -> None:
     original, ids = _build(), _ids()
-    model = torch_mesh.patch(copy.deepcopy(original), resident=1.0, gpu_experts=4)
+    model = torch_mesh.patch(copy.deepcopy(original), resident=1.0, gpu={"experts": 4})
     assert "4 of its 8 on" in repr(model)
     close = torch.isclose(_logits(model, ids), _logits(original, ids), rtol=0.05, atol=0.1)
     assert close.float().mean() > 0.8
@@ -354,14 +350,14 @@ def test_all_in_memory_works_without_a_store() -> None:
 def test_from_pretrained_places_what_it_reads(tmp_path: Path) -> None:
     original, ids = _build(), _ids()
     original.save_pretrained(tmp_path / "model")
-    config = MeshConfig(resident=0.5, gpu_experts=_random_mask())
+    config = MeshConfig(resident=0.5, gpu={"experts": _random_mask()})
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.bfloat16, quantization_config=config, device_map=str(DEVICE)
     )
     close = torch.isclose(_logits(model, ids), _logits(original, ids), rtol=0.05, atol=0.1)
     assert close.float().mean() > 0.8
     placed = [find(module._mesh_handle).here for module in patched_modules(model) if module._mesh_device]
-    assert sum(int(here.sum()) for here in placed) == sum(map(sum, config.gpu_experts))
+    assert sum(int(here.sum()) for here in placed) == sum(map(sum, config.gpu.experts))
 
 
 def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, group_size: int = 64) -> int:
@@ -381,12 +377,12 @@ def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, gr
 @pytest.mark.parametrize(("weights", "there", "resident"), [("int4", "bf16", 0.5), ("bf16", "int8", 1.0)])
 def test_another_format_on_the_card(weights: str, there: str, resident: float, tmp_path: Path) -> None:
     original, ids = _build(), _ids()
-    options = {"resident": resident, "weights": weights, "gpu_experts": 3, "gpu_weights": there}
+    options = {"resident": resident, "weights": weights, "gpu": {"experts": 3, "weights": there}}
     model = torch_mesh.patch(copy.deepcopy(original), **options)
     assert _on_card(model, original, there) == 3 * LAYERS
     assert f"3 of its 8 on {DEVICE} in {there}" in repr(model) and f"weights={weights}" in repr(model)
     assert not list((tmp_path / "cache" / "torch_mesh").glob("unnamed-*")), "what was only read once is gone"
-    same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu_weights": "auto"})
+    same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu": {"experts": 3}})
     assert " in " not in repr(next(patched_modules(same))).rpartition("on ")[2]
     for each in (model, same):
         close = torch.isclose(_logits(each, ids), _logits(original, ids), rtol=0.05, atol=0.2)
@@ -399,8 +395,8 @@ def test_another_format_on_the_card(weights: str, there: str, resident: float, t
 @pytest.mark.usefixtures("card")
 def test_experts_move_to_another_format() -> None:
     original = _build()
-    options = {"resident": 0.5, "weights": "int4", "gpu_experts": 3, "gpu_weights": "int8"}
-    model = torch_mesh.patch(copy.deepcopy(original), gpu_placement="dynamic", gpu_streaming="off", **options)
+    gpu = {"experts": 3, "weights": "int8", "placement": "dynamic", "streaming": "off"}
+    model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights="int4", gpu=gpu)
     mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
     mask[:, 3:6] = True
     assert torch_mesh.place_experts(model, mask) == 3 * LAYERS
@@ -419,7 +415,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path) -> None:
     stores = tmp_path / "cache" / "torch_mesh" / "stores"
 
     def load(folder: str = "model", layers: int = LAYERS, **fields: object) -> PreTrainedModel:
-        config = MeshConfig(resident=0.5, gpu_experts=3, gpu_streaming="off", **fields)
+        config = MeshConfig(resident=0.5, gpu={"experts": 3, "streaming": "off"}).replace(**fields)
         return AutoModelForCausalLM.from_pretrained(
             tmp_path / folder,
             dtype=torch.bfloat16,
@@ -428,27 +424,27 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path) -> None:
             num_hidden_layers=layers,
         )
 
-    assert _on_card(load(weights="int4", gpu_weights="bf16"), original, "bf16") == 3 * LAYERS
+    assert _on_card(load(weights="int4", gpu={"weights": "bf16"}), original, "bf16") == 3 * LAYERS
     assert [folder.name.rpartition("-")[0] for folder in stores.iterdir()] == ["model-int4"], (
         "bf16 is in the checkpoint itself"
     )
     store = tmp_path / "store"
-    model = load(weights="int8", gpu_weights="int4", store=store)
+    model = load(weights="int8", gpu={"weights": "int4"}, store=store)
     assert _on_card(model, original, "int4") == 3 * LAYERS
     assert store.is_dir() and (tmp_path / "store-int4").is_dir()
-    again = load(weights="int8", gpu_weights="int4", store=store)
+    again = load(weights="int8", gpu={"weights": "int4"}, store=store)
     assert torch.equal(_logits(again, ids), _logits(model, ids))
 
     convert(tmp_path / "model", tmp_path / "converted", "int8")
-    converted = load("converted", gpu_weights="int4")
+    converted = load("converted", gpu={"weights": "int4"})
     assert "3 of its 8 on" in repr(converted) and "in int4" in repr(converted)
-    with pytest.raises(ValueError, match="gpu_weights='bf16' has no fewer bits than the int8 of this converted"):
-        load("converted", gpu_weights="bf16")
+    with pytest.raises(ValueError, match="gpu.weights='bf16' has no fewer bits than the int8 of this converted"):
+        load("converted", gpu={"weights": "bf16"})
     with pytest.raises(StoreError, match="this model has 2 of the 3 MoE layers"):
-        load(layers=2, weights="bf16", gpu_weights="int8")
+        load(layers=2, weights="bf16", gpu={"weights": "int8"})
     assert len(list(stores.iterdir())) == 2, "nothing was made for it"
-    with pytest.raises(ValueError, match="gpu_weights='int4' says how experts lie on a GPU, and gpu_experts gives it"):
-        torch_mesh.patch(_build(), gpu_weights="int4")
+    with pytest.raises(ValueError, match="gpu.weights='int4' says how experts lie on a GPU, and gpu.experts gives it"):
+        torch_mesh.patch(_build(), gpu={"weights": "int4"})
 
 
 @pytest.mark.usefixtures("card")
@@ -459,12 +455,17 @@ def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
     uses = np.stack([np.random.permutation(EXPERTS) for _ in range(LAYERS)]) + 1
     write_profile(Profile(np.full(LAYERS, 100), uses, TOP_K), tmp_path / "profile.json")
     record = pack_expert(find_experts(_build())[0].expert(0).on_cpu(), "bf16", 0).numel()
-    monkeypatch.setattr(gpu, "_ALLOCATION", 1)
+    monkeypatch.setattr(planning, "_ALLOCATION", 1)
     room = 2 * GIB + (2 * LAYERS + 2) * record  # the reserve, two experts of each layer, and two buffers
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (room, 4 * GIB))
-    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (room, 4 * GIB))
+    monkeypatch.setattr(choosing, "_bytes_on", lambda layer, device: 0)
     model = torch_mesh.patch(
-        _build(), resident=0.5, gpu_experts=wanted, profile=tmp_path / "profile.json", pins=0.5, policy="lru"
+        _build(),
+        resident=0.5,
+        gpu={"experts": wanted},
+        profile=tmp_path / "profile.json",
+        residency={"pins": 0.5},
+        policy="lru",
     )
     here = torch.stack([find(module._mesh_handle).here for module in patched_modules(model)])
     hottest = torch.from_numpy(uses) > EXPERTS - 2
@@ -479,7 +480,7 @@ def test_a_profile_says_which_experts_go_and_the_pool_warms_with_others(
 
 @pytest.mark.usefixtures("card")
 def test_generates_and_copies() -> None:
-    model = torch_mesh.patch(_build(), resident=0.5, gpu_experts=5)
+    model = torch_mesh.patch(_build(), resident=0.5, gpu={"experts": 5})
     settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     ids = _ids()
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -494,7 +495,7 @@ def test_an_embedded_layer_takes_them_too() -> None:
     x, ids = torch.randn(5, 72, device=DEVICE), torch.randint(0, 4, (5, 2), device=DEVICE)
     weights = torch.rand(5, 2, device=DEVICE)
     expected = torch_mesh.Experts(gate_up, down, top_k=2)(x, ids, weights)
-    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu_experts=[[True, False, True, True]])
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu={"experts": [[True, False, True, True]]})
     out = layer(x, ids, weights)
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
 
@@ -509,7 +510,7 @@ def test_an_embedded_layer_takes_them_too() -> None:
 @pytest.mark.usefixtures("card")
 def test_an_error_of_a_submitted_call_comes_out_of_its_result() -> None:
     gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
-    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu_experts=2)
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu={"experts": 2})
     x, weights = torch.randn(2, 72, device=DEVICE), torch.rand(2, 2, device=DEVICE)
     ids = torch.tensor([[0, 3], [2, 1]], device=DEVICE)
     wrong, right = layer.submit(x, ids + 2, weights), None
@@ -529,24 +530,24 @@ def test_an_error_of_a_submitted_call_comes_out_of_its_result() -> None:
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
     for wrong, message in (
-        (9, "gpu_experts=9, but a layer has 8 experts"),
+        (9, "gpu.experts=9, but a layer has 8 experts"),
         (torch.ones(LAYERS, 7, dtype=torch.bool), r"a mask of 3 layers by 7 experts; the model's has to be \[3, 8\]"),
         (torch.ones(2, EXPERTS, dtype=torch.bool), "a mask of 2 layers by 8 experts"),
     ):
         with pytest.raises(ValueError, match=message):
-            torch_mesh.patch(model, gpu_experts=wrong)
+            torch_mesh.patch(model, gpu={"experts": wrong})
     with pytest.raises(ValueError, match="prefill='window' reads whole layers"):
-        torch_mesh.patch(model, gpu_experts=2, prefill="window")
-    with pytest.raises(ValueError, match="deferred_experts=1 does not go with gpu_experts"):
-        torch_mesh.patch(model, gpu_experts=2, deferred_experts=1)
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (4096, 4 * GIB))
-    monkeypatch.setattr(gpu, "_bytes_on", lambda layer, device: 0)
+        torch_mesh.patch(model, gpu={"experts": 2}, prefill="window")
+    with pytest.raises(ValueError, match="lossy deferred_experts=1 does not go with gpu.experts"):
+        torch_mesh.patch(model, gpu={"experts": 2}, lossy={"deferred_experts": 1})
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (4096, 4 * GIB))
+    monkeypatch.setattr(choosing, "_bytes_on", lambda layer, device: 0)
     with pytest.raises(
         MemoryError, match=r"needs [\d,]+ bytes for 6 experts and others on their way, but .* has 4,096 left"
     ):
-        torch_mesh.patch(model, gpu_experts=2)
+        torch_mesh.patch(model, gpu={"experts": 2})
     assert not list(patched_modules(model)), "a model that was refused is as it was"
-    torch_mesh.patch(model, gpu_experts="auto")
+    torch_mesh.patch(model, gpu={"experts": "auto"})
     assert all(module._mesh_device is None for module in patched_modules(model))
 
 
@@ -554,46 +555,46 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
     model = _build("DeepseekV4Experts")
     with pytest.raises(UnsupportedModelError, match="run by projection, on the CPU"):
-        torch_mesh.patch(model, gpu_experts=1)
-    with pytest.warns(UserWarning, match="gpu_experts='auto' places none"):
-        torch_mesh.patch(model, gpu_experts="auto")
+        torch_mesh.patch(model, gpu={"experts": 1})
+    with pytest.warns(UserWarning, match="gpu.experts='auto' places none"):
+        torch_mesh.patch(model, gpu={"experts": "auto"})
 
 
 def test_a_model_on_the_cpu_takes_none() -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     with pytest.raises((MeshError, UnsupportedModelError), match="device_map='cuda'|pip install triton"):
-        torch_mesh.patch(model, gpu_experts=1)
-    torch_mesh.patch(model, gpu_experts="auto")  # means none where there is none
+        torch_mesh.patch(model, gpu={"experts": 1})
+    torch_mesh.patch(model, gpu={"experts": "auto"})  # means none where there is none
     assert all(module._mesh_device is None for module in patched_modules(model))
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", [[1, 0]], [[True], [True, False]], [], None])
 def test_a_wrong_value_says_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match="give a number of experts of each layer, 'auto', or a bool mask"):
-        MeshConfig(gpu_experts=value)
+        MeshConfig(gpu={"experts": value})
 
 
 @pytest.mark.parametrize("value", ["on", 1, (1, 2), (1, 2, -3), (1, 2, True), (1, 2, float("inf")), None, ["a", 1, 2]])
 def test_a_wrong_streaming_says_what_is_allowed(value: object) -> None:
     with pytest.raises(ValueError, match="give 'auto', 'off', or three numbers of seconds"):
-        MeshConfig(gpu_streaming=value)
+        MeshConfig(gpu={"streaming": value})
 
 
 def test_streaming_is_of_this_machine() -> None:
-    assert MeshConfig(gpu_streaming=[1, 2.5, 0]).gpu_streaming == (1.0, 2.5, 0.0)
-    assert "gpu_streaming" not in MeshConfig(gpu_streaming="off").to_dict()
+    assert MeshConfig(gpu={"streaming": [1, 2.5, 0]}).gpu.streaming == (1.0, 2.5, 0.0)
+    assert "gpu_streaming" not in MeshConfig(gpu={"streaming": "off"}).to_dict()
 
 
 def test_the_config_takes_every_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mask = [[True, False], [False, False]]
     for given in (mask, np.array(mask), torch.tensor(mask)):
-        config = MeshConfig(gpu_experts=given)
-        assert config.gpu_experts == ((True, False), (False, False))
-        assert "gpu_experts=<mask [2, 2]>" in repr(config)
-        assert config.replace(resident=0.5).gpu_experts == config.gpu_experts
-    assert "gpu_experts" not in MeshConfig(gpu_experts=3).to_dict(), "a placement belongs to a machine"
+        config = MeshConfig(gpu={"experts": given})
+        assert config.gpu.experts == ((True, False), (False, False))
+        assert repr(config) == "MeshConfig(gpu={'experts': <mask [2, 2]>})"
+        assert config.replace(resident=0.5).gpu.experts == config.gpu.experts
+    assert "gpu_experts" not in MeshConfig(gpu={"experts": 3}).to_dict(), "a placement belongs to a machine"
     monkeypatch.setenv("TORCH_MESH_GPU_EXPERTS", "12")
-    assert MeshConfig().gpu_experts == 12
+    assert MeshConfig().gpu.experts == 12
 
 
 def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
@@ -628,11 +629,11 @@ def test_hottest_experts_of_a_trace_and_of_statistics() -> None:
     ],
 )
 def test_how_many_fit_beside_a_reserve(free: int, status: str, counts: tuple[int, ...]) -> None:
-    plan = gpu.plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
+    plan = plan_gpu(free, 8 * GIB, LAYERS, EXPERTS, TOP_K, record_bytes=4096 * 1024)
     assert (plan.status, plan.counts, plan.reserve_bytes) == (status, counts, 2 * GIB)
     assert plan.buffers == (2 if 0 < sum(counts) < LAYERS * EXPERTS else 0)
     assert plan.expert_bytes == (sum(counts) + plan.buffers) * 4096 * 1024 and plan.advice
-    assert gpu.plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB
-    large = gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, record_bytes=GIB >> 10)
+    assert plan_gpu(30 * GIB, 80 * GIB, 1, 8, 2, GIB).reserve_bytes == 10 * GIB
+    large = plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, record_bytes=GIB >> 10)
     assert (sum(large.counts), large.buffers) == (4080, 16), "two buffers of eight, and no more"
-    assert sum(gpu.plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, GIB >> 10, streaming=False).counts) == 4096
+    assert sum(plan_gpu(6 * GIB, 8 * GIB, 48, 128, 8, GIB >> 10, streaming=False).counts) == 4096

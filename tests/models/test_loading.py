@@ -24,17 +24,6 @@ from torch_mesh.store.convert import convert
 RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
 def _save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     model = TINY_MODELS[name].build().to(dtype)
     model.save_pretrained(folder)
@@ -116,27 +105,27 @@ def test_converted_folder_keeps_its_format(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_of_a_raw_checkpoint_are_converted_once(
-    tmp_path: Path, _cache: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
     first = _open(tmp_path / "raw", weights="int8", resident=0.3)
     assert torch.equal(_logits(first, ids), _logits(reference, ids))
-    [store] = [path for path in (_cache / "stores").iterdir() if path.is_dir()]
+    [store] = [path for path in (cache / "stores").iterdir() if path.is_dir()]
     before = {path: path.stat().st_mtime_ns for path in store.iterdir()}
     assert torch.equal(_logits(_open(tmp_path / "raw", weights="int8"), ids), _logits(reference, ids))
     assert {path: path.stat().st_mtime_ns for path in store.iterdir()} == before
     _open(tmp_path / "raw", weights="int8", group_size=32)
     os.utime(tmp_path / "raw" / "model.safetensors")  # may have been changed
     _open(tmp_path / "raw", weights="int8")
-    assert len([path for path in (_cache / "stores").iterdir() if path.is_dir()]) == 3
+    assert len([path for path in (cache / "stores").iterdir() if path.is_dir()]) == 3
 
 
-def test_store_field_says_where_to_convert_to(tmp_path: Path, _cache: Path) -> None:
+def test_store_field_says_where_to_convert_to(tmp_path: Path, cache: Path) -> None:
     _save("Qwen3MoeExperts", tmp_path / "raw")
     model = _open(tmp_path / "raw", weights="int4", store=tmp_path / "store")
     assert "weights=int4" in repr(model)
     assert "weights=int4" in repr(AutoModelForCausalLM.from_pretrained(tmp_path / "store"))
-    assert not _cache.exists()
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
@@ -202,9 +191,7 @@ def test_other_quantisers_keep_their_warnings(passed: AwqConfig | GPTQConfig) ->
 FILE_FIELDS = {"resident": 1e-6, "threads": 7, "workspace": "1MiB", "timeout": 0.5, "verify": "never", "io": "mmap"}
 
 
-def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(
-    tmp_path: Path, _cache: Path, ids: torch.Tensor
-) -> None:
+def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(tmp_path: Path, cache: Path, ids: torch.Tensor) -> None:
     reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"), weights="int8")
     convert(tmp_path / "raw", tmp_path / "store", "int8")
     table = {"quant_method": "mesh", "policy": "slru", "store": str(tmp_path / "written"), "dense": "int4"}
@@ -215,10 +202,10 @@ def test_a_checkpoint_cannot_say_where_to_write_or_what_to_take(
     pool = next(patched_modules(model))._mesh_pool
     assert (pool.threads, pool.timeout, pool.workspace) == (0, 30.0, 256 << 20)
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
-    given = MeshConfig(resident=0.5, fallback="int4")
+    given = MeshConfig(resident=0.5, lossy={"fallback": "int4"})
     with pytest.warns(UserWarning, match="ignored"):  # fallback makes a store of its own
         AutoModelForCausalLM.from_pretrained(tmp_path / "store", quantization_config=given)
-    assert list((_cache / "stores").iterdir())
+    assert list((cache / "stores").iterdir())
     assert not (tmp_path / "written").exists() and not (tmp_path / "written-int4").exists()
 
 
@@ -325,7 +312,7 @@ def test_experts_are_never_materialised(tmp_path: Path) -> None:
 
 def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = _C.record_bytes("bf16", 0, 192, 64, True, False)
-    config = MeshConfig(workspace="64MiB", io="threads", guard="off")
+    config = MeshConfig(workspace="64MiB", io="threads", residency={"guard": "off"})
     free = (64 << 20) + (512 << 20) + 50 * record  # the workspace, auto's margin, and 50 experts with their buffers
     monkeypatch.setattr(memory, "available_bytes", lambda: free)
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)

@@ -57,8 +57,8 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
 
 def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: Path) -> None:
     model = TINY_MODELS["ZayaExperts"].build()
-    fitted = torch_mesh.predictor.fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
-    torch_mesh.predictor.save_predictor(fitted, tmp_path / "fitted.safetensors")
+    fitted = torch_mesh.foresight.predictor.fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
+    torch_mesh.foresight.predictor.save_predictor(fitted, tmp_path / "fitted.safetensors")
     torch_mesh.patch(model, resident=0.5, io="threads", predictor=tmp_path / "fitted.safetensors")
     assert not torch_mesh.stats(model).no_lookahead
     with torch.no_grad():

@@ -96,7 +96,7 @@ def _deferred(call: Call, count: int) -> Tensor:
 def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> None:
     model = TINY_MODELS[family].build()
     originals = [copy.deepcopy(layer.module) for layer in find_experts(model)]
-    recorded = _record(_patched(model, deferred_experts=count))
+    recorded = _record(_patched(model, lossy={"deferred_experts": count}))
     prompt = torch.randint(3, 120, (3, 20))
     model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert {len(calls) for calls in recorded} == {6}
@@ -120,7 +120,7 @@ def test_deferred_experts_land_one_moe_layer_later(family: str, count: int) -> N
     assert stats.deferred == stats.decode.deferred == deferred > 0
 
 
-@pytest.mark.parametrize("fields", [{"deferred_experts": 3}, {"routing_bias": 1.0}], ids=str)
+@pytest.mark.parametrize("fields", [{"lossy": {"deferred_experts": 3}}, {"lossy": {"routing_bias": 1.0}}], ids=str)
 def test_with_everything_resident_they_are_exact(fields: dict[str, Any]) -> None:
     model = TINY_MODELS["DeepseekV3Experts"].build()
     prompt = torch.randint(3, 120, (2, 5))
@@ -146,7 +146,7 @@ def open_model(store: Path) -> Iterator[Callable[..., PreTrainedModel]]:
     yield open_it
 
 
-LOSSY = {"deferred_experts": 2, "routing_bias": 0.3}
+LOSSY = {"lossy": {"deferred_experts": 2, "routing_bias": 0.3}}
 
 
 def test_prompts_and_gradients_are_exact(open_model: Callable[..., PreTrainedModel]) -> None:
@@ -195,7 +195,9 @@ def test_exact_models_say_nothing_of_it(open_model: Callable[..., PreTrainedMode
 
 
 @pytest.mark.parametrize(
-    "fields", [{"deferred_experts": 2}, pytest.param({"routing_bias": 0.5}, marks=pytest.mark.slow)], ids=str
+    "fields",
+    [{"lossy": {"deferred_experts": 2}}, pytest.param({"lossy": {"routing_bias": 0.5}}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_compiled_decode_step_gives_the_same(
     open_model: Callable[..., PreTrainedModel], fields: dict[str, Any]
@@ -210,7 +212,7 @@ def test_a_compiled_decode_step_gives_the_same(
         for step in steps:
             for module in patched_modules(model):
                 ops.evict(module._mesh_handle, every)
-                if "routing_bias" in fields:
+                if "routing_bias" in fields["lossy"]:
                     ops.promote(module._mesh_handle, every[::2])
             with torch.no_grad():
                 logits.append(forward(input_ids=step, use_cache=False).logits)
@@ -228,7 +230,7 @@ def test_a_compiled_decode_step_gives_the_same(
 
 
 def test_a_forward_that_is_broken_off_leaves_nothing_behind(open_model: Callable[..., PreTrainedModel]) -> None:
-    model = open_model(deferred_experts=4, prefetch="off", resident=1.0)
+    model = open_model(lossy={"deferred_experts": 4}, prefetch="off", resident=1.0)
     modules = list(patched_modules(model))
     token = torch.randint(0, 4000, (1, 1))
 
@@ -280,13 +282,13 @@ def test_families_whose_selection_can_lean(name: str) -> None:
     top_k = find_experts(model)[0].top_k
     if top_k == 1:
         with pytest.raises(ValueError, match="a token of this model takes one expert"):
-            _patched(model, routing_bias=0.5)
+            _patched(model, lossy={"routing_bias": 0.5})
         return
     if family not in ROUTING_BIAS_FAMILIES:
         with pytest.raises(torch_mesh.UnsupportedModelError, match=r"Model types that have: .*deepseek_v3.*qwen3_moe"):
-            _patched(model, routing_bias=0.5)
+            _patched(model, lossy={"routing_bias": 0.5})
         return
-    _patched(model, routing_bias=1.0, resident=0.6)
+    _patched(model, lossy={"routing_bias": 1.0}, resident=0.6)
     recorded = _record(model)
     inputs = {key: value[:1, -8:] for key, value in inputs_for(model).items()}  # a decode step, by its rows
     for parity in (0, 1):  # not all choices of a token are even, and odd
@@ -317,28 +319,28 @@ def test_a_family_with_groups_and_a_correction_bias_opens_from_a_checkpoint(tmp_
 
 
 def test_wrong_values() -> None:
-    for field, values in {"deferred_experts": (-1, 1.5, "many", True), "routing_bias": (-0.1, 2, "much", True)}.items():
+    for field, values in (("deferred_experts", (-1, 1.5, "many", True)), ("routing_bias", (-0.1, 2, "much", True))):
         for value in values:
-            with pytest.raises(ValueError, match=f"{field}="):
-                MeshConfig(**{field: value})
+            with pytest.raises(ValueError, match=f"lossy.{field}="):
+                MeshConfig(lossy={field: value})
     model = TINY_MODELS["Qwen3MoeExperts"].build()
-    with pytest.raises(ValueError, match="deferred_experts=4, but a token of this model takes 3 experts"):
-        torch_mesh.patch(model, deferred_experts=4)
+    with pytest.raises(ValueError, match="lossy.deferred_experts=4, but a token of this model takes 3 experts"):
+        torch_mesh.patch(model, lossy={"deferred_experts": 4})
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
-        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), deferred_experts=1)
+        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), lossy={"deferred_experts": 1})
     assert next(patched_modules(model), None) is None
     weights = torch.randn(4, 32, 16), torch.randn(4, 16, 16)
     with pytest.raises(ValueError, match="one layer of experts"):
-        torch_mesh.Experts(*weights, top_k=2, deferred_experts=1)
+        torch_mesh.Experts(*weights, top_k=2, lossy={"deferred_experts": 1})
     with pytest.raises(torch_mesh.UnsupportedModelError, match="has no router"):
-        torch_mesh.Experts(*weights, top_k=2, routing_bias=0.1)
+        torch_mesh.Experts(*weights, top_k=2, lossy={"routing_bias": 0.1})
 
 
 def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="sets deferred_experts, routing_bias, which is ignored"):
         stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "deferred_experts": 2, "routing_bias": 0.5})
-    assert (stored.deferred_experts, stored.routing_bias, stored.lossy) == (0, 0.0, "")
+    assert stored.lossy == MeshConfig().lossy and stored.lossy.modes == ""
     assert not {"deferred_experts", "routing_bias"} & MeshConfig(**LOSSY).to_dict().keys()
-    assert MeshConfig(**LOSSY).replace(resident=0.5).lossy == "deferred_experts=2, routing_bias=0.3"
+    assert MeshConfig(**LOSSY).replace(resident=0.5).lossy.modes == "deferred_experts=2, routing_bias=0.3"
     monkeypatch.setenv("TORCH_MESH_DEFERRED_EXPERTS", "1")
-    assert MeshConfig().lossy == "deferred_experts=1"
+    assert MeshConfig().lossy.modes == "deferred_experts=1"

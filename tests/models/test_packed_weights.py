@@ -29,11 +29,6 @@ QWEN = "Qwen3MoeExperts"
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def _build(name: str = QWEN, **fields: object) -> PreTrainedModel:
     tiny = TINY_MODELS[name]
     return dataclasses.replace(tiny, fields=tiny.fields | fields).build()

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import pkgutil
 import threading
 import warnings
 from pathlib import Path
@@ -33,17 +34,6 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
 def test_print_shows_what_was_patched() -> None:
     model = torch_mesh.patch(_build(), resident=0.5, weights="int8", policy="lru")
     text = repr(model)
@@ -68,6 +58,12 @@ def test_patch_returns_the_same_model_and_leaves_its_implementation_alone() -> N
     assert torch_mesh.patch(model) is model
     assert model.config._experts_implementation == before
     assert torch_mesh.unpatch(model) is model
+
+
+def test_no_module_has_the_name_of_something_public() -> None:
+    """Importing it would put it in that one's place: ``torch_mesh.stats(model)`` would depend on the order of imports."""
+    modules = {module.name for module in pkgutil.iter_modules(torch_mesh.__path__)}
+    assert not modules & set(torch_mesh.__all__)
 
 
 def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:
@@ -147,16 +143,14 @@ def test_other_dtypes_are_rounded_with_one_warning_and_are_not_exact(dtype: torc
         torch_mesh.patch(_build().to(dtype), weights="int8")
 
 
-def test_store_is_written_where_it_was_asked_for_and_an_unnamed_one_leaves_nothing(
-    tmp_path: Path, _cache: Path
-) -> None:
+def test_store_is_written_where_it_was_asked_for_and_an_unnamed_one_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     from torch_mesh.store.manifest import open_store
 
     torch_mesh.patch(_build(), weights="int4", group_size=32, store=tmp_path / "store", resident=0.5)
     manifest = open_store(tmp_path / "store").manifest
     assert (manifest.weights, manifest.group_size) == ("int4", 32)
     model = torch_mesh.patch(_build(), resident=0.5)
-    assert list(_cache.iterdir()) == []
+    assert list(cache.iterdir()) == []
     torch_mesh.unpatch(model)  # reads records whose file has no name any more
 
 

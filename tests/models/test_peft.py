@@ -21,16 +21,6 @@ QWEN = "Qwen3MoeExperts"
 ATTENTION = ["q_proj", "v_proj"]
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
 def _build(name: str = QWEN, **fields: object) -> PreTrainedModel:
     tiny = TINY_MODELS[name]
     return dataclasses.replace(tiny, fields=tiny.fields | fields).build()

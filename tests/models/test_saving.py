@@ -451,7 +451,6 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for weights in ("auto", "int8"):
         model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights=weights, resident=0.5)
         model.save_pretrained(tmp_path / weights)

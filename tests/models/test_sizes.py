@@ -7,7 +7,7 @@ import torch
 
 import torch_mesh
 from torch_mesh.cli import main
-from torch_mesh.config import parse_size
+from torch_mesh.values import parse_size
 
 
 @pytest.mark.parametrize("value", [2**70, 2**63, str(2**70), "9999999TiB", "1048577 TiB", "9" * 20])
@@ -25,11 +25,14 @@ def test_what_is_no_size_is_a_value_error(value: object) -> None:
         torch_mesh.MeshConfig(workspace=value)
 
 
-@pytest.mark.parametrize("field", ["deferred_experts", "gpu_experts", "early_layers", "early_experts"])
+@pytest.mark.parametrize(
+    ("group", "field"),
+    [("lossy", "deferred_experts"), ("gpu", "experts"), ("residency", "early_layers"), ("residency", "early_experts")],
+)
 @pytest.mark.parametrize("value", [2**31, 2**70, "9" * 400])
-def test_a_number_beyond_any_model_is_a_value_error(field: str, value: str | int) -> None:
-    with pytest.raises(ValueError, match=field):
-        torch_mesh.MeshConfig(**{field: value})
+def test_a_number_beyond_any_model_is_a_value_error(group: str, field: str, value: str | int) -> None:
+    with pytest.raises(ValueError, match=f"{group}.{field}"):
+        torch_mesh.MeshConfig(**{group: {field: value}})
 
 
 def test_the_largest_size_works() -> None:

@@ -49,11 +49,6 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 100, (2, 9))
-
-
 DIVIDED: dict[str, Callable[[], dict[str, Any]]] = {
     "tp": lambda: {"distributed_config": DistributedConfig(tp_size=2)},
     "dict": lambda: {"distributed_config": {"tp_size": 2}},

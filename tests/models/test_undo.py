@@ -17,8 +17,9 @@ from tiny_models import TINY_MODELS
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, gpu, modules, patching, undo
+from torch_mesh import MeshError, assembling, modules, patching, undo
 from torch_mesh.families import find_experts
+from torch_mesh.gpu import choosing, placing
 from torch_mesh.modules import patched_modules
 from torch_mesh.pool import ExpertPool
 from torch_mesh.store import convert, writer
@@ -26,19 +27,13 @@ from torch_mesh.store import convert, writer
 PACKAGE = str(Path(torch_mesh.__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "torch_mesh"
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU, with Triton interpreted, as a device that holds experts."""
     pytest.importorskip("triton")
     importlib.import_module("quick_interpreter")
-    monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
-    monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 << 30, 4 << 30))
+    monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 << 30, 4 << 30))
 
 
 def _build() -> PreTrainedModel:
@@ -76,7 +71,7 @@ class _State:
 
 IN_MEMORY: dict[str, Any] = {"resident": 1.0}
 ON_DISK: dict[str, Any] = {"resident": 0.4}
-ALL: dict[str, Any] = {"dense": "int8", "attention": "mesh", "routing_bias": 0.3, "deferred_experts": 1}
+ALL: dict[str, Any] = {"dense": "int8", "attention": "mesh", "lossy": {"routing_bias": 0.3, "deferred_experts": 1}}
 
 
 def _ids() -> torch.Tensor:
@@ -103,21 +98,21 @@ def _at_call(
 
 STEPS = [
     (IN_MEMORY, modules, "change_class", 1),
-    (IN_MEMORY, patching, "install", 1),
-    (IN_MEMORY, patching, "install", 3),
-    (IN_MEMORY | ALL, patching, "attach_quantizer", 1),
-    (IN_MEMORY | ALL, patching, "make_lossy", 1),
+    (IN_MEMORY, assembling, "install", 1),
+    (IN_MEMORY, assembling, "install", 3),
+    (IN_MEMORY | ALL, assembling, "attach_quantizer", 1),
+    (IN_MEMORY | ALL, assembling, "make_lossy", 1),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy"), "change_class", 2),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
-    (IN_MEMORY | ALL, patching, "pack_dense", 1),
-    (IN_MEMORY | ALL, patching, "take_attention", 1),
-    (IN_MEMORY | ALL, patching, "announce", 1),
+    (IN_MEMORY | ALL, assembling, "pack_dense", 1),
+    (IN_MEMORY | ALL, assembling, "take_attention", 1),
+    (IN_MEMORY | ALL, assembling, "announce", 1),
     (ON_DISK, patching, "convert_model", 1),
-    (ON_DISK | {"weights": "int4"}, patching, "install", 2),
-    (ON_DISK | {"weights": "int4"}, patching, "connect", 1),
-    (ON_DISK | {"weights": "int4"} | ALL, patching, "move_experts", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "open_other", 1),
-    (ON_DISK | {"fallback": "int4"}, patching, "install", 3),
+    (ON_DISK | {"weights": "int4"}, assembling, "install", 2),
+    (ON_DISK | {"weights": "int4"}, assembling, "connect", 1),
+    (ON_DISK | {"weights": "int4"} | ALL, assembling, "move_experts", 1),
+    (ON_DISK | {"lossy": {"fallback": "int4"}}, assembling, "open_other", 1),
+    (ON_DISK | {"lossy": {"fallback": "int4"}}, assembling, "install", 3),
 ]
 
 
@@ -131,7 +126,7 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
     error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
-    _cache: Path,
+    cache: Path,
 ) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
@@ -141,7 +136,7 @@ def test_an_error_at_any_step_leaves_the_model_as_it_was(
             torch_mesh.patch(model, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
-    assert not _cache.exists() or not list(_cache.iterdir())
+    assert not cache.exists() or not list(cache.iterdir())
     torch_mesh.patch(model, **fields)
     assert list(patched_modules(model))
 
@@ -150,7 +145,8 @@ class _InterruptAt:
     """Ctrl-C at the ``line``-th line that runs of what changes a model."""
 
     FILES = tuple(
-        f"{PACKAGE}/{name}.py" for name in ("patching", "modules", "dense", "lossy", "attention", "saving", "announce")
+        f"{PACKAGE}/{name}.py"
+        for name in ("assembling", "patching", "modules", "dense", "lossy", "attention", "saving", "announce")
     )
 
     def __init__(self, line: int | None) -> None:
@@ -193,7 +189,7 @@ def test_a_layer_whose_originals_are_gone_says_so_and_the_model_is_whole(monkeyp
     before = _State(model)
     rounded = torch_mesh.unpatch(torch_mesh.patch(copy.deepcopy(model), weights="int4"), lossy=True)
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "install", 3, KeyboardInterrupt, after=False)
+        _at_call(faulty, assembling, "install", 3, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match="originals of 2 layers.*rounded to int4.*load the model anew"),
             pytest.raises(KeyboardInterrupt),
@@ -221,7 +217,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
     expected = _logits(reference, ids)
     with monkeypatch.context() as faulty:
         faulty.setattr(undo, "available_bytes", lambda: 1000)
-        _at_call(faulty, patching, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
+        _at_call(faulty, assembling, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
             pytest.raises(KeyboardInterrupt),
@@ -244,9 +240,14 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
 
 def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
-    fields: dict[str, Any] = {"store": tmp_path / "store", "weights": "int8", "fallback": "int4", "resident": 0.6}
+    fields: dict[str, Any] = {
+        "store": tmp_path / "store",
+        "weights": "int8",
+        "lossy": {"fallback": "int4"},
+        "resident": 0.6,
+    }
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        _at_call(faulty, assembling, "connect", 1, OSError, after=True)
         with pytest.raises(OSError, match="injected"):
             torch_mesh.patch(model, **fields)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == []
@@ -298,7 +299,7 @@ def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypat
 def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = _build(), tmp_path / "store"
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, KeyboardInterrupt, after=True)
+        _at_call(faulty, assembling, "connect", 1, KeyboardInterrupt, after=True)
         _at_call(faulty, undo, "remove_made_from", 1, PermissionError, after=False)
         with (
             pytest.warns(UserWarning, match=r"cannot be removed \(injected\). Remove .*/store "),
@@ -321,10 +322,10 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "connect", 1, OSError, after=True)
+        _at_call(faulty, assembling, "connect", 1, OSError, after=True)
         faulty.setattr(ExpertPool, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as ended:
-            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", fallback="int4")
+            torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", lossy={"fallback": "int4"})
     signal.signal(signal.SIGINT, handler)
     assert any(entry.name == "interrupted" for entry in ended.traceback)  # and not after all was closed
     assert len(closed) == 2 and [path for path in tmp_path.iterdir() if "store" in path.name] == []
@@ -333,7 +334,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 @pytest.mark.filterwarnings("error:Patching ended early")
 def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
-    _at_call(monkeypatch, patching, "attach_quantizer", 1, OSError, after=True)
+    _at_call(monkeypatch, assembling, "attach_quantizer", 1, OSError, after=True)
     with pytest.raises(UserWarning, match="Patching ended early"):
         torch_mesh.patch(model, weights="int4", resident=1.0)
     assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
@@ -344,7 +345,7 @@ def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.Monke
     before = _State(model)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, patching, "attach_quantizer", 1, OSError, after=True)
+        _at_call(faulty, assembling, "attach_quantizer", 1, OSError, after=True)
         original = undo._unpacked
 
         def interrupted(*args: Any) -> Any:
@@ -368,9 +369,9 @@ def test_a_card_that_fails_leaves_the_model_as_it_was(
     before, plain = _State(model), _logits(model, ids)
     with monkeypatch.context() as faulty:
         name, count = ("_copy_layer", 2) if rng.integers(2) else ("place", 2)
-        _at_call(faulty, gpu, name, count, MemoryError, after=bool(rng.integers(2)))
+        _at_call(faulty, placing, name, count, MemoryError, after=bool(rng.integers(2)))
         with pytest.raises(MemoryError, match="injected"):
-            torch_mesh.patch(model, gpu_experts=3, **fields)
+            torch_mesh.patch(model, gpu={"experts": 3}, **fields)
     before.check(model, freed=".experts." if fields["resident"] == 1.0 else None)
     assert torch.equal(_logits(model, ids), plain)
 
@@ -436,7 +437,7 @@ def test_a_layer_that_is_on_its_way_back_does_not_pass_for_a_patched_one(monkeyp
 def test_unpatch_that_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = _build(), _ids()
     before, plain = _State(model), _logits(model, ids)
-    torch_mesh.patch(model, resident=0.4, dense="bf16", routing_bias=0.3)
+    torch_mesh.patch(model, resident=0.4, dense="bf16", lossy={"routing_bias": 0.3})
     with monkeypatch.context() as faulty:
         _at_call(faulty, patching, "restore", 2, KeyboardInterrupt, after=False)
         with pytest.raises(KeyboardInterrupt):

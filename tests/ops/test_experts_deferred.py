@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_mesh
 from torch_mesh import _C
-from torch_mesh.counters import engine_stats
+from torch_mesh.statistics.counters import engine_stats
 
 SPEC = Spec(layers=3, experts=24)
 TOKENS, TOP_K = 6, 4

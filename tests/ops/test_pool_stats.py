@@ -12,7 +12,7 @@ from tiny_pools import OpenPool, Spec, routing
 
 import torch_mesh
 from torch_mesh import _C
-from torch_mesh.counters import engine_stats
+from torch_mesh.statistics.counters import engine_stats
 
 ops = torch.ops.torch_mesh
 

@@ -51,7 +51,6 @@ class Combination:
     hints: bool
     pins: float  # 0: no profile
     early_layers: int
-    quotas: bool
     seed: int
 
     @classmethod
@@ -74,7 +73,6 @@ class Combination:
             hints=draw.random() < 0.5,
             pins=draw.choice([0.0, 0.0, 0.2, 0.5]),
             early_layers=draw.choice([0, 0, 1, 3]),
-            quotas=draw.random() < 0.2,
             seed=draw.randrange(2**31),
         )
 
@@ -87,7 +85,6 @@ class Combination:
             "pins": self.pins,
             "early_layers": self.early_layers,
             "early_experts": 2,
-            "quotas": self.quotas,
         }
 
 

@@ -75,7 +75,8 @@ engine = open_stuck(1e6)
 _C.Engine = functools.partial(_C.Engine, faults=NEVER)
 spec = experts.spec
 geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, spec.activation)
-config = MeshConfig(io=sys.argv[2], threads=1, timeout=1e6, guard="on", stats_file=sys.argv[1] + ".jsonl")
+residency, stats = {"timeout": 1e6, "guard": "on"}, {"file": sys.argv[1] + ".jsonl"}
+config = MeshConfig(io=sys.argv[2], threads=1, residency=residency, stats=stats)
 pools = [
     ExpertPool(geometry, spec.layers, 8, config, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
     for _ in range(2)

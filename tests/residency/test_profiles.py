@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.profiles import Profile, check_profile, load_profile, pool_profile, write_profile
-from torch_mesh.stats import engines_of
+from torch_mesh.foresight.profiles import Profile, check_profile, load_profile, pool_profile, write_profile
+from torch_mesh.statistics.stats import engines_of
 from torch_mesh.store.convert import convert
 
 GOOD: dict[str, Any] = {
@@ -182,9 +182,14 @@ def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy
     expected = _decode(open_model(policy=policy))
     choices: list[dict[str, Any]] = [
         {"profile": saved},
-        {"profile": saved, "pins": 0.5},
-        {"early_layers": 2, "early_experts": 8},
-        {"profile": saved, "pins": 0.25, "early_layers": 1, "early_experts": 12, "resident": 0.1, "prefill": "window"},
+        {"profile": saved, "residency": {"pins": 0.5}},
+        {"residency": {"early_layers": 2, "early_experts": 8}},
+        {
+            "profile": saved,
+            "residency": {"pins": 0.25, "early_layers": 1, "early_experts": 12},
+            "resident": 0.1,
+            "prefill": "window",
+        },
     ]
     for fields in choices:
         model = open_model(policy=policy, **fields)
@@ -192,17 +197,17 @@ def test_the_output_is_the_same_to_the_bit(open_model: Open, saved: Path, policy
         [engine] = engines_of(model)
         engine.validate()
         stats = torch_mesh.stats(model)
-        kept = fields.keys() & {"pins", "early_layers"}
-        assert bool(stats.kept_accesses) == bool(kept)
-        assert ("experts are kept" in str(stats)) == bool(kept)
-        assert 2 * stats.kept <= stats.slots and bool(stats.kept) == bool(kept)
+        kept = "residency" in fields
+        assert bool(stats.kept_accesses) == kept
+        assert ("experts are kept" in str(stats)) == kept
+        assert 2 * stats.kept <= stats.slots and bool(stats.kept) == kept
         if kept:
             assert stats.kept_hits <= stats.kept_accesses <= stats.accesses
             assert stats.to_dict()["kept_hit_rate"] == stats.kept_hits / stats.kept_accesses
 
 
 def test_pins_are_never_given_up(open_model: Open, saved: Path) -> None:
-    model = open_model(profile=saved, pins=0.5, policy="lru", guard="off")
+    model = open_model(profile=saved, residency={"pins": 0.5, "guard": "off"}, policy="lru")
     [engine] = engines_of(model)
     engine.drain()
     uses = load_profile(saved).uses
@@ -253,66 +258,45 @@ def test_a_layer_of_a_store_is_warmed_alone(store: Path, saved: Path) -> None:
 
 
 def test_profiles_are_of_this_process(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
-    config = MeshConfig(profile=saved, pins=0.25, early_layers=1, early_experts="4")
+    config = MeshConfig(profile=saved, residency={"pins": 0.25, "early_layers": 1, "early_experts": "4"})
     assert "profile" not in config.to_dict() and "pins" not in config.to_dict()
     assert config.to_dict()["early_experts"] == 4
     with pytest.warns(UserWarning, match="sets profile, pins, which is ignored"):
         assert MeshConfig.of_checkpoint({"quant_method": "mesh", "profile": "/etc/passwd", "pins": 0.5}).profile is None
     monkeypatch.setenv("TORCH_MESH_PROFILE", os.fspath(saved))
     monkeypatch.setenv("TORCH_MESH_PINS", "0.1")
-    assert (MeshConfig().profile, MeshConfig().pins) == (os.fspath(saved), 0.1)
+    assert (MeshConfig().profile, MeshConfig().residency.pins) == (os.fspath(saved), 0.1)
     monkeypatch.delenv("TORCH_MESH_PROFILE")
-    assert MeshConfig().replace(profile=saved).pins == MeshConfig(profile=saved).pins == 0.1
-    with pytest.raises(ValueError, match=r"pins=0\.1 needs to know .* give profile="):
+    for config in (MeshConfig().replace(profile=saved), MeshConfig(profile=saved)):
+        assert config.residency.pins == 0.1
+    with pytest.raises(ValueError, match=r"residency\.pins=0\.1 needs to know .* give profile="):
         check_profile(MeshConfig(), [])
 
 
 def test_a_copy_keeps_what_loading_has_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = MeshConfig.from_dict({"quant_method": "mesh", "resident": 0.5})
-    for name, value in (("stats_file", "x.jsonl"), ("resident", 0.25)):  # as from_pretrained does
+    for name, value in (("stats", {"file": "x.jsonl"}), ("resident", 0.25)):  # as from_pretrained does
         setattr(stored, name, value)
     monkeypatch.setenv("TORCH_MESH_RESIDENT", "0.75")
     changed = stored.replace(prefill="off")
-    assert (changed.stats_file, changed.resident, changed.prefill) == ("x.jsonl", 0.25, "off")
+    assert (changed.stats.file, changed.resident, changed.prefill) == ("x.jsonl", 0.25, "off")
     assert stored.prefill == "auto"
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"pins": 0.25}, "give profile="),
-        ({"pins": 0.6, "profile": "p"}, r"pins=0.6 .*\[0, 0.5\]"),
-        ({"pins": "half", "profile": "p"}, "pins='half'"),
-        ({"early_layers": -1}, "early_layers=-1 is not a number of layers"),
-        ({"early_experts": 1.5}, "early_experts=1.5 is not a number of experts"),
+        ({"residency": {"pins": 0.25}}, "give profile="),
+        ({"residency": {"pins": 0.6}, "profile": "p"}, r"residency.pins=0.6 .*\[0, 0.5\]"),
+        ({"residency": {"pins": "half"}, "profile": "p"}, "residency.pins='half'"),
+        ({"residency": {"early_layers": -1}}, "residency.early_layers=-1 is not a number of layers"),
+        ({"residency": {"early_experts": 1.5}}, "residency.early_experts=1.5 is not a number of experts"),
         ({"profile": ""}, "profile='' is not a file"),
     ],
 )
 def test_wrong_fields_say_what_is_allowed(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MeshConfig(**fields)
-
-
-def test_quotas_keep_a_scan_from_emptying_other_layers(tmp_path: Path) -> None:
-    trace, out = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz", tmp_path / "out.json"
-    options = ["--resident", "0.1", "--policy", "slru,belady", "--json", str(out)]
-    rates = []
-    for quotas in ([], ["--quotas"]):
-        assert main(["simulate", str(trace), *options, *quotas]) == 0
-        rates.append([row["hit_rate"] for row in json.loads(out.read_text())["rows"]])
-    (plain, bound), (shared, same_bound) = rates
-    assert plain == 0 and shared > 0.1 and bound == same_bound > shared
-
-
-def test_quotas_do_not_show_in_the_output(open_model: Open) -> None:
-    model = open_model(quotas="on", policy="lru")
-    assert "policy=lru with quotas" in repr(model)
-    assert torch.equal(_decode(model), _decode(open_model()))
-    [engine] = engines_of(model)
-    engine.resize(20)
-    engine.validate()
-    _decode(model)
-    engine.validate()
 
 
 def test_old_tokens_fade(tmp_path: Path) -> None:

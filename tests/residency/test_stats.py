@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.counters import MOST_DECODE_ROWS, Stats
+from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats
 from torch_mesh.store.convert import convert
 
 
@@ -93,7 +93,7 @@ def test_the_file_gets_a_line_every_so_many_forwards(
     open_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
     file = tmp_path / "stats.jsonl"
-    model = open_model(stats_file=file, stats_every=3)
+    model = open_model(stats={"file": file, "every": 3})
     _run(model, 2, 2)
     for lines in (1, 2):
         _run(model, 2, 1 if lines == 1 else 3)
@@ -109,7 +109,7 @@ def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrain
     file = tmp_path / "not there" / "stats.jsonl"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = open_model(stats_file=file, stats_every=1)
+        model = open_model(stats={"file": file, "every": 1})
         expected = torch_mesh.stats(model).forwards
         for _ in range(5):
             _run(model, 2)
@@ -125,7 +125,7 @@ def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrain
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_disturbs_no_forward(open_model: Callable[..., PreTrainedModel]) -> None:
-    model = open_model(stats_file="/dev/full", stats_every=1)
+    model = open_model(stats={"file": "/dev/full", "every": 1})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _run(model, 2, 3)
@@ -134,23 +134,23 @@ def test_a_full_disk_disturbs_no_forward(open_model: Callable[..., PreTrainedMod
 
 
 def test_a_checkpoint_cannot_name_a_file_to_write(tmp_path: Path) -> None:
-    config = MeshConfig(stats_file=tmp_path / "a", stats_every=7)
+    config = MeshConfig(stats={"file": tmp_path / "a", "every": 7})
     assert "stats_file" not in config.to_dict() and "stats_every" not in config.to_dict()
-    assert config.replace(resident=0.5).stats_file == str(tmp_path / "a")
+    assert config.replace(resident=0.5).stats.file == str(tmp_path / "a")
     with pytest.warns(UserWarning, match="sets resident, stats_file, which is ignored"):
         stored = MeshConfig.of_checkpoint({"quant_method": "mesh", "resident": 0.5, "stats_file": "/etc/passwd"})
-    assert (stored.resident, stored.stats_file, stored.stats_every) == ("auto", None, 100)
-    with pytest.raises(ValueError, match="stats_every=0 is not a number of forwards"):
-        MeshConfig(stats_every=0)
-    with pytest.raises(ValueError, match="stats_file=3 is not a file"):
-        MeshConfig(stats_file=3)
+    assert (stored.resident, stored.stats) == ("auto", MeshConfig().stats)
+    with pytest.raises(ValueError, match="stats.every=0 is not a number of forwards"):
+        MeshConfig(stats={"every": 0})
+    with pytest.raises(ValueError, match="stats.file=3 is not a file"):
+        MeshConfig(stats={"file": 3})
 
 
 def test_a_process_ends_well_while_it_writes(store: Path, tmp_path: Path) -> None:
     program = f"""
 import torch, torch_mesh
 from transformers import AutoModelForCausalLM
-config = torch_mesh.MeshConfig(resident=0.5, stats_file={str(tmp_path / "stats.jsonl")!r}, stats_every=1)
+config = torch_mesh.MeshConfig(resident=0.5, stats={{"file": {str(tmp_path / "stats.jsonl")!r}, "every": 1}})
 model = AutoModelForCausalLM.from_pretrained({str(store)!r}, quantization_config=config)
 for _ in range(5):
     model(input_ids=torch.tensor([[1, 2, 3]]))

@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tiny_checkpoints import tiny_model
 
 import torch_mesh
 from torch_mesh.cache import cache_folder, unnamed_folder
+from torch_mesh.config import FIELDS
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.files import locked, new_file, scratch_folder
 
@@ -151,9 +153,9 @@ def test_without_a_home_folder_an_error_says_what_to_set() -> None:
 
 def test_no_folder_is_called_after_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for field in ("store", "profile", "predictor", "stats_file"):
-        with pytest.raises(ValueError, match=f"{field}='~nobody-of-this-name/x': there is no home folder"):
-            torch_mesh.MeshConfig(**{field: "~nobody-of-this-name/x"})
-        assert getattr(torch_mesh.MeshConfig(**{field: "./~x"}), field) == "./~x"
+        with pytest.raises(ValueError, match=f"{FIELDS[field].name}='~nobody-of-this-name/x': there is no home folder"):
+            torch_mesh.MeshConfig.from_dict({field: "~nobody-of-this-name/x"})
+        assert attrgetter(FIELDS[field].name)(torch_mesh.MeshConfig.from_dict({field: "./~x"})) == "./~x"
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_folder() == Path("/somewhere/torch_mesh")
 

@@ -290,7 +290,7 @@ def _locks_without_limit() -> bool:
 
 
 def _gpu(driver: str) -> Finding:
-    """What gpu_experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton.
+    """What gpu.experts needs: a driver, a CUDA build of torch, a card of compute capability 8.0, Triton.
 
     ``driver`` is what the engine says of it, which needs its streams, events, copies and host functions.
     """
@@ -313,8 +313,8 @@ def _gpu(driver: str) -> Finding:
     found += f", Triton {triton}"
     if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
-        return Finding("GPU", "limited", f"{found}; gpu_experts needs compute capability {least}")
-    return Finding("GPU", "ok", f"{found}; MeshConfig(gpu_experts=) places experts there")
+        return Finding("GPU", "limited", f"{found}; gpu.experts needs compute capability {least}")
+    return Finding("GPU", "ok", f"{found}; MeshConfig.gpu.experts places experts there")
 
 
 def _describe_card(index: int) -> str:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
-from torch_mesh.config import FIELDS, MeshConfig, parse_size
+from torch_mesh.config import FIELDS, MeshConfig, without_links
+from torch_mesh.values import parse_size, shown
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """An option for each field of MeshConfig, ``--group-size`` for ``group_size``."""
-    group = parser.add_argument_group("how the model is opened", "fields of MeshConfig, with its defaults")
-    for name in FIELDS:
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE")
+def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = FIELDS) -> None:
+    """An option for each field of MeshConfig, or for those of ``names``: ``--group-size``, ``--gpu-experts``."""
+    group = parser.add_argument_group(
+        "how the model is opened", "fields of MeshConfig, of which docs/config.md says more"
+    )
+    for name in names:
+        field = FIELDS[name]
+        about = without_links(field.sentence).split(". ")[0].rstrip(".")
+        text = f"{about} ({field.values.words}; default: {shown(field.default)})".replace("`", "")
+        group.add_argument(_option(name), metavar="VALUE", help=text.replace("%", "%%"))
 
 
 def given_config(arguments: argparse.Namespace) -> MeshConfig:
     """The fields that were given; ValueError for a value that is not allowed."""
-    given = {name: getattr(arguments, name) for name in FIELDS}
-    return MeshConfig(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name in FIELDS if (value := getattr(arguments, name, None)) is not None}
+    return MeshConfig.from_dict({name: FIELDS[name].values.check(_option(name), given[name]) for name in given})
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:

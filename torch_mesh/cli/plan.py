@@ -13,9 +13,9 @@ from rich.filesize import decimal as format_bytes
 from rich.markup import escape
 from rich.table import Table
 
-from torch_mesh.cli.options import size
-from torch_mesh.config import DENSE, FALLBACK, GPU_PLACEMENT, GROUP_SIZES, WEIGHTS, MeshConfig, parse_size
+from torch_mesh.cli.options import add_config_arguments, given_config, size
 from torch_mesh.store.hub import outline_folder
+from torch_mesh.values import parse_size
 
 if TYPE_CHECKING:
     from torch_mesh.plan import Plan
@@ -55,27 +55,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         help="a known share of a token's experts that the next token uses too, such as 0.39 for Qwen3-30B-A3B: hits are then simulated",
     )
-    parser.add_argument("--resident", help="as MeshConfig has it: 'auto', a size, or a fraction of all experts")
-    parser.add_argument("--weights", choices=WEIGHTS, help="format of the experts' weights")
-    parser.add_argument("--fallback", choices=FALLBACK, help="format of stand-ins for cold experts (lossy)")
-    parser.add_argument("--dense", choices=DENSE, help="format of the other linear layers")
-    parser.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="weights that share one scale")
-    parser.add_argument("--workspace", help="memory for products and activations, as a size")
-    parser.add_argument(
-        "--gpu-experts",
-        help="as MeshConfig has it: 'auto', or a number of each layer (default: none without --gpu-memory)",
-    )
     parser.add_argument(
         "--gpu-memory",
         type=size,
-        help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is)",
+        help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is); with it --gpu-experts is auto by default",
     )
-    parser.add_argument("--gpu-weights", choices=WEIGHTS, help="format of the experts on the card")
-    parser.add_argument(
-        "--gpu-placement", choices=GPU_PLACEMENT, help="whether experts move to the card while the model runs"
-    )
-    parser.add_argument("--prefetch", choices=("auto", "off"), help="whether the next layer's experts are foretold")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_config_arguments(parser, _FIELDS)
     parser.set_defaults(run=run)
 
 
@@ -85,11 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_mesh.plan import find_sizes, plan
     from torch_mesh.speed import measure_speeds
 
-    given = {name: getattr(arguments, name) for name in _FIELDS if getattr(arguments, name) is not None}
-    if arguments.gpu_memory is not None:
-        given.setdefault("gpu_experts", "auto")
-    config = MeshConfig(**given)
-    card = _card(arguments.gpu_memory) if config.gpu_experts != 0 else None
+    if arguments.gpu_memory is not None and arguments.gpu_experts is None:
+        arguments.gpu_experts = "auto"
+    config = given_config(arguments)
+    card = _card(arguments.gpu_memory) if config.gpu.experts != 0 else None
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
     with outline_folder(arguments.model) as (folder, present):

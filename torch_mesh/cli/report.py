@@ -14,7 +14,7 @@ from rich.table import Table
 from torch_mesh.cli.options import positive
 
 if TYPE_CHECKING:
-    from torch_mesh.stats_report import Report, Run
+    from torch_mesh.statistics.report import Report, Run
 
 _WIDTH = 160
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "report",
         help="summarise the statistics that a model has written",
-        description="Reads files that MeshConfig(stats_file=...) named: hits, reads and waits by layer, by phase and over time. "
+        description="Reads files that MeshConfig.stats.file named: hits, reads and waits by layer, by phase and over time. "
         "Each run of a process is summarised by itself.",
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the reports; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.stats_report import read_report
+    from torch_mesh.statistics.report import read_report
 
     reports = [read_report(path, arguments.stretches) for path in arguments.files]
     _print(reports, Console(width=_WIDTH))
@@ -74,8 +74,8 @@ def _span(run: Run) -> str:
 
 
 def _over_time(run: Run) -> Table:
-    from torch_mesh.counters import PHASES, Stats
-    from torch_mesh.watch import RATES, layer_bars, rate_cells
+    from torch_mesh.statistics.counters import PHASES, Stats
+    from torch_mesh.statistics.watch import RATES, layer_bars, rate_cells
 
     table = Table("from", "phase", *RATES, "hit rate by layer", title="over time", title_justify="left")
     for stretch in run.stretches:

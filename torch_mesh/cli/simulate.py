@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.config import parse_size
-from torch_mesh.counters import percent
-from torch_mesh.profiles import load_profile
-from torch_mesh.simulation import BOUND, Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.profiles import load_profile
+from torch_mesh.foresight.simulation import Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.traces import Trace, load_trace
+from torch_mesh.statistics.counters import percent
 from torch_mesh.synthetic import synthetic_trace
-from torch_mesh.traces import Trace, load_trace
+from torch_mesh.values import parse_size
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,7 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
     parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
-    parser.add_argument("--quotas", action="store_true", help="a policy and a quota for each layer")
     parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="of all weights but the experts")
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
@@ -77,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
             pins=pins,
             early_layers=arguments.early_layers,
             early_experts=arguments.early_experts,
-            quotas=arguments.quotas and policy != BOUND,
         )
         for trace in _traces(arguments)
         for resident in _fractions(arguments.resident, "--resident")

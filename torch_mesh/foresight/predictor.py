@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import MeshError
-from .families import ExpertsLayer, find_experts, find_router
-from .files import new_file
-from .memory import available_bytes
-from .store.header import encode_header, read_header, store_error
+from ..errors import MeshError
+from ..families import ExpertsLayer, find_experts, find_router
+from ..files import new_file
+from ..memory import available_bytes
+from ..store.header import encode_header, read_header, store_error
 
 FORMAT = "torch_mesh predictor 1"
 # How many tokens, for each hidden channel, weigh as much as the router does from which the fit starts: docs/decisions/0024.

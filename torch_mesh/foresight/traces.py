@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .errors import MeshError
-from .families import find_experts, find_router, why_no_router
-from .files import new_file
+from ..errors import MeshError
+from ..families import find_experts, find_router, why_no_router
+from ..files import new_file
 from .predictor import load_predictor
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros

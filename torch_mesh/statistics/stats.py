@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from . import _C
+from .. import _C
+from ..errors import MeshError
+from ..foresight.profiles import Profile, write_profile
+from ..modules import patched_modules
+from ..ops.device import SharedDevice
+from ..pool import ExpertPool
 from .counters import DeviceCounters, Stats, engine_stats
-from .errors import MeshError
-from .modules import patched_modules
-from .ops.device import SharedDevice
-from .pool import ExpertPool
-from .profiles import Profile, write_profile
 
 
 def stats(model: nn.Module) -> Stats:
@@ -68,7 +68,7 @@ def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
 
 
 def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
-    """For each of them, that of its stand-ins; None where ``fallback`` is off."""
+    """For each of them, that of its stand-ins; None where ``lossy.fallback`` is off."""
     return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import MeshConfig
-from .families import ExpertsLayer, find_router, why_no_router
+from ..config import MeshConfig
+from ..families import ExpertsLayer, find_router, why_no_router
 from .predictor import FittedRouter, load_predictor
 
 

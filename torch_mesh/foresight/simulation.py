@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from . import _C
+from .. import _C
 from .profiles import Profile
 from .traces import Trace
 
@@ -82,14 +82,13 @@ def simulate(
     pins: float = 0.0,
     early_layers: int = 0,
     early_experts: int = 0,
-    quotas: bool = False,
     hardware: Hardware | None = None,
 ) -> Row:
     """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
 
     ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
     are asked of ``predictor`` ahead of each layer, top_k by default. ``profile``,
-    ``pins``, ``early_layers``, ``early_experts`` and ``quotas`` as in MeshConfig. Tokens per second are those of the virtual clock: a layer
+    ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig's ``residency``. Tokens per second are those of the virtual clock: a layer
     takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
@@ -118,7 +117,6 @@ def simulate(
         pins=pins,
         early_layers=early_layers,
         early_experts=early_experts,
-        quotas=quotas,
     )
     first, stop = trace.prompt_range(prompts)
     begin, end = int(trace.offsets[first]), int(trace.offsets[stop])

@@ -7,10 +7,10 @@ import os
 import time
 import warnings
 
-from . import _C
-from .background import BackgroundThread
+from .. import _C
+from ..background import BackgroundThread
+from ..errors import PoolClosedError
 from .counters import engine_stats
-from .errors import PoolClosedError
 
 # How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from . import _C
+from .. import _C
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 # A forward of a layer with more rows than this is prefill, any other decode.
@@ -39,7 +39,7 @@ class Counters:
     kept_hits: int = 0
     deferred: int = 0  # was not resident, and was used one MoE layer later
     rerouted: int = 0  # choices of tokens that went to a resident expert instead; no accesses
-    stand_ins: int = 0  # of the accesses: to records of ``fallback``'s format, resident or not
+    stand_ins: int = 0  # of the accesses: to records of ``lossy.fallback``'s format, resident or not
     prefetches: int = 0  # reads queued before any forward asked
     prefetches_used: int = 0  # of those: a forward came for the expert
     prefetches_wasted: int = 0  # of those: evicted, or failed, before any forward came
@@ -137,7 +137,7 @@ class DeviceCounters:
     )
     failed: int = 0  # of the calls: the output was NaN, and the error is raised later
     streamed: int = 0  # experts that came up for prompts
-    moved: int = 0  # experts that came up to stay, under gpu_placement="dynamic"
+    moved: int = 0  # experts that came up to stay, under gpu.placement="dynamic"
     moves_failed: int = 0  # reads that ended in an error on the way
     bytes_down: int = 0  # hidden states, ids and routing weights
     bytes_up: int = 0  # sums
@@ -173,7 +173,7 @@ class Stats(PhaseCounters):
     device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
     lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
     # Why the experts of a layer's next one are not foretold, and the layers of which that is so; empty: all are, or nobody wants
-    # them to be. None: not known, as in a ``stats_file``, which counts a pool and knows no modules.
+    # them to be. None: not known, as in a ``stats.file``, which counts a pool and knows no modules.
     no_lookahead: Mapping[str, tuple[int, ...]] | None = None
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
@@ -235,7 +235,7 @@ def engine_stats(
 ) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
-    ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``fallback`` beside them, None where an engine
+    ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``lossy.fallback`` beside them, None where an engine
     has none: what they did is added to its counters, but for the numbers of slots, which are its own.
     ``device``: what their GPUs counted.
     """

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ..errors import MeshError
 from .counters import PHASES, Counters, Stats, engine_stats, percent
-from .errors import MeshError
 from .stats import engines_of, lossy_of, stand_ins_of
 
 RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "wasted")

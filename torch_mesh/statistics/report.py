@@ -1,4 +1,4 @@
-"""What a file of statistics says: the lines that ``stats_file`` has got, read back, and cut into runs and stretches of time."""
+"""What a file of statistics says: the lines that ``stats.file`` has got, read back, and cut into runs and stretches of time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
-from .errors import MeshError
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
@@ -59,7 +59,7 @@ class _Place:
 
 
 def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
-    """Reads a file that ``MeshConfig(stats_file=...)`` named, and cuts each of its runs into at most ``stretches``.
+    """Reads a file that ``MeshConfig.stats.file`` named, and cuts each of its runs into at most ``stretches``.
 
     A line that is cut short, as a full disk or a killed process leaves it, is left out and counted. MeshError for a file that
     holds anything else than statistics, saying which line; OSError if it cannot be read.
@@ -68,7 +68,7 @@ def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
     with path.open("rb") as file:
         places, damaged = _places(path, file)
         if not places:
-            raise MeshError(f"{path} holds no line of statistics: give a file that MeshConfig(stats_file=...) named.")
+            raise MeshError(f"{path} holds no line of statistics: give a file that MeshConfig.stats.file named.")
         runs = tuple(_run(path, file, run, stretches) for run in _split(places, lambda a, b: b.forward <= a.forward))
     return Report(path, runs, tuple(damaged))
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .config import MeshConfig, pins_without_profile
-from .errors import MeshError
-from .families import ExpertsLayer
-from .files import new_file
+from ..config import MeshConfig, pins_without_profile
+from ..errors import MeshError
+from ..families import ExpertsLayer
+from ..files import new_file
 from .traces import Trace
 
 FORMAT = "torch_mesh profile"
@@ -135,8 +135,8 @@ def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
     ValueError for pins without one.
     """
     if config.profile is None:
-        if config.pins > 0:
-            raise ValueError(pins_without_profile(config.pins))
+        if config.residency.pins > 0:
+            raise ValueError(pins_without_profile(config.residency.pins))
     else:
         profile = load_profile(config.profile)
         check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))

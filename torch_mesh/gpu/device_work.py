@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .errors import MeshError
-from .modules import patched_modules
-from .ops.device import SharedDevice, find
-from .stats import shared_devices_of
+from ..errors import MeshError
+from ..modules import patched_modules
+from ..ops.device import SharedDevice, find
+from ..statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:
@@ -54,7 +54,7 @@ def capture_batch_sizes(model: nn.Module) -> list[int]:
 
 
 def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
-    """Moves experts to the GPUs of their layers and back, for models with ``gpu_placement="dynamic"``; returns how many moved up.
+    """Moves experts to the GPUs of their layers and back, for models with ``gpu.placement="dynamic"``; returns how many moved up.
 
     With ``here``, bool [layers, experts], just those are there afterwards; the call waits until they are. Without, it is what each eager
     forward of a model does at its beginning: the next step of what routing asks for, without waiting; call it between replays of
@@ -66,7 +66,7 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
     if not devices:
         raise MeshError(
             "no experts of this model move: its placement is static, or all of them are on the GPU. Patch it with "
-            "gpu_placement='dynamic' and fewer gpu_experts."
+            "gpu.placement='dynamic' and fewer gpu.experts."
         )
     if here is None:
         return sum(device.mover.step(device.stream()) for device in devices if device.mover is not None)
@@ -103,6 +103,6 @@ def _devices(model: nn.Module) -> list[SharedDevice]:
     if not devices:
         raise MeshError(
             f"{type(model).__name__} has no experts on a GPU: nothing of it is under way there, and nothing of it can be captured. "
-            "See MeshConfig(gpu_experts=)."
+            "See MeshConfig.gpu.experts."
         )
     return devices

@@ -1,0 +1,41 @@
+"""Writes docs/config.md, the reference of MeshConfig's fields, from torch_mesh/config.py."""
+
+import re
+from pathlib import Path
+
+from torch_mesh.config import FIELDS, GROUPS
+from torch_mesh.values import shown
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+_HEAD = """\
+# MeshConfig
+`python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them.
+
+```python
+config = torch_mesh.MeshConfig(resident="8GiB", gpu={"experts": 8})
+config.resident, config.gpu.experts
+```
+Fields of a group are given as a mapping, and read as attributes. An argument beats the environment, that beats the checkpoint's config, that beats the
+default. A checkpoint's config.json may set what is marked so, and no other field: those are of this machine, and a file that names one is warned
+of. There a group's field has the name of its variable: `early_layers`. So have the options of `torch-mesh`: `--gpu-experts 8`.
+"""
+
+
+def page() -> str:
+    """The text of docs/config.md."""
+    parts = [_HEAD]
+    for name in [None, *GROUPS]:
+        if name is not None:
+            about = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", GROUPS[name].kind.__doc__ or "")
+            parts.append(f"\n## {name}\n{about}\n")
+        parts.append("\n| field | values | default | environment | checkpoint | |\n|---|---|---|---|---|---|\n")
+        for field in FIELDS.values():
+            if field.group == name:
+                cells = [f"`{field.name}`", field.values.words, shown(field.default), f"`{field.variable}`"]
+                cells += ["may set it" if field.of_checkpoint else "", field.sentence]
+                parts.append(f"| {' | '.join(cells)} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,207 @@
+"""How a model's experts come into a pool: the one sequence of ``patch``, ``from_pretrained`` and ``Experts.from_store``.
+
+What differs between them is an ``Origin``. A mode is a check in ``check`` or at the head of ``assemble``, and a step below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from . import _C
+from .announce import announce
+from .attention import check_attention, take_attention
+from .config import MeshConfig
+from .dense import dense_bytes, pack_dense
+from .fallback import check_fallback, split_pool
+from .families import ExpertsLayer, common_geometry
+from .foresight.lookahead import check_predictor, connect
+from .foresight.profiles import check_profile
+from .gpu.choosing import check_gpu_weights, choose_experts
+from .gpu.placement import Placement
+from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
+from .left_alone import announce_left_alone
+from .lossy import check_lossy, make_lossy
+from .modules import install
+from .other_format import Records, open_other
+from .packed_weight import device_of
+from .pool import ExpertPool, least_slots, pool_slots
+from .saving import PatchedModelQuantizer, attach_quantizer
+from .undivided import check_forwards
+from .undo import Undo, undone_on_error
+
+
+class Origin:
+    """Where the experts of a model come from.
+
+    ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers`` layers, of which the
+    model's are ``places``; ``resident`` is a share of ``counted`` layers.
+    """
+
+    undo: Undo
+    weights: str
+    group_size: int
+    exact: bool
+    layers: int
+    counted: int
+    places: Sequence[int]
+    only_format: str | None = (
+        None  # the one that other formats would have to be made of, where the originals are not at hand
+    )
+    freed: int = 0  # bytes that the model gives back when the pool is there
+    staging: int = 0  # bytes that reading takes beside a pool
+
+    def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
+        """The experts in ``weights``, to be opened within: whoever has its files open keeps them."""
+        raise NotImplementedError
+
+    def check_other(self, weights: str) -> None:
+        """Raises StoreError where a second pool cannot have records in another format."""
+
+    def stays_in_memory(self, slots: int) -> bool:
+        """Whether ``slots`` hold all that there is, and are filled with what the model has in its parameters."""
+        return False
+
+
+class OfRecords(Origin):
+    """Experts that are read from where their records are; their model is nobody's yet."""
+
+    def __init__(self, exact: bool, only_format: str | None = None) -> None:
+        self.undo = Undo()
+        self.exact = exact
+        self.only_format = only_format
+
+    def set_records(self, records: Records) -> None:
+        """Those in the pool's format."""
+        self._records = records
+        self.weights, self.group_size = records.weights, records.group_size
+        self.layers = self.counted = records.layers
+        self.places = records.places
+        self.staging = _C.Source(**records.source_arguments).staging_bytes
+
+    @property
+    def stored(self) -> bool:
+        """Whether a store has them."""
+        return self._records.store is not None
+
+    def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
+        return contextlib.nullcontext(self._records if weights == self.weights else self.other_records(weights))
+
+    def other_records(self, weights: str) -> Records:
+        """Those in another format: found, or made."""
+        raise NotImplementedError
+
+
+def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin) -> None:
+    """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
+    check_attention(model, config)
+    check_predictor(layers, config)
+    check_profile(config, layers)
+    check_lossy(model, layers, config)
+    check_fallback(model, layers, config, origin.weights)
+    check_gpu_weights(config, origin.only_format)
+
+
+def assemble(
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    config: MeshConfig,
+    origin: Origin,
+    quantizer: PatchedModelQuantizer,
+) -> None:
+    """Patches a model that has passed ``check``, and all of whose weights but those of ``origin`` are where they stay.
+
+    Whatever refuses does so before the first step; an error or Ctrl-C in a later one is for ``origin.undo``.
+    """
+    check_forwards(layers)
+    check_predictor(layers, config, model)
+    placement = choose_experts(model, layers, config, origin.weights, origin.group_size, origin.layers, origin.places)
+    for_pool = placement.adjusted(config)
+    if placement.needs_pool(origin.weights):
+        origin.check_other(placement.weights)
+    slots, stand_ins = _choose_slots(model, layers, config, origin, placement)
+    with undone_on_error(origin.undo) as undo:
+        pack_dense(model, layers, config)  # before the pool, which takes what memory is left
+        gpu_pool = None
+        if placement.needs_pool(origin.weights):
+            with origin.records(placement.weights) as others:
+                gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
+        pool = _open_pool(layers, for_pool, origin, placement, slots, stand_ins)
+        for layer, place in zip(layers, origin.places, strict=True):
+            device = device_of(layer.module)
+            if pool.in_memory:
+                for expert in range(layer.num_experts):
+                    pool.fill(place, expert, layer.expert(expert))
+            install(layer, pool, place)
+            if pool.in_memory:
+                undo.free(layer, device)
+        if not pool.in_memory:
+            connect(model, layers, config)
+        make_lossy(model, layers, config)
+        take_attention(model, config)
+        move_experts(layers, pool, placement, gpu_pool)
+        announce_left_alone(model, layers)
+        attach_quantizer(model, quantizer)
+        announce(model, config)
+
+
+def _choose_slots(
+    model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin, placement: Placement
+) -> tuple[int, int]:
+    """How many experts are resident, and how many stand-ins for others."""
+    packed: Any = {"weights": origin.weights, "group_size": origin.group_size}
+    dense_freed, dense_taken = dense_bytes(model, layers, config)
+    kept = origin.undo.keeps_originals  # until the pool is there
+    slots = pool_slots(
+        layers,
+        config,
+        stored_layers=origin.counted,
+        **packed,
+        freed=origin.freed + (dense_freed if kept else 0),
+        regained=0 if kept else dense_freed,
+        staging=origin.staging + gpu_pool_bytes(layers, placement, origin.weights, config) + dense_taken,
+    )
+    if not origin.stays_in_memory(slots):
+        slots = placement.cpu_slots(slots, origin.layers * layers[0].num_experts, least_slots(layers))
+    return split_pool(layers, config, slots, stored_layers=origin.layers, **packed)
+
+
+def _open_pool(
+    layers: Sequence[ExpertsLayer],
+    config: MeshConfig,
+    origin: Origin,
+    placement: Placement,
+    slots: int,
+    stand_ins: int,
+) -> ExpertPool:
+    fixed: Any = {
+        "weights": origin.weights,
+        "group_size": origin.group_size,
+        "exact": origin.exact,
+        "least_slots": least_slots(layers),
+    }
+    geometry = common_geometry(layers)
+    if origin.stays_in_memory(slots):
+        return origin.undo.closing(ExpertPool(geometry, origin.layers, slots, config, **fixed))
+    fallback = None
+    if stand_ins > 0:
+        with origin.records(config.lossy.fallback) as low:
+            fallback = open_other(layers, config, low, slots=stand_ins, least_slots=least_slots(layers))
+            origin.undo.closing(fallback)
+    with origin.records(origin.weights) as records:
+        pool = ExpertPool(
+            geometry,
+            records.layers,
+            slots,
+            config,
+            **fixed,
+            source=_C.Source(**records.source_arguments),
+            places=records.places,
+            fallback=fallback,
+            elsewhere=placement.elsewhere(records.layers, records.places),
+            store=records.store,
+        )
+        return origin.undo.closing(pool)

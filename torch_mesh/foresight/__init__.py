@@ -1,0 +1,1 @@
+"""Which experts a model is going to use: told by routers, fitted, profiled, recorded, simulated."""

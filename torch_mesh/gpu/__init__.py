@@ -1,0 +1,1 @@
+"""Experts on GPUs: how many fit, which ones, putting them there, and what forwards have under way there."""

@@ -1,0 +1,191 @@
+"""Which experts of a model go to the GPUs that its layers are on, by its config, its profile and the free memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ..config import LEAST_CAPABILITY, MeshConfig
+from ..errors import MeshError, UnsupportedModelError
+from ..families import ExpertsLayer
+from ..foresight.profiles import check_fits, load_profile
+from ..other_format import BITS
+from ..packed_weight import device_of
+from ..pool import record_bytes
+from ..store.convert import checked_group_size
+from .placement import Placement, from_counts, given_experts
+from .planning import BY_PROJECTION, plan_gpu
+
+
+@dataclass(frozen=True)
+class _RecordSizes:
+    """Bytes of one expert's record: as it lies on a card, and as prompts bring others up."""
+
+    there: int
+    up: int
+
+
+def format_on_gpu(config: MeshConfig, weights: str) -> str:
+    """Of experts that are in ``weights`` in memory."""
+    return weights if config.gpu.weights == "auto" else config.gpu.weights
+
+
+def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
+    """Raises ValueError for ``gpu.weights`` that nothing is placed in, or that the only records at hand, ``stored``, cannot give."""
+    if config.gpu.weights == "auto":
+        return
+    given = f"gpu.weights={config.gpu.weights!r}"
+    if config.gpu.experts == 0:
+        raise ValueError(f"{given} says how experts lie on a GPU, and gpu.experts gives it none: set gpu.experts.")
+    if stored is not None and config.gpu.weights != stored and BITS[config.gpu.weights] >= BITS[stored]:
+        raise ValueError(
+            f"{given} has no fewer bits than the {stored} of this converted checkpoint, and would be no more precise: give a format of fewer "
+            f"bits, 'auto', or the original checkpoint with weights={stored!r} and store= naming this one."
+        )
+
+
+def choose_experts(
+    model: nn.Module,
+    layers: Sequence[ExpertsLayer],
+    config: MeshConfig,
+    weights: str,
+    group_size: int,
+    stored_layers: int | None = None,
+    places: Sequence[int] | None = None,
+) -> Placement:
+    """What ``config.gpu.experts`` comes to for this model, where it is now.
+
+    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, and those of the model at ``places``, if
+    they are not all its own. So has ``config.profile``.
+
+    Raises MeshError where experts are asked for that cannot be placed (no GPU, no Triton), UnsupportedModelError for a family
+    whose experts run by projection, ValueError for a mask or number that does not fit the model, MemoryError for more than
+    the device holds. "auto" takes none instead, and says so where the model is on a GPU.
+    """
+    devices = tuple(layer_device(model, layer) for layer in layers)
+    experts = layers[0].num_experts
+    wanted = config.gpu.experts
+    there = format_on_gpu(config, weights)
+    size = _RecordSizes(
+        there=record_bytes(layers, there, checked_group_size(there, config.group_size)),
+        up=record_bytes(layers, weights, group_size),
+    )
+    uses = _uses(config, stored_layers or len(layers), layers, places)
+    if wanted == "auto":
+        here = from_counts(_automatic_counts(layers, devices, size, config), experts, uses)
+    else:
+        here = given_experts(config, len(layers), experts, uses)
+    placement = Placement(here, devices, there, config.gpu.streaming, config.gpu.placement == "dynamic")
+    if placement.dynamic and placement.count == 0 and wanted != "auto":
+        raise ValueError(
+            "gpu.placement='dynamic' moves experts among slots on a GPU, and gpu.experts gives it none: set gpu.experts."
+        )
+    if placement.count > 0:
+        _check_possible(layers, placement, size)
+    return placement
+
+
+def _uses(
+    config: MeshConfig, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
+) -> npt.NDArray[np.int64] | None:
+    """Of each layer's experts by the config's profile, [layers, experts]. Raises MeshError for one of another model."""
+    if config.profile is None or config.gpu.experts == 0:
+        return None
+    profile = load_profile(config.profile)
+    top_k = max(layer.top_k for layer in layers)
+    check_fits(profile, config.profile, stored_layers, layers[0].num_experts, top_k)
+    return profile.uses[list(range(len(layers)) if places is None else places)]
+
+
+def _automatic_counts(
+    layers: Sequence[ExpertsLayer], devices: Sequence[torch.device], size: _RecordSizes, config: MeshConfig
+) -> list[int]:
+    counts = [0] * len(layers)
+    usable = [device for device in dict.fromkeys(devices) if _holds_experts(device)]
+    if usable and (obstacle := _obstacle(layers, usable)):
+        warnings.warn(f"gpu.experts='auto' places none: {obstacle}", stacklevel=5)
+        return counts
+    for device in usable:
+        its_own = [index for index, where in enumerate(devices) if where == device]
+        free, total = _device_memory(device)
+        free += sum(_bytes_on(layers[index], device) for index in its_own)  # which patching gives back
+        plan = plan_gpu(
+            free,
+            total,
+            len(its_own),
+            layers[0].num_experts,
+            max(layer.top_k for layer in layers),
+            size.there,
+            size.up,
+            config.gpu.streaming != "off",
+            config.gpu.placement == "dynamic",
+        )
+        if plan.status == "too small":
+            warnings.warn(f"gpu.experts='auto' places none on {device}: {plan.advice}", stacklevel=5)
+        for index, count in zip(its_own, plan.counts, strict=True):
+            counts[index] = count
+    return counts
+
+
+def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: _RecordSizes) -> None:
+    if obstacle := _obstacle(layers, placement.devices):
+        raise UnsupportedModelError(f"gpu.experts cannot be had here: {obstacle}")
+    for device in dict.fromkeys(placement.devices):
+        wanted = placement.count_on(device)
+        if wanted == 0:
+            continue
+        if not _holds_experts(device):
+            raise MeshError(
+                f"gpu.experts names experts of layers that are on {device}: experts go where their layer is when it is patched. "
+                "Pass device_map='cuda' to from_pretrained, or move the model before torch_mesh.patch."
+            )
+        free = _device_memory(device)[0]
+        free += sum(
+            _bytes_on(layer, where) for layer, where in zip(layers, placement.devices, strict=True) if where == device
+        )
+        needed = placement.slots_on(device) * size.there + 2 * placement.batch_on(device) * size.up
+        if needed > free:
+            raise MemoryError(
+                f"gpu.experts needs {needed:,} bytes for {wanted} experts and others on their way, but {device} has {free:,} "
+                "left: give fewer, or 'auto'."
+            )
+
+
+def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -> str:
+    """Why no GPU can compute these experts, or nothing."""
+    if layers[0].fused_activation is None:
+        return BY_PROJECTION
+    if importlib.util.find_spec("triton") is None:
+        return "there is no triton, which CUDA builds of torch bring along: pip install triton."
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+            return (
+                f"{device} has compute capability {found[0]}.{found[1]}, and the kernels need {LEAST_CAPABILITY[0]}.0."
+            )
+    return ""
+
+
+def _holds_experts(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes. What torch's allocator has reserved and not handed out is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+def layer_device(model: nn.Module, layer: ExpertsLayer) -> torch.device:
+    """Where a layer computes: that of its experts or, when those are nowhere, of its router, or of the model."""
+    return device_of(layer.module, model.get_submodule(layer.path.rpartition(".")[0]), model)
+
+
+def _bytes_on(layer: ExpertsLayer, device: torch.device) -> int:
+    return sum(parameter.nbytes for parameter in layer.parameters.values() if parameter.device == device)

@@ -1,0 +1,87 @@
+"""What bringing an expert up and computing it cost, by which prompts choose what comes up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from .. import _C
+from ..ops.device import DeviceLayer, SharedDevice
+from ..ops.streaming import Costs
+from ..pool import ExpertPool
+
+# Rows of an expert by which the CPU's time is measured, beside one.
+_MANY_ROWS = 32
+
+
+def streaming_costs(
+    pool: ExpertPool, layer: DeviceLayer, shared: SharedDevice, streaming: str | tuple[float, float, float]
+) -> Costs:
+    """By which prompts choose what comes up: as given, or measured with ``layer``'s experts."""
+    if not isinstance(streaming, str):
+        return Costs(*streaming)
+    uplift = shared.uplift
+    assert uplift is not None
+    cold = (~layer.here).nonzero().flatten()[: min(uplift.batch, pool.slots)].tolist()
+
+    def bring() -> None:
+        with torch.cuda.device_of(layer.records), uplift.turn(shared.stream()) as turn:
+            turn.bring(layer.index, cold)
+        if shared.device.type == "cuda":
+            torch.cuda.synchronize(shared.device)
+
+    copy = _seconds(bring) / len(cold)
+    one, many = _expert_seconds(pool, layer.index, cold)
+    if not pool.in_memory:  # nobody has asked for them
+        torch.ops.torch_mesh.evict(pool.handle(layer.index), torch.tensor(cold))
+    row = max(0.0, many - one) / (_MANY_ROWS - 1)
+    return Costs(copy, row, max(0.0, one - row))
+
+
+def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[float, float]:
+    """What the CPU takes for an expert of one row and of ``_MANY_ROWS``, in a pool apart: neither heat nor a profile shall know of it."""
+    shape, count = pool.geometry, len(experts)
+    engine = _C.Engine(
+        layers=1,
+        experts=count,
+        format=pool.weights,
+        group_size=pool.group_size,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        gated=shape.has_gate,
+        bias=shape.has_bias,
+        activation=shape.activation,
+        slots=count,
+        policy="lru",
+        verify="never",
+        io="threads",
+        threads=pool.threads,
+        workspace=pool.workspace,
+        timeout=pool.timeout,
+        source=None,
+    )
+    try:
+        for place, expert in enumerate(experts):
+            engine.fill(0, place, pool.engine.read_record(layer, expert))
+        handle = torch.tensor([engine.id, 0, engine.generation])
+
+        def seconds(rows: int) -> float:
+            ids = torch.arange(count).repeat(rows).unsqueeze(1)
+            x, weights = torch.ones((len(ids), shape.hidden), dtype=torch.bfloat16), torch.ones(ids.shape)
+            return _seconds(lambda: torch.ops.torch_mesh.experts(x, ids, weights, handle)) / count
+
+        return seconds(1), seconds(_MANY_ROWS)
+    finally:
+        engine.close()
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The least of three, after one that is not counted."""
+    taken = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return min(taken[1:])

@@ -1,0 +1,1 @@
+"""What pools have done: counted, shown, written to a file and read back."""

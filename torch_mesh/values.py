@@ -1,0 +1,197 @@
+"""What the fields of MeshConfig may be: in words, and as a check."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+# Those of the extension, without which `torch-mesh doctor` has to run.
+MOST_THREADS = 1024
+LONGEST_TIMEOUT = 1e9  # seconds
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)", re.ASCII)
+_MOST_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
+
+
+def parse_size(value: str | int, field: str) -> int:
+    """Bytes of a size such as ``"8GiB"``, ``"500 mb"`` or ``1 << 30``; ValueError names ``field`` and what is allowed."""
+    size = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip().lower())
+        if match and match[2] in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2]])
+    if size > _MOST_BYTES:
+        raise ValueError(
+            f"{field}={value!r} is more than any machine has: give at most {_MOST_BYTES} bytes (1048576 TiB)."
+        )
+    if size > 0:
+        return size
+    raise ValueError(
+        f"{field}={value!r} is not a size: give bytes or a number with a unit among KiB, MiB, GiB, TiB, KB, MB, GB, TB."
+    )
+
+
+@dataclass(frozen=True)
+class Values:
+    """``words`` for people; ``check(name, value)`` returns the value as a field has it, or raises ValueError about ``name``."""
+
+    words: str
+    check: Callable[[str, Any], Any]
+
+
+def one_of(*allowed: str | int) -> Values:
+    def check(name: str, value: Any) -> Any:
+        for entry in allowed:
+            if value == entry if isinstance(entry, str) else str(value).strip() == str(entry):
+                return entry
+        raise ValueError(f"{name}={value!r} is unknown; it is one of {', '.join(map(repr, allowed))}.")
+
+    return Values(", ".join(shown(entry) for entry in allowed), check)
+
+
+def count(of: str, least: int = 0, give: str = "0 or a positive number") -> Values:
+    def check(name: str, value: Any) -> int:
+        if (number := _whole(value)) is None or number < least:
+            raise ValueError(f"{name}={value!r} is not a number of {of}: give {give}.")
+        return number
+
+    return Values(f"a number of {of}", check)
+
+
+def share(most: float, words: str) -> Values:
+    def check(name: str, value: Any) -> float:
+        number = _real(value)
+        if number is None or not 0 <= number <= most:
+            raise ValueError(f"{name}={value!r} is not {words}.")
+        return number
+
+    return Values(f"a number in [0, {most}]", check)
+
+
+def path(kind: str) -> Values:
+    def check(name: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+            raise ValueError(f"{name}={value!r} is not a {kind}: give a path, or None.")
+        expanded = os.path.expanduser(os.fspath(value))
+        if expanded.startswith("~"):
+            raise ValueError(
+                f"{name}={value!r}: there is no home folder for that; give a path without ~, or one that begins with ./~"
+            )
+        return expanded
+
+    return Values(f"a {kind}, or none", check)
+
+
+@partial(Values, '`"auto"`, a size such as `"8GiB"`, bytes, or a fraction of all experts in (0, 1]')
+def resident(name: str, value: Any) -> str | float:
+    if value == "auto":
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[01]?\.\d+|[01]", value.strip()):
+        value = float(value)
+    if isinstance(value, float) or (value == 1 and not isinstance(value, bool)):
+        if 0 < value <= 1:
+            return float(value)
+        raise ValueError(f"{name}={value!r} is not a fraction of all experts: it must be in (0, 1].")
+    try:
+        parse_size(value, name)
+    except ValueError as error:
+        raise ValueError(f"{error} Or a fraction of all experts in (0, 1], or 'auto'.") from None
+    return value
+
+
+@partial(Values, 'a size such as `"256MiB"`, or bytes')
+def size(name: str, value: Any) -> str | int:
+    parse_size(value, name)
+    return value
+
+
+@partial(Values, f'`"auto"`, or 1 to {MOST_THREADS}')
+def threads(name: str, value: Any) -> str | int:
+    if value == "auto":
+        return value
+    number = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", number):
+        raise ValueError(f"{name}={value!r} is not a number of threads: give a positive number or 'auto'.")
+    if len(number) > 9 or int(number) > MOST_THREADS:
+        raise ValueError(
+            f"{name}={value!r} is more than an engine takes: give 1 to {MOST_THREADS}, or 'auto' for as many as torch uses."
+        )
+    return int(number)
+
+
+@partial(Values, f"0.001 to {LONGEST_TIMEOUT:.0f} seconds")
+def seconds(name: str, value: Any) -> float:
+    number = _real(value)
+    if number is None or not 0 < number < float("inf"):
+        raise ValueError(f"{name}={value!r} is not a time-out: give a positive number of seconds.")
+    if not 1e-3 <= number <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"{name}={value!r} is not a time-out: give 0.001 to {LONGEST_TIMEOUT:.0f} seconds, which are 31 years."
+        )
+    return number
+
+
+class _Mask(tuple[tuple[bool, ...], ...]):
+    def __repr__(self) -> str:
+        return f"<mask [{len(self)}, {len(self[0])}]>"
+
+
+@partial(Values, 'a number of each layer, `"auto"`, or a bool mask [layers, experts]')
+def placed_experts(name: str, value: Any) -> str | int | tuple[tuple[bool, ...], ...]:
+    if isinstance(value, str) and value == "auto":  # a mask would compare element by element
+        return value
+    if isinstance(value, int | str) and (number := _whole(value)) is not None:
+        return number
+    rows = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, list | tuple) and row for row in rows):
+        same = len({len(row) for row in rows}) == 1
+        if same and all(isinstance(entry, bool) for row in rows for entry in row):
+            return _Mask(map(tuple, rows))
+    raise ValueError(
+        f"{name}={value!r} is unknown: give a number of experts of each layer, 'auto', or a bool mask [layers, experts]."
+    )
+
+
+@partial(Values, '`"auto"`, `"off"`, or three numbers of seconds')
+def streaming(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
+    parts = value.split(",") if isinstance(value, str) else value
+    numbers = [_real(part) for part in parts] if isinstance(parts, list | tuple) else []
+    if len(numbers) == 3 and all(number is not None and 0 <= number < float("inf") for number in numbers):
+        return tuple(numbers)
+    raise ValueError(
+        f"{name}={value!r} is unknown: give 'auto', 'off', or three numbers of seconds: to copy an expert to the GPU, for the CPU "
+        "to compute a row of one, and for what an expert takes it beside its rows."
+    )
+
+
+def shown(value: Any) -> str:
+    """A value in the reference, as Python would take it."""
+    if value is None:
+        return "none"
+    return f'`"{value}"`' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return None if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()) else int(value)
+
+
+def _real(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
