@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import MeshConfig
-from .modules import PackedModule, patched_modules
+from .modules import patched_modules
+from .packed_weight import PackedLinearWeight, PackedWeight
 
 _REPLACED = "_mesh_replaced_configs"
 
@@ -55,11 +56,9 @@ def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
 
     A pool counts as what it may take, and not at all where its experts are the page cache's.
     """
-    packed = [module for module in model.modules() if isinstance(module, PackedModule)]
-    stand_ins = {id(module._parameters[name]) for module in packed for name in module._mesh_parameters}
-    held: list[Any] = [each for each in model.parameters() if id(each) not in stand_ins]
+    held: list[Any] = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
+    held += [each.packed for each in model.parameters() if isinstance(each, PackedLinearWeight)]
     held += model.buffers() if return_buffers else []
-    held += [module._mesh_packed for module in packed if hasattr(module, "_mesh_packed")]
     pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
     pools |= {id(pool.fallback): pool.fallback for pool in list(pools.values()) if pool.fallback is not None}
     pools |= {id(pool.moves_from): pool.moves_from for pool in list(pools.values()) if pool.moves_from is not None}

@@ -24,7 +24,7 @@ from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .left_alone import LeftAlone
 from .modules import Absent
-from .other_format import Records, other_config
+from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
@@ -116,7 +116,7 @@ class _Opened(OfRecords):
 
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
-        weights = "bf16" if config.weights == "auto" else config.weights
+        weights = format_of(config)
         text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {config.group_size}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         folder = config.store or cache_folder() / "stores" / f"{name}-{weights}-{digest}"
@@ -132,7 +132,7 @@ class _OfCheckpoint(_Opened):
         self._folder = folder
         self._experts = find_checkpoint_experts(folder, model)
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
-        weights = "bf16" if config.weights == "auto" else config.weights
+        weights = format_of(config)
         self._raw = weights == "bf16" and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")

@@ -256,9 +256,18 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
 def restore(layer: ExpertsLayer, device: torch.device) -> None:
     """The reverse of ``install``: the original class, and weights unpacked from the pool in the parameters' dtype."""
     module: Any = layer.module
-    for name, tensor in unpacked_parameters(layer, device).items():
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=module._mesh_parameters[name])
+    module._parameters.update(restored_parameters(layer, device))
     restore_class(module)
+
+
+def restored_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, nn.Parameter]:
+    """What a patched module's packed parameters stand for, as ordinary ones."""
+    module: Any = layer.module
+    wanted = module._mesh_parameters
+    return {
+        name: nn.Parameter(values, requires_grad=wanted[name])
+        for name, values in unpacked_parameters(layer, device).items()
+    }
 
 
 def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, torch.Tensor]:

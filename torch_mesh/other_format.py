@@ -16,6 +16,11 @@ from .store.manifest import Store
 BITS = {"bf16": 16, "int8": 8, "int4": 4, "lut4": 4}
 
 
+def format_of(config: MeshConfig) -> str:
+    """What experts that are not packed yet are packed to."""
+    return "bf16" if config.weights == "auto" else config.weights
+
+
 def other_config(config: MeshConfig, weights: str) -> MeshConfig:
     """How the store of the other format is made: beside the main one where that is named."""
     store = None if config.store is None else f"{Path(config.store)}-{weights}"

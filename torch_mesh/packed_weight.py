@@ -311,21 +311,26 @@ def _contiguous(weight: PackedWeight, *_: Any, **__: Any) -> torch.Tensor:
     return weight.to_save()
 
 
-class _Storage:
-    """What savers ask for, since a tensor without memory has no storage with an address, to learn which tensors share theirs.
+@dataclasses.dataclass(frozen=True)
+class NoStorage:
+    """What savers ask for, since a tensor without memory has no storage with an address, to learn which tensors share theirs."""
 
-    safetensors passes over address 0; accelerate takes equal pairs of address and size for one tensor, so no two weights have equal
-    sizes here.
-    """
-
-    def __init__(self, weight: PackedWeight) -> None:
-        self._identity = weight._identity
+    address: int
+    bytes: int
 
     def data_ptr(self) -> int:
-        return 0
+        return self.address
 
     def size(self) -> int:
-        return self._identity.data_ptr()
+        return self.bytes
+
+    nbytes = size
+
+
+def _storage(weight: PackedWeight) -> NoStorage:
+    """safetensors passes over address 0; accelerate takes equal pairs of address and size for one tensor, so no two weights have equal
+    sizes here."""
+    return NoStorage(0, weight._identity.data_ptr())
 
 
 def _untyped_storage(weight: PackedWeight) -> Any:
@@ -373,7 +378,7 @@ _Tensor: Any = torch.Tensor
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _Tensor.contiguous: _contiguous,
     _Tensor.device.__get__: lambda weight: torch.device("cpu"),  # torch.compile's mode would take the op for its own
-    _Tensor.storage: _Storage,
+    _Tensor.storage: _storage,
     _Tensor.untyped_storage: _untyped_storage,
     _Tensor.data_ptr: _no_address,
     _Tensor.share_memory_: _no_address,

@@ -20,7 +20,7 @@ from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, find_experts
 from .lossy import undo_lossy
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
-from .other_format import Records, other_config
+from .other_format import Records, format_of, other_config
 from .packed_weight import device_of
 from .saving import PatchedModelQuantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
@@ -68,7 +68,7 @@ class _OfLoadedModel(Origin):
         self._all = sum(layer.num_experts for layer in layers)
         parameters = (parameter for layer in layers for parameter in layer.parameters.values())
         self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
-        self.weights = "bf16" if config.weights == "auto" else config.weights
+        self.weights = format_of(config)
         self.group_size = checked_group_size(self.weights, config.group_size)
         self.exact = self.weights == "bf16" and layers[0].dtype == torch.bfloat16
         self.layers = self.counted = len(layers)

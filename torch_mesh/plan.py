@@ -25,6 +25,7 @@ from .gpu.placement import check_beside_gpu
 from .gpu.placing import GPU_POOL_SLOTS
 from .gpu.planning import GpuPlan, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
+from .other_format import format_of
 from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
 from .store.convert import checked_group_size
 from .store.header import weight_files
@@ -309,7 +310,7 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
             "store=, or use io='auto'."
         )
-    weights = "bf16" if config.weights == "auto" else config.weights
+    weights = format_of(config)
     used = sorted(set(experts.extents[..., 0].flatten().tolist()))
     return _sizes(
         shape_of(layers),

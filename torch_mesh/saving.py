@@ -37,13 +37,11 @@ from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
 from .store.convert import mesh_config, plain_config, plan_of_model
-from .store.header import store_error
 from .store.manifest import MANIFEST_NAME, Manifest, Store, is_record_file, is_store, open_store, read_manifest
 from .store.progress import progress_bar
-from .store.writer import described, full_disk_as_store_error, write_store
+from .store.writer import check_free_space, described, full_disk_as_store_error, write_store
 
 _COPY_BYTES = 64 << 20
-_SPARE_BYTES = 16 << 20  # for configs, indices, the manifest and the file system's own needs
 _STAGING_PREFIX = ".torch_mesh-saving-"
 _ASIDE_PREFIX = ".torch_mesh-replaced-"
 
@@ -221,7 +219,7 @@ def _write_folder(
     with scratch_folder(folder, _STAGING_PREFIX) as staging, full:
         manifest = None
         if pool is None:
-            _check_free_space(folder, unpacking.nbytes)
+            check_free_space(folder, unpacking.nbytes)
         else:
             manifest = _place_records(model, pool, staging, unpacking.nbytes)
         write_plainly(unpacking, staging)
@@ -243,11 +241,11 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     sources = [(store.folder / file.name).resolve() for file in manifest.record_files]
     targets = [staging / file.name for file in manifest.record_files]
     if all(map(_link, sources, targets)):
-        _check_free_space(staging, beside)
+        check_free_space(staging, beside)
     else:
         for target in targets:
             target.unlink(missing_ok=True)
-        _check_free_space(staging, beside + sum(file.bytes for file in manifest.record_files))
+        check_free_space(staging, beside + sum(file.bytes for file in manifest.record_files))
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)
     # Records of one source, but no conversion of it: what stands beside them may have been trained since.
@@ -276,7 +274,7 @@ def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     """Of experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
     plan = plan_of_model(model, layers, pool.weights, pool.group_size)
-    _check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
+    check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
     records = (
         (number, expert, functools.partial(_record, layer.module, expert))
         for number, layer in enumerate(layers)
@@ -313,16 +311,6 @@ def _copy(source: Path, target: Path) -> None:
             if problem.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         shutil.copyfileobj(reading, writing, _COPY_BYTES)  # what is left, from where that ended
-
-
-def _check_free_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + _SPARE_BYTES:
-        raise store_error(
-            folder,
-            f"the disk has {free / 1e6:,.0f} MB free, and the model takes {(needed + _SPARE_BYTES) / 1e6:,.0f} MB. Nothing was "
-            "written; free some, or choose another folder",
-        )
 
 
 def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -> None:

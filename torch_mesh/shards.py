@@ -21,6 +21,7 @@ from transformers import conversion_mapping, core_model_loading, modeling_utils
 from .errors import MeshError
 from .families import ExpertsLayer
 from .files import new_file
+from .packed_weight import NoStorage
 from .store.header import DTYPE_BITS, encode_header
 
 _DTYPE_NAMES = {
@@ -119,7 +120,7 @@ class Unwritten(torch.Tensor):
 
     def untyped_storage(self) -> Any:
         """Its own, for those who plan shards by address and size."""
-        return _Storage(self._address, self.nbytes)
+        return NoStorage(self._address, self.nbytes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unwritten({list(self.shape)}, {self.dtype})"
@@ -145,18 +146,6 @@ class Unwritten(torch.Tensor):
         return pytree.tree_map_only(
             torch.Tensor, lambda like: Unwritten.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
         )
-
-
-@dataclass(frozen=True)
-class _Storage:
-    address: int
-    size: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def nbytes(self) -> int:
-        return self.size
 
 
 # Below all that memory can have, so that none is taken for sharing memory with a tensor, or with another of its kind.

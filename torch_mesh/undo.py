@@ -19,7 +19,7 @@ from .config import MeshConfig
 from .errors import StoreError
 from .families import ExpertsLayer
 from .memory import available_bytes
-from .modules import unpacked_parameters
+from .modules import restored_parameters
 from .pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.writer import remove_made_from
@@ -90,7 +90,7 @@ class PatchUndo(Undo):
         stay = {layer.module for layer, _ in freed} if needed > left else set()
         if not stay:
             for layer, device in freed:
-                self._parameters[layer.module] = _unpacked(layer, device)
+                self._parameters[layer.module] = {**layer.module._parameters, **restored_parameters(layer, device)}
         withdraw(self._model)
         for module, cls, attributes in self._before:
             if module in stay:
@@ -180,12 +180,3 @@ def _remove_store(folder: Path, fingerprint: str) -> None:
             f"{folder.with_name(f'.{folder.name}.partial')}, as far as they are there.",
             stacklevel=2,
         )
-
-
-def _unpacked(layer: ExpertsLayer, device: torch.device) -> dict[str, Any]:
-    module: Any = layer.module
-    values = unpacked_parameters(layer, device)
-    return {
-        name: nn.Parameter(values[name], requires_grad=module._mesh_parameters[name]) if name in values else parameter
-        for name, parameter in module._parameters.items()
-    }

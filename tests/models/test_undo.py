@@ -290,7 +290,7 @@ def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypat
             convert.convert_model(model, tmp_path / "store", "int8")
     left = sorted(path.name for path in partial.iterdir())
     with monkeypatch.context() as faulty:
-        _at_call(faulty, writer, "_check_free_space", 1, OSError, after=False)
+        _at_call(faulty, writer, "check_free_space", 1, OSError, after=False)
         with pytest.raises(OSError, match="injected"):
             torch_mesh.patch(model, store=tmp_path / "store", resident=0.4)
     assert left == sorted(path.name for path in partial.iterdir()) != []
@@ -346,13 +346,13 @@ def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.Monke
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
         _at_call(faulty, assembling, "attach_quantizer", 1, OSError, after=True)
-        original = undo._unpacked
+        original = undo.restored_parameters
 
         def interrupted(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             return original(*args)
 
-        faulty.setattr(undo, "_unpacked", interrupted)
+        faulty.setattr(undo, "restored_parameters", interrupted)
         with pytest.raises(KeyboardInterrupt):
             torch_mesh.patch(model, resident=1.0)
     before.check(model, freed=".experts.")

@@ -336,7 +336,7 @@ def test_a_disk_that_fills_up_leaves_a_resumable_state(
     tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_disk(tmp_path / "disk", 40 << 20) as disk:
-        monkeypatch.setattr(writer, "_check_free_space", lambda *_: None)
+        monkeypatch.setattr(writer, "check_free_space", lambda *_: None)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(30 << 20))
         with pytest.raises(StoreError, match="the disk is full") as caught:

@@ -167,7 +167,10 @@ def write_store(
             _check_ours(partial)
             _remove_remains(folder)
             if not _is_finished(partial, plan):
-                _check_free_space(partial, plan, files, max_file_bytes)
+                record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
+                total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
+                present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+                check_free_space(partial.parent, total, present, " or smaller weights")
                 with (
                     full_disk_as_store_error(
                         partial, "What is finished stays there: free some room and run the same command again"
@@ -530,19 +533,15 @@ def _existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
     )
 
 
-def _check_free_space(partial: Path, plan: StorePlan, files: Sequence[NewFile], max_file_bytes: int) -> None:
-    """Raises ``StoreError`` unless what is still to write fits on the disk."""
-    record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
-    total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
-    present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
+def check_free_space(folder: Path, total: int, present: int = 0, advice: str = "") -> None:
+    """Raises ``StoreError`` unless ``total`` bytes, of which ``present`` are there already, fit on the disk of ``folder``."""
     left = max(0, total - present)
-    status = os.statvfs(partial.parent)
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(folder).free
     if free < left + _SPARE_BYTES:
         raise store_error(
-            partial.parent,
+            folder,
             f"the disk has {_megabytes(free)} free; {_megabytes(left)} of {_megabytes(total)} are still to be written, and "
-            f"{_megabytes(_SPARE_BYTES)} have to stay free. Free some, or choose another folder or smaller weights",
+            f"{_megabytes(_SPARE_BYTES)} have to stay free. Free some, or choose another folder{advice}",
         )
 
 
