@@ -58,6 +58,9 @@ def replay(
     scores: npt.NDArray[np.float32] | None = None,
     lookahead: npt.NDArray[np.float32] | None = None,
     sequences: npt.NDArray[np.int64] | None = None,
+    forwards: npt.NDArray[np.int64] | None = None,
+    prefill: str = "auto",
+    deferred: int = 0,
     predictor: str = "off",
     prefetch: int = 0,
     recall: float = 0.75,
@@ -69,9 +72,11 @@ def replay(
     early_layers: int = 0,
     early_experts: int = 0,
 ) -> dict[str, Any]:
-    """Recorded routing through the pool's own policies, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` int64 [tokens].
+    """Recorded routing through the pool's own core, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` and ``accesses_of``
+    int64 [tokens].
 
-    ``ids`` [tokens, layers, top_k], ``scores`` and ``lookahead`` [tokens, layers, experts], ``sequences`` the first token of each.
+    ``ids`` [tokens, layers, top_k], ``scores`` and ``lookahead`` [tokens, layers, experts], ``sequences`` and ``forwards`` the first token
+    of each.
     Raises ValueError for ids out of range or doubled, and for options that make no sense.
     """
 

@@ -45,6 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
     parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
+    parser.add_argument("--prefill", default="auto", choices=("auto", "window", "off"), help="as MeshConfig's, of prompts")
+    parser.add_argument("--deferred-experts", type=int, default=0, help="of a token, that are put off by a layer where cold")
     parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="of all weights but the experts")
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
@@ -76,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
             pins=pins,
             early_layers=arguments.early_layers,
             early_experts=arguments.early_experts,
+            prefill=arguments.prefill,
+            deferred_experts=arguments.deferred_experts,
         )
         for trace in _traces(arguments)
         for resident in _fractions(arguments.resident, "--resident")
@@ -140,10 +144,13 @@ def _hardware(arguments: argparse.Namespace) -> Hardware | None:
 
 def _print_table(rows: list[Row]) -> None:
     ahead = any(row.prefetch != "off" for row in rows)
+    deferred = any(row.deferred_rate > 0 for row in rows)
     kept = any(row.kept_hit_rate is not None for row in rows)
     timed = any(row.tokens_per_second is not None for row in rows)
     table = Table("trace", "resident", "policy", "hits", "reads/token", "ns/access")
     for name in ["waits", "stalled", "recall", "prefetched", "wasted"] if ahead else []:
+        table.add_column(name)
+    for name in ["deferred"] if deferred else []:
         table.add_column(name)
     for name in ["pins", "kept", "others"] if kept else []:
         table.add_column(name)
@@ -156,6 +163,8 @@ def _print_table(rows: list[Row]) -> None:
             cells += [f"{row.wait_rate:.1%}", f"{row.stall_share:.1%}"]
             cells += ["-" if row.recall is None else f"{row.recall:.1%}"]
             cells += [str(row.prefetched), str(row.prefetch_wasted)]
+        if deferred:
+            cells += [f"{row.deferred_rate:.1%}"]
         if kept:
             cells += [f"{row.pins:g}", percent(row.kept_hit_rate), percent(row.unkept_hit_rate)]
         if row.bytes_per_token is not None and row.tokens_per_second is not None:

@@ -1,4 +1,4 @@
-"""What a pool of a given size would have done with recorded routing: the pool's own policies in a virtual clock."""
+"""What a pool of a given size would have done with recorded routing: the pool's own decisions in a virtual clock."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. Rates are shares of all accesses, an access being one expert of one token in one layer."""
+    """One replay. Rates are shares of all accesses, an access being one expert of one forward of a layer."""
 
     trace: str
     policy: str
     resident: float
     slots: int
     hit_rate: float  # were resident when their layer began
-    wait_rate: float  # were not
+    wait_rate: float  # were not, and were waited for
+    deferred_rate: float  # were not, and were put off by a layer
     stall_share: float  # of the time of the virtual clock, spent waiting for reads
     reads_per_token: float  # demand and prefetch
     bytes_per_token: float | None
@@ -82,12 +83,15 @@ def simulate(
     pins: float = 0.0,
     early_layers: int = 0,
     early_experts: int = 0,
+    prefill: str = "auto",
+    deferred_experts: int = 0,
     hardware: Hardware | None = None,
 ) -> Row:
     """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
 
     ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
-    are asked of ``predictor`` ahead of each layer, top_k by default. ``profile``,
+    are asked of ``predictor`` ahead of each layer of a decode step, top_k by default. Of a trace that says which tokens went through the
+    model together (``forwards``) prompts are replayed as prompts. ``prefill``, ``deferred_experts``, ``profile``,
     ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig's ``residency``. Tokens per second are those of the virtual clock: a layer
     takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
 
@@ -107,6 +111,9 @@ def simulate(
         scores=trace.scores if use_scores else None,
         lookahead=trace.lookahead if predictor == "lookahead" else None,
         sequences=trace.offsets[:-1],
+        forwards=trace.forwards,
+        prefill=prefill,
+        deferred=deferred_experts,
         predictor=predictor,
         prefetch=asked,
         recall=recall,
@@ -122,14 +129,15 @@ def simulate(
     begin, end = int(trace.offsets[first]), int(trace.offsets[stop])
     hits = int(counts["hits"][begin:end].sum())
     accesses, kept, kept_hits = counts["accesses"], counts["kept_accesses"], counts["kept_hits"]
-    reads = (counts["cold_misses"] + counts["prefetched"]) / trace.tokens
+    reads = counts["promoted"] / trace.tokens
     return Row(
         trace=trace.name,
         policy=policy,
         resident=resident,
         slots=slots,
-        hit_rate=hits / ((end - begin) * trace.layers * trace.top_k),
+        hit_rate=hits / int(counts["accesses_of"][begin:end].sum()),
         wait_rate=(counts["cold_misses"] + counts["inflight_misses"]) / accesses,
+        deferred_rate=counts["deferred"] / accesses,
         stall_share=counts["stalled_seconds"] / counts["virtual_seconds"],
         reads_per_token=reads,
         bytes_per_token=reads * hardware.expert_bytes if hardware else None,

@@ -32,6 +32,7 @@ class Trace:
     ``ids`` int32 [tokens, layers, top_k], distinct within a layer; ``offsets`` int64 [sequences + 1], the first token of each
     sequence and the number of tokens; ``scores`` and ``lookahead`` float32 [tokens, layers, experts] or None: the router's
     probabilities, and what the router of a layer makes of the hidden states one layer before (0 where nobody asked).
+    ``forwards`` int64 [forwards], the first token of each forward, ascending from 0; None: each token was a decode step.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Trace:
     experts: int
     scores: npt.NDArray[np.float32] | None = None
     lookahead: npt.NDArray[np.float32] | None = None
+    forwards: npt.NDArray[np.int64] | None = None
 
     @property
     def tokens(self) -> int:
@@ -86,7 +88,7 @@ def _arrays(path: Path, file: BinaryIO) -> dict[str, Any]:
         raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
     file.seek(0)
     with np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead") if name in arrays}
+        return {name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead", "forwards") if name in arrays}
 
 
 def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
@@ -111,6 +113,14 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
     offsets = offsets.astype(np.int64) if rising else offsets
     if not rising or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
         raise refuse(f"'offsets' must rise from 0 to the number of tokens, {len(ids)}")
+    forwards = held.get("forwards")
+    if forwards is not None:
+        integers = forwards.ndim == 1 and forwards.size >= 1 and forwards.dtype.kind in "iu"
+        forwards = forwards.astype(np.int64) if integers else forwards
+        if not integers or forwards[0] != 0 or forwards[-1] >= len(ids) or (np.diff(forwards) < 1).any():
+            raise refuse(f"'forwards' must rise from 0 to below the number of tokens, {len(ids)}")
+        if not np.isin(offsets[:-1], forwards).all():
+            raise refuse("'forwards' lacks the first token of a sequence: a forward has tokens of one sequence")
     floats = {}
     for name in ("scores", "lookahead"):
         values = held.get(name)
@@ -122,7 +132,7 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
         floats[name] = values.astype(np.float32)
         if not np.isfinite(floats[name]).all() or (floats[name] < 0).any():
             raise refuse(f"'{name}' must be finite and not negative")
-    return Trace(path.stem, ids.astype(np.int32), offsets, int(experts), **floats)
+    return Trace(path.stem, ids.astype(np.int32), offsets, int(experts), forwards=forwards, **floats)
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -135,6 +145,8 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     for name in ("scores", "lookahead"):
         if getattr(trace, name) is not None:
             arrays[name] = getattr(trace, name).astype(np.float16)
+    if trace.forwards is not None:
+        arrays["forwards"] = trace.forwards.astype(np.int64)
     with new_file(path) as file:
         np.savez_compressed(file, **arrays)
 
@@ -189,6 +201,7 @@ class _Recorder:
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
         self.experts = max(layer.num_experts for layer in self.layers)
         self.starts: list[int] = []
+        self.forwards: list[int] = []
         self.tokens = 0
         self.ids: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
         self.scores: list[list[npt.NDArray[Any]]] = [[] for _ in self.layers]
@@ -203,6 +216,7 @@ class _Recorder:
             count = given.size(1) if isinstance(given, torch.Tensor) else 1
             if count > 1 or not self.starts:
                 self.starts.append(self.tokens)
+            self.forwards.append(self.tokens)
             self.tokens += count
 
         def layer_hook(index: int) -> Any:
@@ -252,4 +266,5 @@ class _Recorder:
             self.experts,
             stacked(self.scores) if self.with_scores else None,
             lookahead,
+            np.array(self.forwards, np.int64),
         )
