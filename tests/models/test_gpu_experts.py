@@ -20,11 +20,12 @@ import pytest
 import torch
 from decode_steps import DecodeSteps
 from tiny_models import TINY_MODELS
-from torch_mesh.ops.device import SharedDevice, find
+from torch_mesh.ops import device as devices
+from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, gpu
+from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, _testing, gpu
 from torch_mesh.counters import DeviceCounters
 from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
@@ -53,6 +54,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
         monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
+        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -276,8 +278,9 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     moved = sum(int((masks[now] & ~masks[before]).sum()) for before, now in itertools.pairwise(sorted(masks)))
     logits = []
     for delay in (50, 400):
-        shared = functools.partial(SharedDevice, seed=random.randrange(1 << 31), most_delay_us=delay)
-        monkeypatch.setattr(gpu, "SharedDevice", shared)
+        if DEVICE.type == "cpu":
+            stand_in = functools.partial(_testing.stand_in, random.randrange(1 << 31), most_delay_us=delay)
+            monkeypatch.setattr(devices, "open_driver", lambda device, stand_in=stand_in: stand_in())
         model = torch_mesh.patch(
             copy.deepcopy(original), resident=0.5, gpu_experts=4, gpu_placement="dynamic", gpu_streaming="off"
         )

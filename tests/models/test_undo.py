@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY_MODELS
+from torch_mesh.ops import device as devices
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, gpu, modules, patching, undo
+from torch_mesh import MeshError, _testing, gpu, modules, patching, undo
 from torch_mesh.families import find_experts
 from torch_mesh.modules import patched_modules
 from torch_mesh.pool import ExpertPool
@@ -39,6 +40,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("quick_interpreter")
     monkeypatch.setattr(gpu, "_holds_experts", lambda device: True)
     monkeypatch.setattr(gpu, "_device_memory", lambda device: (3 << 30, 4 << 30))
+    monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
 
 
 def _build() -> PreTrainedModel:
