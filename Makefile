@@ -73,4 +73,4 @@ bench-gpu: build-test ## on a CUDA device: a layer, a prompt's way up, decode wi
 	$(RUN) benchmarks/run_all.py --gpu
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info torch_mesh/_C*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info torch_mesh/_C*.so torch_mesh/_testing*.so .venv/stamps/extension .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,5 +1,7 @@
 """Builds torch_mesh._C with ninja: one object per source, each with its own instruction set, never the build machine's.
 
+A build in place or for an editable install makes torch_mesh._testing too, which tests and benchmarks need: a wheel is what ships.
+
 ``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and prints
 the path of the program.
 """
@@ -53,6 +55,13 @@ def sources(*rooms: str) -> list[Path]:
 
 
 ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine", "gpu")
+TESTING_MODULE = CSRC / "testing" / "module.cpp"  # which needs torch
+EXTENSIONS = ("torch_mesh._C", "torch_mesh._testing")
+
+
+def testing_sources() -> list[Path]:
+    """But for the module."""
+    return [source for source in sources("testing") if source != TESTING_MODULE]
 
 
 def compiler() -> list[str]:
@@ -166,7 +175,12 @@ def _ninja() -> str:
 
 
 class BuildExtension(build_ext):
-    """torch_mesh._C against the torch that is installed."""
+    """torch_mesh._C against the torch that is installed, and torch_mesh._testing unless it is for a wheel."""
+
+    def finalize_options(self) -> None:
+        if self.inplace or self.editable_mode:
+            self.distribution.ext_modules = [Extension(name, sources=[]) for name in EXTENSIONS]
+        super().finalize_options()
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -186,7 +200,11 @@ class BuildExtension(build_ext):
         link += [f"-Wl,-rpath,{path}" for path in libraries]
         link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_and_xxhash()[1]]
         build = shipped(link)
-        build.compile(sources("bindings"), torch_flags)
+        if ext.name == EXTENSIONS[0]:
+            build.compile(sources("bindings"), torch_flags)
+        else:
+            build.compile(testing_sources())
+            build.compile([TESTING_MODULE, CSRC / "bindings" / "runtime.cpp"], torch_flags)
         build.link(Path(self.get_ext_fullpath(ext.name)).resolve())
 
 
@@ -213,11 +231,12 @@ class EngineTests(Command):
             }[self.sanitize]
             common = [*COMMON, *includes, "-O1", "-fno-omit-frame-pointer", "-g", "-pthread", *compile_flags, *flags]
             build = NinjaFile(folder, common, [*flags, *link])
-            build.compile(sources(*ENGINE_ROOMS))
+            build.compile([*sources(*ENGINE_ROOMS), *testing_sources()])
             own = []
         else:
             folder = ROOT / "build" / "engine-tests"
             build = shipped(link)
+            build.compile(testing_sources())
             own = [*includes, "-O2", "-UNDEBUG", "-pthread"]
         build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")), own)
         program = folder / "engine_tests"
@@ -234,6 +253,6 @@ setup(
     packages=[*find_packages(include=["torch_mesh*"], exclude=["torch_mesh.ops"]), "torch_mesh.ops"],
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi"]},
-    ext_modules=[Extension("torch_mesh._C", sources=[])],
+    ext_modules=[Extension(EXTENSIONS[0], sources=[])],
     cmdclass={"build_ext": BuildExtension, "engine_tests": EngineTests},
 )

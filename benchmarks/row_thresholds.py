@@ -16,7 +16,7 @@ from typing import Any
 import harness
 from harness import Report, Row
 
-from torch_mesh import _C
+from torch_mesh import _C, _testing
 
 FORMATS = {"bf16": 0, "int8": 64, "int4": 64, "lut4": 64}
 HIDDEN = 2048
@@ -44,14 +44,14 @@ def measure(options: Any) -> Report:
     report = Report("From how many rows on a product goes another way")
     for isa in options.isa or [isa for isa in _C.features()["isas"].split() if isa != "scalar"]:
         for weights, group_size in FORMATS.items():
-            ways = _C.product_ways(isa, weights)
+            ways = _testing.product_ways(isa, weights)
             if len(ways) == 1:
                 report.notes.append(f"{isa}, {weights}: one way on this machine")
                 continue
             columns = (options.megabytes << 20) // (_C.linear_bytes(weights, group_size, HIDDEN, 64)) * 64
             runs: dict[str, list[list[float]]] = {way: [] for way in ways}
             for rows in ROWS:
-                run = partial(_C.product_seconds, isa, weights, group_size, HIDDEN, columns, rows)
+                run = partial(_testing.product_seconds, isa, weights, group_size, HIDDEN, columns, rows)
                 times = harness.interleave({way: partial(run, way) for way in ways}, options.rounds)
                 for way in ways:
                     runs[way].append(times[way])

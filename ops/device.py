@@ -60,18 +60,20 @@ class DeviceRecord:
         return 2 if self.gated else 1
 
 
+def open_driver(device: torch.device) -> _C.Driver:
+    """CUDA's. Tests put another in its place where the CPU stands for a card."""
+    return _C.open_cuda_driver(device.index)
+
+
 class SharedDevice:
     """What all layers of a pool have in common that lie on one device: how the host computes its share, and a prompt's way up.
 
-    ``handle`` is of any layer of the pool. On the CPU, which stands for a card in tests, the driver is a stand-in;
-    ``most_delay_us`` and ``seed`` are of its delays.
+    ``handle`` is of any layer of the pool.
     """
 
-    def __init__(self, handle: Tensor, device: torch.device, *, seed: int = 0, most_delay_us: int = 0) -> None:
+    def __init__(self, handle: Tensor, device: torch.device) -> None:
         self.device = device
-        self.host = _C.HostShare(
-            handle, device.index if device.type == "cuda" else None, seed=seed, most_delay_us=most_delay_us
-        )
+        self.host = _C.HostShare(handle, open_driver(device))
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.up: DeviceRecord | None = None  # what comes through them
         self.costs: Costs | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
 import time
@@ -32,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("torch_mesh._testing") is None:
+        raise pytest.UsageError(
+            "torch_mesh._testing is not built: `make build-test`, or `python setup.py build_ext --inplace` in a checkout"
+        )
     if config.option.seed is None:  # CI sets the variable, which the engine's tests read too
         given = os.environ.get("TORCH_MESH_TEST_SEED")
         config.option.seed = int(given) if given else random.SystemRandom().randrange(2**31)

@@ -135,7 +135,7 @@ build_extension() {
     "$cxx" --version
     has_header liburing.h && echo liburing
   } | hash_of)
-  if is_stamped extension "$key" && ls torch_mesh/_C*.so >/dev/null 2>&1; then return; fi
+  if is_stamped extension "$key" && ls torch_mesh/_C*.so torch_mesh/_testing*.so >/dev/null 2>&1; then return; fi
   say "building the extension; the first time this takes some minutes"
   "$venv_python" -m pip install --no-build-isolation --no-deps -e .
   stamp extension "$key"

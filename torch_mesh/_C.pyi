@@ -80,29 +80,23 @@ def replay(
     Raises ValueError for ids out of range or doubled, and for options that make no sense.
     """
 
-def product_ways(isa: str, format: str) -> dict[str, int]:
-    """The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm', with the rows from which on it does."""
-
-def product_seconds(
-    isa: str, format: str, group_size: int, in_features: int, out_features: int, rows: int, way: str
-) -> float:
-    """What one thread takes for ``rows`` rows times one matrix by one way, for benchmarks/row_thresholds.py.
-
-    Raises ValueError for an instruction set or a way that this machine has not.
-    """
-
 def cuda_driver() -> str:
     """'CUDA driver 12.8', or why there is none that will do. Starts nothing on any device."""
+
+class Driver:
+    """Of one device, see csrc/gpu/driver.h: CUDA's, or in tests one in process (``torch_mesh._testing``), whose memory is the CPU's."""
+
+def open_cuda_driver(device: int) -> Driver:
+    """Raises DeviceError where there is none or it is too old, and for a device that does not exist."""
 
 class HostShare:
     """What of the layers that lie partly on a device the host computes, see csrc/gpu/host_share.h.
 
-    ``handle`` is of any layer of the pool; ``device`` None means the stand-in, which is in process: its tensors are the CPU's, ``seed`` and
-    ``most_delay_us`` are of the delays between its streams, and ``join`` waits. Streams are torch.cuda.Stream.cuda_stream, 0 the default one.
-    Raises DeviceError where there is no driver or it refuses a call, ForkedProcessError in a child of the process that made it.
+    ``handle`` is of any layer of the pool. Streams are torch.cuda.Stream.cuda_stream, 0 the default one.
+    Raises DeviceError where the driver refuses a call, ForkedProcessError in a child of the process that made it.
     """
 
-    def __init__(self, handle: Tensor, device: int | None, *, seed: int = 0, most_delay_us: int = 0) -> None: ...
+    def __init__(self, handle: Tensor, driver: Driver) -> None: ...
     def submit(
         self,
         x: Tensor,
@@ -138,7 +132,6 @@ class HostShare:
         """'calls', 'all_on_device', 'failed', 'bytes_down', 'bytes_up', 'node_seconds', 'waited_seconds', 'waited_calls'."""
 
     def reset_stats(self) -> None: ...
-    def driver(self) -> str: ...
 
 class Turn:
     """A context manager: a prompt's use of an Uplift's buffers. Entering waits for the prompt before."""
@@ -230,8 +223,14 @@ class _DetailedStats(TypedDict):
     shrinks: int
     grows: int
 
+class Interpose:
+    """What stands between an engine's reader and what carries its reads out; tests make one (``torch_mesh._testing.faults``)."""
+
 class Engine:
-    """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts)."""
+    """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts).
+
+    Raises TypeError for an option that is missing, of another type, or unknown.
+    """
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class Engine:
         timeout: float,  # seconds
         prefill: str = "auto",  # or "window", "off", see csrc/residency/window.cpp
         source: Source | None,
-        faults: dict[str, float] | None = None,  # seed and probabilities, see csrc/io/reader.h; for tests
+        interpose: Interpose | None = None,
         least_slots: int = 1,  # that resize() may leave
         profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
         pins: float = 0.0,  # these three: see csrc/residency/kept.h
@@ -270,9 +269,6 @@ class Engine:
     def fill(self, layer: int, expert: int, record: npt.NDArray[np.uint8]) -> None: ...
     def read_record(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
         """A copy of the packed record, promoted if it is cold."""
-
-    def sum_records(self, layer: int, experts: list[int]) -> int:
-        """The sum, modulo 2**64, of distinct experts' records as words: a plain read on the engine's threads, for benchmarks."""
 
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
         """Each field of LayerStats (csrc/residency/stats.h) as int64 [layers], over all phases."""

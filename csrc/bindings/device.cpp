@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/owner_process.h"
@@ -20,7 +21,6 @@
 #include "gpu/host_share.h"
 #include "gpu/live_engine.h"
 #include "gpu/mover.h"
-#include "gpu/stand_in.h"
 #include "gpu/uplift.h"
 
 namespace torch_mesh {
@@ -35,7 +35,12 @@ DeviceAddress address(const at::Tensor& tensor) {
 // torch.cuda.Stream.cuda_stream
 Stream stream_from(uintptr_t handle) { return {reinterpret_cast<void*>(handle)}; }
 
-// On the device of a share: a number of CUDA's, or the CPU for the stand-in.
+// Where the host is the device, what torch computes next is in no stream.
+void settle(Driver& driver, Stream stream) {
+  if (!driver.device()) driver.synchronize(stream);
+}
+
+// On the device of a share: a number of CUDA's, or none for the CPU.
 void check_dense(const at::Tensor& tensor, const char* name, std::optional<int32_t> device,
                  at::ScalarType type, at::IntArrayRef sizes) {
   const bool here = device ? tensor.is_cuda() && tensor.get_device() == *device : tensor.is_cpu();
@@ -58,13 +63,10 @@ struct Following {
 
 class PyHostShare {
  public:
-  PyHostShare(const at::Tensor& handle, std::optional<int32_t> device, uint64_t seed,
-              int32_t most_delay_us)
-      : device_(device) {
+  PyHostShare(const at::Tensor& handle, std::shared_ptr<Driver> driver)
+      : driver_(std::move(driver)) {
     const std::shared_ptr<LiveEngine> live = resolve(handle).live;
     py::gil_scoped_release released;
-    driver_ = device ? open_cuda_driver(*device)
-                     : make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
     engine_ = std::shared_ptr<Engine>(live, live->engine.get());
     share_ = std::make_unique<HostShare>(
         driver_, engine_,
@@ -89,7 +91,7 @@ class PyHostShare {
   int32_t submit(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                  const at::Tensor& table, const at::Tensor& out, int32_t layer, bool sentinels,
                  uintptr_t stream) {
-    check_process();
+    HostShare& share = this->share();
     const std::shared_ptr<Engine> live = live_engine(engine_);
     Engine& engine = *live;
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0 && x.is_contiguous(),
@@ -99,11 +101,12 @@ class PyHostShare {
     TORCH_CHECK_VALUE(layer >= 0 && layer < engine.pool().layers(), "layer is ", layer,
                       "; allowed: [0, ", engine.pool().layers(), ")");
     const int64_t tokens = x.size(0), hidden = engine.layout().hidden;
-    check_dense(x, "x", device_, x.scalar_type(), {tokens, hidden});
-    check_dense(ids, "topk_ids", device_, at::kLong, {tokens, ids.size(1)});
-    check_dense(weights, "topk_weights", device_, at::kFloat, {tokens, ids.size(1)});
-    check_dense(table, "table", device_, at::kInt, {engine.pool().experts()});
-    check_dense(out, "out", device_, at::kFloat, {tokens, hidden});
+    const std::optional<int32_t> device = driver_->device();
+    check_dense(x, "x", device, x.scalar_type(), {tokens, hidden});
+    check_dense(ids, "topk_ids", device, at::kLong, {tokens, ids.size(1)});
+    check_dense(weights, "topk_weights", device, at::kFloat, {tokens, ids.size(1)});
+    check_dense(table, "table", device, at::kInt, {engine.pool().experts()});
+    check_dense(out, "out", device, at::kFloat, {tokens, hidden});
     const DeviceCall call{.layer = layer,
                           .tokens = narrowed(tokens),
                           .top_k = narrowed(ids.size(1)),
@@ -117,7 +120,7 @@ class PyHostShare {
     int32_t ticket = 0;
     {
       py::gil_scoped_release released;
-      ticket = share_->submit(call, stream_from(stream));
+      ticket = share.submit(call, stream_from(stream));
     }
     // Their memory must not become anybody else's before what copies it has run.
     held_[ticket] = {x, ids, weights, table, out};
@@ -125,83 +128,26 @@ class PyHostShare {
   }
 
   void join(int32_t ticket, uintptr_t stream) {
-    check_process();
+    HostShare& share = this->share();
     {
       py::gil_scoped_release released;
-      share_->join(ticket, stream_from(stream));
-      settle(stream_from(stream));
+      share.join(ticket, stream_from(stream));
+      settle(*driver_, stream_from(stream));
     }
     held_.erase(ticket);
   }
 
-  void wait(int32_t ticket) {
-    check_process();
-    py::gil_scoped_release released;
-    share_->wait(ticket);
+  // Throws Error(kForked) in a child of the process that made it.
+  HostShare& share() const {
+    process_.check(kWhose);
+    return *share_;
   }
-  void synchronize() {
-    check_process();
-    py::gil_scoped_release released;
-    share_->synchronize();
-  }
-  void check() {
-    check_process();
-    share_->check();
-  }
-
-  void set_capture_sizes(const std::vector<int32_t>& tokens, int32_t top_k) {
-    check_process();
-    py::gil_scoped_release released;
-    share_->set_capture_sizes(tokens, top_k);
-  }
-  std::vector<int32_t> capture_sizes() {
-    check_process();
-    py::gil_scoped_release released;
-    return share_->capture_sizes();
-  }
-
-  py::dict stats() {
-    check_process();
-    HostShareStats stats;
-    {
-      py::gil_scoped_release released;
-      stats = share_->stats();
-    }
-    py::dict result;
-    result["calls"] = stats.calls;
-    result["all_on_device"] = stats.all_on_device;
-    result["failed"] = stats.failed;
-    result["bytes_down"] = stats.bytes_down;
-    result["bytes_up"] = stats.bytes_up;
-    result["node_seconds"] = stats.node_seconds;
-    result["waited_seconds"] = stats.waited_seconds;
-    result["waited_calls"] = stats.waited_calls;
-    return result;
-  }
-  void reset_stats() {
-    check_process();
-    py::gil_scoped_release released;
-    share_->reset_stats();
-  }
-
-  std::string driver() const { return driver_->description(); }
-
-  void check_process() const { process_.check(kWhose); }
-
-  // Where the host is the device, what torch computes next is in no stream.
-  void settle(Stream stream) const {
-    if (!device_) driver_->synchronize(stream);
-  }
-
-  const std::optional<int32_t>& device() const { return device_; }
-  HostShare& share() const { return *share_; }
-  const std::shared_ptr<Driver>& device_driver() const { return driver_; }
+  const std::shared_ptr<Driver>& driver() const { return driver_; }
   const std::weak_ptr<Engine>& engine() const { return engine_; }
   const std::shared_ptr<Following>& following() const { return following_; }
 
  private:
   OwnerProcess process_;
-  std::optional<int32_t> device_;  // none: the stand-in
   std::map<int32_t, std::array<at::Tensor, 5>>
       held_;  // of calls that are not joined, under the GIL
   std::shared_ptr<Driver> driver_;
@@ -209,6 +155,28 @@ class PyHostShare {
   const std::shared_ptr<Following> following_ = std::make_shared<Following>();
   std::unique_ptr<HostShare> share_;
 };
+
+// As a method of Python's.
+template <typename Result, typename... Arguments>
+auto method(Result (HostShare::*function)(Arguments...)) {
+  return [function](const PyHostShare& self, Arguments... arguments) {
+    HostShare& share = self.share();
+    const py::gil_scoped_release released;
+    return (share.*function)(arguments...);
+  };
+}
+
+std::map<std::string, std::variant<int64_t, double>> stats(const PyHostShare& self) {
+  const HostShareStats stats = method(&HostShare::stats)(self);
+  return {{"calls", stats.calls},
+          {"all_on_device", stats.all_on_device},
+          {"failed", stats.failed},
+          {"bytes_down", stats.bytes_down},
+          {"bytes_up", stats.bytes_up},
+          {"node_seconds", stats.node_seconds},
+          {"waited_seconds", stats.waited_seconds},
+          {"waited_calls", stats.waited_calls}};
+}
 
 class PyMover {
  public:
@@ -220,12 +188,13 @@ class PyMover {
     const std::shared_ptr<LiveEngine> live = resolve(source).live;
     TORCH_CHECK_VALUE(records.dim() == 2, "records must be [slots, record bytes]; got ",
                       records.sizes());
-    check_dense(records, "records", share.device(), at::kByte,
+    const std::optional<int32_t> device = share.driver()->device();
+    check_dense(records, "records", device, at::kByte,
                 {records.size(0), live->engine->layout().bytes});
     const auto layers = static_cast<int64_t>(moving.size());
     TORCH_CHECK_VALUE(layers > 0 && slots_of.size() % moving.size() == 0, "slots_of has ",
                       slots_of.size(), " entries for ", layers, " layers");
-    check_dense(table, "table", share.device(), at::kInt,
+    check_dense(table, "table", device, at::kInt,
                 {layers, static_cast<int64_t>(slots_of.size()) / layers});
     const MoverOptions options{
         .source = std::shared_ptr<Engine>(live, live->engine.get()),
@@ -239,7 +208,7 @@ class PyMover {
         .patience = patience,
         .before_switch = [&share](Stream stream) { share.share().follow_inputs(stream); }};
     py::gil_scoped_release released;
-    mover_ = std::make_unique<Mover>(share.device_driver(), share.engine(), options);
+    mover_ = std::make_unique<Mover>(share.driver(), share.engine(), options);
     follow(mover_.get());
   }
   ~PyMover() {
@@ -258,14 +227,14 @@ class PyMover {
     py::gil_scoped_release released;
     process_.check(kWhose);
     const int32_t entered = mover_->step(stream_from(stream));
-    share_.settle(stream_from(stream));
+    settle(*share_.driver(), stream_from(stream));
     return entered;
   }
   void move(const std::vector<ExpertId>& up, const std::vector<ExpertId>& down, uintptr_t stream) {
     py::gil_scoped_release released;
     process_.check(kWhose);
     mover_->move(up, down, stream_from(stream));
-    share_.settle(stream_from(stream));
+    settle(*share_.driver(), stream_from(stream));
   }
   std::vector<int32_t> slots_of() const {
     process_.check(kWhose);
@@ -313,14 +282,14 @@ class PyMover {
 class PyUplift {
  public:
   PyUplift(const PyHostShare& share, const at::Tensor& first, const at::Tensor& second)
-      : in_process_(!share.device()), driver_(share.device_driver()), buffers_{first, second} {
+      : driver_(share.driver()), buffers_{first, second} {
     const std::shared_ptr<Engine> live = live_engine(share.engine());
     const int64_t record_bytes = live->layout().bytes;
     TORCH_CHECK_VALUE(first.dim() == 2 && first.size(0) > 0,
                       "a buffer must be [records, record bytes]; got ", first.sizes());
-    check_dense(first, "the first buffer", share.device(), at::kByte,
+    check_dense(first, "the first buffer", driver_->device(), at::kByte,
                 {first.size(0), record_bytes});
-    check_dense(second, "the second buffer", share.device(), at::kByte, first.sizes());
+    check_dense(second, "the second buffer", driver_->device(), at::kByte, first.sizes());
     const int32_t batch = narrowed(first.size(0));
     py::gil_scoped_release released;
     uplift_ = std::make_unique<Uplift>(driver_, share.engine(),
@@ -346,14 +315,10 @@ class PyUplift {
     return *uplift_;
   }
   bool forked() const { return process_.forked(); }
-  // Where the host is the device, what torch computes next is in no stream.
-  void settle(Stream stream) const {
-    if (in_process_) driver_->synchronize(stream);
-  }
+  Driver& driver() const { return *driver_; }
 
  private:
   OwnerProcess process_;
-  bool in_process_;
   std::shared_ptr<Driver> driver_;
   std::array<at::Tensor, 2> buffers_;  // kept for as long as copies go there
   std::unique_ptr<Uplift> uplift_;
@@ -382,7 +347,7 @@ class PyTurn {
     TORCH_CHECK_VALUE(turn_, "bring() belongs within `with uplift.turn(stream)`");
     py::gil_scoped_release released;
     const int32_t buffer = turn_->bring(layer, experts);
-    uplift_.settle(stream_);
+    settle(uplift_.driver(), stream_);
     return buffer;
   }
 
@@ -398,23 +363,32 @@ void define_device(py::module_& module) {
   module.def(
       "cuda_driver", [] { return describe_cuda_driver(); },
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "open_cuda_driver", [](int32_t device) { return open_cuda_driver(device); },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>());
+  py::class_<Driver, std::shared_ptr<Driver>>(module, "Driver")
+      .def("__str__", &Driver::description);
   py::class_<PyHostShare>(module, "HostShare")
-      .def(py::init<const at::Tensor&, std::optional<int32_t>, uint64_t, int32_t>(),
-           py::arg("handle"), py::arg("device"), py::kw_only(), py::arg("seed") = 0,
-           py::arg("most_delay_us") = 0)
+      .def(py::init<const at::Tensor&, std::shared_ptr<Driver>>(), py::arg("handle"),
+           py::arg("driver").none(false))
       .def("submit", &PyHostShare::submit, py::arg("x"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("table"), py::arg("out"), py::arg("layer"),
            py::arg("sentinels"), py::arg("stream"))
       .def("join", &PyHostShare::join, py::arg("ticket"), py::arg("stream"))
-      .def("wait", &PyHostShare::wait, py::arg("ticket"))
-      .def("synchronize", &PyHostShare::synchronize)
-      .def("check", &PyHostShare::check)
-      .def("set_capture_sizes", &PyHostShare::set_capture_sizes, py::arg("tokens"),
-           py::arg("top_k"))
-      .def("capture_sizes", &PyHostShare::capture_sizes)
-      .def("stats", &PyHostShare::stats)
-      .def("reset_stats", &PyHostShare::reset_stats)
-      .def("driver", &PyHostShare::driver);
+      .def("wait", method(&HostShare::wait), py::arg("ticket"))
+      .def("synchronize", method(&HostShare::synchronize))
+      .def("check", method(&HostShare::check))
+      .def(
+          "set_capture_sizes",
+          [](const PyHostShare& self, const std::vector<int32_t>& tokens, int32_t top_k) {
+            HostShare& share = self.share();
+            const py::gil_scoped_release released;
+            share.set_capture_sizes(tokens, top_k);
+          },
+          py::arg("tokens"), py::arg("top_k"))
+      .def("capture_sizes", method(&HostShare::capture_sizes))
+      .def("stats", stats)
+      .def("reset_stats", method(&HostShare::reset_stats));
   py::class_<PyUplift>(module, "Uplift")
       .def(py::init<const PyHostShare&, const at::Tensor&, const at::Tensor&>(), py::arg("share"),
            py::arg("first"), py::arg("second"))

@@ -18,7 +18,6 @@
 #include "bindings/errors.h"
 #include "bindings/keywords.h"
 #include "bindings/profile.h"
-#include "bindings/record_sum.h"
 #include "bindings/runtime.h"
 #include "bindings/source.h"
 #include "io/reader.h"
@@ -30,8 +29,7 @@ namespace {
 namespace py = pybind11;
 using ByteArray = py::array_t<uint8_t, py::array::c_style>;
 
-// -- options
-// --------------------------------------------------------------------------------------
+// -- options --------------------------------------------------------------------------------------
 
 // Of torch's, as many as an engine may have.
 int32_t torch_threads() { return std::min(at::get_num_threads(), kMostThreads); }
@@ -47,32 +45,6 @@ double seconds_from(double seconds, const char* name, bool none_allowed) {
 std::chrono::milliseconds milliseconds_from(double seconds, const char* name, bool none_allowed) {
   return std::chrono::milliseconds(
       static_cast<int64_t>(seconds_from(seconds, name, none_allowed) * 1e3));
-}
-
-Faults faults_from(const std::map<std::string, double>& given) {
-  Faults faults;
-  const std::map<std::string, double*> probabilities = {{"short_read", &faults.short_read},
-                                                        {"eintr", &faults.eintr},
-                                                        {"eagain", &faults.eagain},
-                                                        {"eio_once", &faults.eio_once},
-                                                        {"eio_always", &faults.eio_always},
-                                                        {"delay", &faults.delay},
-                                                        {"reorder", &faults.reorder},
-                                                        {"bit_flip", &faults.bit_flip},
-                                                        {"wrong_offset", &faults.wrong_offset}};
-  for (const auto& [name, value] : given) {
-    if (name == "seed") {
-      faults.seed = static_cast<uint64_t>(value);
-    } else if (name == "max_delay") {
-      const double seconds = seconds_from(value, "max_delay", /*none_allowed=*/true);
-      faults.max_delay = std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
-    } else if (const auto found = probabilities.find(name); found != probabilities.end()) {
-      *found->second = value;
-    } else {
-      invalid("no fault is named '" + name + "'");
-    }
-  }
-  return faults;
 }
 
 Verify verify_from(const std::string& name) {
@@ -119,15 +91,13 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.timeout =
       milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);
   options.reader.backend = given.take<std::string>("io");
-  using Named = std::map<std::string, double>;
-  if (const auto faults = given.take<std::optional<Named>>("faults", {})) {
-    options.reader.faults = faults_from(*faults);
+  if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
+    options.reader.interpose = between->interpose;
   }
   return options;
 }
 
-// -- what Python asks
-// ------------------------------------------------------------------------------
+// -- what Python asks -----------------------------------------------------------------------------
 
 // int64 [shape] of each of `fields`.
 template <typename Counts, size_t kFields>
@@ -317,11 +287,6 @@ PyEngine::~PyEngine() {
   }
 }
 
-std::shared_ptr<LiveEngine> PyEngine::live() const {
-  if (live_ == nullptr) throw Error(ErrorKind::kClosed, "this engine is closed");
-  return live_;
-}
-
 bool PyEngine::wait_for_forwards(int32_t layer, int64_t forwards, double patience) const {
   if (live_ == nullptr) return false;
   const auto milliseconds = milliseconds_from(patience, "patience", /*none_allowed=*/true);
@@ -347,17 +312,13 @@ void PyEngine::close(bool wait) {
 }
 
 void define_engine(py::module_& module) {
-  using Experts = const std::vector<int32_t>&;
+  py::class_<PyInterpose>(module, "Interpose");
   py::class_<PyEngine>(module, "Engine")
       .def(py::init<const py::kwargs&>())
       .def_property_readonly("id", &PyEngine::id)
       .def_property_readonly("generation", &PyEngine::generation)
       .def("fill", fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
       .def("read_record", read_record, py::arg("layer"), py::arg("expert"))
-      .def("sum_records", method(+[](Engine& engine, int32_t layer, Experts experts) {
-             return record_sum(engine, layer, experts);
-           }),
-           py::arg("layer"), py::arg("experts"))
       .def("stats", stats)
       .def("detailed_stats", detailed_stats)
       .def("reset_stats", method(+[](Engine& engine) { engine.pool().reset_stats(); }))

@@ -8,9 +8,17 @@
 #include <string>
 #include <type_traits>
 
+#include "base/error.h"
 #include "bindings/registry.h"
+#include "io/reader.h"
 
 namespace torch_mesh {
+
+// torch_mesh._C.Interpose, which tests make: what stands between an engine's reader and its
+// backend.
+struct PyInterpose {
+  Interpose interpose;
+};
 
 class PyEngine {
  public:
@@ -23,7 +31,10 @@ class PyEngine {
   int64_t generation() const { return generation_; }
 
   // Throws Error(kClosed) after close().
-  std::shared_ptr<LiveEngine> live() const;
+  std::shared_ptr<LiveEngine> live() const {
+    if (live_ == nullptr) throw Error(ErrorKind::kClosed, "this engine is closed");
+    return live_;
+  }
 
   // What `see` says of the engine, which is let go of before anything of Python's is made of that:
   // the garbage collector may run then, find the model dead and close this engine, which waits for

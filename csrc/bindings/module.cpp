@@ -12,7 +12,6 @@
 #include "bindings/device.h"
 #include "bindings/engine.h"
 #include "bindings/errors.h"
-#include "bindings/product_time.h"
 #include "bindings/replay.h"
 #include "bindings/runtime.h"
 #include "bindings/source.h"
@@ -127,7 +126,6 @@ void define(py::module_& m) {
   define_engine(m);
   define_replay(m);
   define_device(m);
-  define_product_time(m);
 }
 
 }  // namespace

@@ -120,6 +120,7 @@ class CudaDriver final : public Driver {
   std::string description() const override {
     return version_text(table_.version) + ", device " + std::to_string(number_);
   }
+  std::optional<int32_t> device() const override { return number_; }
 
   Stream create_stream() override {
     Stream stream;

@@ -1,6 +1,6 @@
 // What torch_mesh asks of a GPU: little, and all of it in the order of a stream. Everything else in
-// this room is built on this table alone, so that it runs the same over CUDA's driver and over the
-// stand-in, which is in process.
+// this room is built on this table alone, so that it runs the same over CUDA's driver and over one
+// that is in process, for tests (testing/stand_in.h).
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,8 @@ class Driver {
   virtual ~Driver() = default;
 
   virtual std::string description() const = 0;
+  // Its number of CUDA's; none: the host's memory is the device's.
+  virtual std::optional<int32_t> device() const = 0;
 
   virtual Stream create_stream() = 0;
   // `timed`: seconds_between() may ask for it.

@@ -68,8 +68,4 @@ std::unique_ptr<Backend> make_mapped_backend(std::shared_ptr<MappedFiles> files,
 std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable> files,
                                             std::span<const MemoryRegion> buffers, int32_t depth);
 
-std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner,
-                                             std::shared_ptr<const FileTable> files,
-                                             const Faults& faults);
-
 }  // namespace torch_mesh

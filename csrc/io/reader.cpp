@@ -390,27 +390,12 @@ void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
                                        " to " + std::to_string(most) + " are allowed");
 }
 
-void check_faults(const Faults& faults) {
-  for (const double probability :
-       {faults.short_read, faults.eintr, faults.eagain, faults.eio_once, faults.eio_always,
-        faults.delay, faults.reorder, faults.bit_flip, faults.wrong_offset}) {
-    // Written so that NaN is refused too.
-    if (!(probability >= 0 && probability <= 1)) {
-      throw Error(ErrorKind::kInvalid, "the probability of a fault is " +
-                                           std::to_string(probability) + "; 0 to 1 are allowed");
-    }
-  }
-  check_range("longest injected delay in microseconds", faults.max_delay.count(), 0,
-              86'400'000'000);
-}
-
 void check(const ReaderOptions& options, int64_t files, const Reader::Done& done) {
   check_range("depth", options.depth, 1, 1024);
   check_range("chunk_bytes", options.chunk_bytes, kChunkUnit, kLargestChunk);
   check_range("number of threads", options.threads, 1, 256);
   check_range("number of retries", options.retries, 0, 100);
   check_range("number of files", files, 1, std::numeric_limits<int32_t>::max());
-  check_faults(options.faults);
   if (options.chunk_bytes % kChunkUnit != 0) {
     throw Error(ErrorKind::kInvalid,
                 "the reader's chunk_bytes is " + std::to_string(options.chunk_bytes) +
@@ -422,19 +407,12 @@ void check(const ReaderOptions& options, int64_t files, const Reader::Done& done
 std::unique_ptr<Reader> open_with(std::unique_ptr<Backend> backend, const ReaderOptions& options,
                                   std::shared_ptr<const FileTable> files, const Reader::Done& done,
                                   std::vector<std::string> notes) {
-  if (options.faults.any()) {
-    backend = make_faulty_backend(std::move(backend), files, options.faults);
-  }
+  if (options.interpose) backend = options.interpose(std::move(backend), files);
   return std::make_unique<EngineReader>(options, std::move(files), std::move(backend), done,
                                         std::move(notes));
 }
 
 }  // namespace
-
-bool Faults::any() const {
-  return short_read > 0 || eintr > 0 || eagain > 0 || eio_once > 0 || eio_always > 0 || delay > 0 ||
-         reorder > 0 || bit_flip > 0 || wrong_offset > 0;
-}
 
 std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<const File> files,
                                     std::span<const MemoryRegion> buffers, Reader::Done done) {
@@ -472,11 +450,6 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
 std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
                                            std::shared_ptr<MappedFiles> files, Reader::Done done) {
   check(options, std::ssize(files->files()->descriptors()), done);
-  if (options.faults.bit_flip > 0 || options.faults.wrong_offset > 0) {
-    throw Error(ErrorKind::kInvalid,
-                "bit_flip and wrong_offset would have to change a mapped file; inject them into "
-                "io=\"threads\" or io=\"uring\"");
-  }
   std::vector<std::string> notes = {
       "experts are used where the page cache holds them: of the " + std::to_string(files->bytes()) +
       " bytes that are mapped the kernel keeps what memory is left for"};

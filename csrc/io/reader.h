@@ -3,8 +3,7 @@
 // A Reader owns one I/O thread. It cuts requests into chunks, keeps a bounded number of them under
 // way, takes demand chunks before those of a window and both before prefetch chunks, continues
 // short reads, repeats what is worth repeating and reports each request exactly once. What differs
-// between io_uring, a pool of preadv threads and injected faults is only the Backend that carries
-// out one chunk.
+// between io_uring and a pool of preadv threads is only the Backend that carries out one chunk.
 #pragma once
 
 #include <array>
@@ -56,22 +55,12 @@ struct MemoryRegion {
   size_t bytes;
 };
 
-// Faults drawn per chunk from a seeded generator, for tests. Probabilities in [0, 1].
-struct Faults {
-  uint64_t seed = 0;
-  double short_read = 0;
-  double eintr = 0;
-  double eagain = 0;
-  double eio_once = 0;    // the chunk fails once, its repeat succeeds
-  double eio_always = 0;  // the chunk fails whenever it is tried
-  double delay = 0;       // completes up to max_delay later
-  double reorder = 0;     // held back until others have completed
-  double bit_flip = 0;
-  double wrong_offset = 0;
-  std::chrono::microseconds max_delay{2000};
+class Backend;
+class FileTable;
 
-  bool any() const;
-};
+// Puts something between a reader and its backend.
+using Interpose = std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend>,
+                                                         std::shared_ptr<const FileTable>)>;
 
 struct ReaderOptions {
   // "auto": uring where it works, else threads; "uring"; "threads"; "mmap": see
@@ -79,10 +68,10 @@ struct ReaderOptions {
   std::string backend = "auto";
   int32_t depth = 16;  // chunks under way
   int64_t chunk_bytes = 1 << 20;
-  int32_t threads = 8;  // of the "threads" and "mmap" backends
-  int32_t retries = 3;  // repeats of a chunk that failed with EIO
-  bool direct = true;   // O_DIRECT where the file system allows it
-  Faults faults;
+  int32_t threads = 8;            // of the "threads" and "mmap" backends
+  int32_t retries = 3;            // repeats of a chunk that failed with EIO
+  bool direct = true;             // O_DIRECT where the file system allows it
+  Interpose interpose = nullptr;  // for tests
 };
 
 struct ReaderStats {
@@ -135,8 +124,7 @@ std::unique_ptr<Reader> open_reader(const ReaderOptions& options, std::span<cons
 class MappedFiles;
 
 // Reads nothing but brings what is asked for into memory, where it is mapped: the pieces of a
-// request go `to` files.at() their extents. Faults that change bytes cannot be injected:
-// Error(kInvalid).
+// request go `to` files.at() their extents.
 std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
                                            std::shared_ptr<MappedFiles> files, Reader::Done done);
 

@@ -100,7 +100,7 @@ class Model {
     pool.verify = Verify::kAlways;
     pool.reader.backend = options.reader;
     pool.reader.chunk_bytes = 8192;
-    pool.reader.faults = options.faults;
+    pool.reader.interpose = with_faults(options.faults);
     pool.topology = options.topology;
     return pool;
   }

@@ -12,7 +12,7 @@
 #include "engine_fixture.h"
 #include "gpu/driver.h"
 #include "gpu/host_share.h"
-#include "gpu/stand_in.h"
+#include "testing/stand_in.h"
 
 namespace torch_mesh::testing {
 

@@ -29,6 +29,7 @@
 #include "io/chunk_scheduler.h"
 #include "io/reader.h"
 #include "store/record.h"
+#include "testing/faults.h"
 
 namespace torch_mesh {
 namespace {
@@ -190,22 +191,22 @@ class ReaderTest : public ::testing::TestWithParam<Setup> {
     options.chunk_bytes = kChunk;
     options.threads = 4;
     if (GetParam().faulty) {
-      options.faults = {.seed = seed_,
-                        .short_read = 0.3,
-                        .eintr = 0.2,
-                        .eagain = 0.2,
-                        .eio_once = 0.2,
-                        .delay = 0.2,
-                        .reorder = 0.3};
-      options.faults.max_delay = 500us;
+      options.interpose = with_faults({.seed = seed_,
+                                       .short_read = 0.3,
+                                       .eintr = 0.2,
+                                       .eagain = 0.2,
+                                       .eio_once = 0.2,
+                                       .delay = 0.2,
+                                       .reorder = 0.3,
+                                       .max_delay = 500us});
     }
     return options;
   }
   // With one fault and no other.
-  ReaderOptions only(const Faults& faults) const {
+  ReaderOptions only(Faults faults) const {
     ReaderOptions chosen = options();
-    chosen.faults = faults;
-    chosen.faults.seed = seed_;
+    faults.seed = seed_;
+    chosen.interpose = with_faults(faults);
     return chosen;
   }
 
@@ -512,9 +513,7 @@ TEST_P(ReaderTest, WrongOffsetIsLeftToTheChecksum) {
 TEST_P(ReaderTest, CloseWithRequestsUnderWayReportsEachOnce) {
   const TempFile file(4 * kChunk, seed_);
   const Memory memory(60 * 4 * kChunk);
-  ReaderOptions chosen = options();
-  chosen.faults.delay = 1;
-  chosen.faults.max_delay = 20ms;
+  ReaderOptions chosen = only({.delay = 1, .max_delay = 20ms});
   const auto reader = open(chosen, file, memory);
   for (uint64_t tag = 0; tag < 60; ++tag) {
     submit(*reader, request_for(tag, 0, 0, 4 * kChunk, memory.at(tag * 4 * kChunk),
@@ -697,8 +696,8 @@ TEST_P(ReaderTest, WrongOptionsAreRefused) {
   refused("chunk_bytes", [](ReaderOptions& bad) { bad.chunk_bytes = int64_t{2} << 30; });
   refused("threads", [](ReaderOptions& bad) { bad.threads = 0; });
   refused("retries", [](ReaderOptions& bad) { bad.retries = -1; });
-  refused("probability", [](ReaderOptions& bad) { bad.faults.eio_once = 1.5; });
-  refused("probability", [](ReaderOptions& bad) { bad.faults.delay = std::nan(""); });
+  expect_error(ErrorKind::kInvalid, "probability", [] { with_faults({.eio_once = 1.5}); });
+  expect_error(ErrorKind::kInvalid, "probability", [] { with_faults({.delay = std::nan("")}); });
 }
 
 TEST_P(ReaderTest, ForkedChildIsRefusedAndDoesNotHang) {

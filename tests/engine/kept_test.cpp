@@ -244,7 +244,7 @@ TEST(Warm, LeavesOutWhatIsElsewhereAndWaitsUntilItIsThere) {
 TEST(Warm, NothingIsGivenUpForIt) {
   const TestStore store(1, 12);
   PoolOptions options = options_of(6, {.profile = falling(1, 12)});
-  options.reader.faults = Faults{.seed = 7, .delay = 1, .max_delay = 3ms};
+  options.reader.interpose = with_faults({.seed = 7, .delay = 1, .max_delay = 3ms});
   Pool pool(options, {}, store.source(), nullptr);
   forward(pool, 0, {11, 10, 9});  // as many as surely find a slot at once
   pool.drain();
@@ -257,7 +257,7 @@ TEST(Warm, NothingIsGivenUpForIt) {
 TEST(Warm, ReadsThatFailReachNoForward) {
   const TestStore store(2, 12);
   PoolOptions options = options_of(8, {.profile = falling(2, 12), .pins = .5});
-  options.reader.faults = Faults{.seed = 5, .eio_always = 1};
+  options.reader.interpose = with_faults({.seed = 5, .eio_always = 1});
   Pool pool(options, {}, store.source(), nullptr);
   pool.drain();
   pool.validate();
@@ -270,7 +270,7 @@ TEST(Warm, ReadsThatFailReachNoForward) {
 TEST(Warm, APoolMayCloseMeanwhile) {
   const TestStore store(4, 12);
   PoolOptions options = options_of(24, {.profile = falling(4, 12), .pins = .5});
-  options.reader.faults = Faults{.seed = 3, .delay = 1, .max_delay = 2ms};
+  options.reader.interpose = with_faults({.seed = 3, .delay = 1, .max_delay = 2ms});
   for (int32_t round = 0; round < 5; ++round) {
     Pool pool(options, {}, store.source(), nullptr);
     std::this_thread::sleep_for(std::chrono::milliseconds(round));

@@ -191,8 +191,7 @@ TEST(PoolStats, AVisitLeavesWhatIsForetoldOfItsLayer) {
   PoolOptions options = options_of(12);
   // One read at a time, and slow ones: most of what is foretold waits.
   options.reader.depth = 1;
-  options.reader.faults.delay = 1;
-  options.reader.faults.max_delay = 20ms;
+  options.reader.interpose = with_faults({.delay = 1, .max_delay = 20ms});
   Pool pool(options, {}, store.source(), nullptr);
   pool.expect(1, Experts{0, 1, 2, 3}, Phase::kDecode);
   forward(pool, 1, {7}, kVisit);
@@ -406,8 +405,7 @@ TEST(PoolStats, WaitingForForwardsEndsWithThemOrWithThePool) {
 TEST(PoolStats, ResetsAndReadsAtAnyMomentLeaveSumsThatAddUp) {
   const TestStore store(2, 8);
   PoolOptions options = options_of(4);
-  options.reader.faults.delay = .5;
-  options.reader.faults.max_delay = 200us;
+  options.reader.interpose = with_faults({.delay = .5, .max_delay = 200us});
   Pool pool(options, {}, store.source(), nullptr);
   std::atomic<bool> stop = false;
   std::thread reader([&] {

@@ -69,8 +69,7 @@ PoolOptions options_of(int32_t slots) {
 // Every read takes up to `delay` longer.
 PoolOptions slow_options(int32_t slots, std::chrono::microseconds delay) {
   PoolOptions options = options_of(slots);
-  options.reader.faults.delay = 1;
-  options.reader.faults.max_delay = delay;
+  options.reader.interpose = with_faults({.delay = 1, .max_delay = delay});
   return options;
 }
 
@@ -467,9 +466,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   const TestStore store(1, 4);
   PoolOptions options = options_of(1);
   options.timeout = 30ms;
-  options.reader.faults.delay = 1;
-  options.reader.faults.max_delay = 1s;
-  options.reader.faults.seed = 7;
+  options.reader.interpose = with_faults({.seed = 7, .delay = 1, .max_delay = 1s});
   Pool pool(options, {}, store.source(), nullptr);
   const Error error = error_of([&] {
     for (;;) forward(pool, 0, std::vector<int32_t>{1}), pool.evict(0, std::vector<int32_t>{1});
@@ -498,9 +495,7 @@ TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
 TEST(Pool, TheInterruptHookEndsAWait) {
   const TestStore store(1, 4);
   PoolOptions options = options_of(2);
-  options.reader.faults.delay = 1;
-  options.reader.faults.max_delay = 1500ms;
-  options.reader.faults.seed = 3;
+  options.reader.interpose = with_faults({.seed = 3, .delay = 1, .max_delay = 1500ms});
   static std::atomic<int32_t> asked;
   asked = 0;
   Runtime runtime;
@@ -691,11 +686,11 @@ TEST(Pool, KeepsItsInvariantsUnderRandomClaimsAndFaults) {
     PoolOptions options = options_of(1 + static_cast<int32_t>(random() % (kLayers * kExperts)));
     options.policy = policies[round % 3];
     options.verify = Verify::kAlways;
-    Faults& faults = options.reader.faults;
-    faults.seed = random();
+    Faults faults{.seed = random()};
     faults.short_read = .1, faults.eintr = .1, faults.eagain = .1, faults.eio_once = .05;
     faults.eio_always = .01, faults.delay = .3, faults.reorder = .1;
     faults.bit_flip = .02, faults.wrong_offset = .02, faults.max_delay = 500us;
+    options.reader.interpose = with_faults(faults);
     Pool pool(options, {}, store.source(), nullptr);
     std::atomic<int32_t> errors = 0;
     const auto check = [&] { pool.validate(); };
@@ -838,7 +833,7 @@ TEST(MappedPool, WrongBytesAreFound) {
 TEST(MappedPool, RefusesWhatItCannotDo) {
   const TestStore store(1, 2);
   PoolOptions options = mapped_options(2);
-  options.reader.faults.bit_flip = .1;
+  options.reader.interpose = with_faults({.bit_flip = .1});
   const Error faulty = error_of([&] { Pool pool(options, {}, store.source(), nullptr); });
   EXPECT_EQ(faulty.kind(), ErrorKind::kInvalid);
   Source raw = store.source();

@@ -277,8 +277,7 @@ TEST(Resize, NothingIsGivenUpWhileAllIsInUse) {
 TEST(Resize, AReadUnderWayKeepsItsBufferUntilItEnds) {
   const TestStore store(1, 16);
   PoolOptions options = options_of(16);
-  options.reader.faults.delay = 1;
-  options.reader.faults.max_delay = 20000us;
+  options.reader.interpose = with_faults({.delay = 1, .max_delay = 20000us});
   Pool pool(options, {}, store.source(), nullptr);
   pool.prefetch(0, all_of(16));  // into eight slots
   EXPECT_EQ(pool.resize(1), 1);
@@ -421,11 +420,11 @@ TEST(Resize, KeepsItsInvariantsUnderForwardsAndFaults) {
       options.policy = policy;
       options.verify = Verify::kAlways;
       options.reader.backend = backend;
-      Faults& faults = options.reader.faults;
-      faults.seed = random();
+      Faults faults{.seed = random()};
       faults.short_read = .1, faults.eintr = .1, faults.eagain = .1, faults.eio_once = .05;
       faults.eio_always = .01, faults.delay = .3, faults.reorder = .1, faults.bit_flip = .01;
       faults.max_delay = 300us;
+      options.reader.interpose = with_faults(faults);
       Pool pool(options, {}, store.source(), nullptr);
       const auto work = [&](uint32_t thread_seed) {
         std::mt19937 draw(thread_seed);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "store/source.h"
+#include "testing/faults.h"
 
 namespace torch_mesh::testing {
 

@@ -139,9 +139,8 @@ TEST(Window, ReadsEachExpertOnceAndThrowsNothingOutUnused) {
     for (const int32_t slots : {1, 2, 9, 64, 100}) {
       PoolOptions options = options_of(slots);
       options.policy = policy;
-      options.reader.faults.seed = testing::seed();
-      options.reader.faults.delay = options.reader.faults.reorder = .2;
-      options.reader.faults.max_delay = 200us;
+      options.reader.interpose =
+          with_faults({.seed = testing::seed(), .delay = .2, .reorder = .2, .max_delay = 200us});
       Pool pool(options, {}, store.source(), nullptr);
       for (int32_t round = 1; round <= 2; ++round) {
         for (int32_t layer = 0; layer < kLayers; ++layer) {
@@ -183,7 +182,6 @@ TEST(Window, AFailedReadAheadReachesNobodyWhoDoesNotNeedIt) {
   const TestStore store(2, 40);
   PoolOptions options = options_of(40);
   options.reader.retries = 0;
-  options.reader.faults.seed = testing::seed();
   Pool pool(options, {}, store.source(), nullptr);
   store.truncate(40 * kRecord);  // the second layer is gone
   forward(pool, 0, all_of(40), {.phase = Phase::kPrefill, .window = true});

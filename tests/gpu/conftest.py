@@ -1,5 +1,22 @@
 """Shared by the tests of what runs on a GPU. Without one the kernels run in Triton's interpreter, on CPU tensors."""
 
+from __future__ import annotations
+
+import random
+
+import pytest
+from device_layers import DEVICE
 from pool_fixtures import experts_of, open_pool
+from torch_mesh.ops import device as devices
+
+from torch_mesh import _testing
 
 __all__ = ["experts_of", "open_pool"]
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a card a driver in process takes the place of CUDA's; its streams dawdle."""
+    if DEVICE.type == "cpu":
+        seed = random.randrange(2**31)
+        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in(seed, most_delay_us=200))

@@ -31,8 +31,8 @@ TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 
 
 def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
-    """The caller keeps what comes back: the op finds it as long as it lives. The stand-in's streams dawdle."""
-    shared = device.SharedDevice(pool.handle(), DEVICE, seed=random.randrange(2**31), most_delay_us=200)
+    """The caller keeps what comes back: the op finds it as long as it lives."""
+    shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(pool.weights, hot, shared=shared)
     device.place(pool.handle(), layer)
     return layer
@@ -297,7 +297,7 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
 def test_each_expert_is_computed_in_the_format_of_where_it_is(open_pool: OpenPool, there: str, in_memory: str) -> None:
     """On the device, brought up or by the host: the two formats hold different weights, so that none can pass for another."""
     pool, on_card = open_pool(Spec(weights=in_memory), slots=4), TinyExperts(Spec(weights=there), seed=99)
-    shared = device.SharedDevice(pool.handle(), DEVICE, seed=random.randrange(2**31), most_delay_us=200)
+    shared = device.SharedDevice(pool.handle(), DEVICE)
     layer = device_layer(on_card, [0, 3, 5], shared=shared)
     device.place(pool.handle(), layer)
     x, gates = torch.randn(6, pool.spec.hidden), torch.rand(6, 3)

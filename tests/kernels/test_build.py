@@ -78,3 +78,14 @@ def test_words_come_through_the_shell_as_they_are(build: SimpleNamespace) -> Non
     line = build._words(words).replace("$$", "$")  # as ninja does
     printed = subprocess.run(["sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout
     assert printed.split("\0")[:-1] == words
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_tests_need_is_built_in_a_checkout_only(build: SimpleNamespace, inplace: bool) -> None:
+    shipped, testing = build.EXTENSIONS
+    command = build.BuildExtension(
+        setuptools.Distribution({"ext_modules": [setuptools.Extension(shipped, sources=[])]})
+    )
+    command.inplace = inplace
+    command.ensure_finalized()
+    assert [extension.name for extension in command.extensions] == ([shipped, testing] if inplace else [shipped])

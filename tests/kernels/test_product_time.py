@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_mesh import _C
+from torch_mesh import _C, _testing
 
 ISAS = _C.features()["isas"].split()
 
@@ -12,18 +12,18 @@ ISAS = _C.features()["isas"].split()
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4"])
 def test_each_way_of_a_product_can_be_timed(isa: str, weights: str) -> None:
-    ways = _C.product_ways(isa, weights)
+    ways = _testing.product_ways(isa, weights)
     assert ways["few"] == 0 and set(ways) <= {"few", "panels", "gemm"}
     assert all(rows > 1 for way, rows in ways.items() if way != "few")
     for way in ways:
-        times = [_C.product_seconds(isa, weights, 64, 128, 64 * blocks, 3, way) for blocks in (1, 512)]
+        times = [_testing.product_seconds(isa, weights, 64, 128, 64 * blocks, 3, way) for blocks in (1, 512)]
         assert 0 < times[0] < times[1] < 60
 
 
 def test_what_this_machine_has_not_is_refused() -> None:
     with pytest.raises(ValueError, match='no kernels for the instruction set "sse"'):
-        _C.product_ways("sse", "bf16")
+        _testing.product_ways("sse", "bf16")
     with pytest.raises(ValueError, match='do not go by "panels" on this machine'):
-        _C.product_seconds("scalar", "bf16", 0, 64, 64, 1, "panels")
+        _testing.product_seconds("scalar", "bf16", 0, 64, 64, 1, "panels")
     with pytest.raises(ValueError, match="rows is 0; allowed: 1 or more"):
-        _C.product_seconds("scalar", "bf16", 0, 64, 64, 0, "few")
+        _testing.product_seconds("scalar", "bf16", 0, 64, 64, 0, "few")

@@ -20,11 +20,12 @@ import pytest
 import torch
 from decode_steps import DecodeSteps
 from tiny_models import TINY_MODELS
-from torch_mesh.ops.device import SharedDevice, find
+from torch_mesh.ops import device as devices
+from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError
+from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, _testing
 from torch_mesh.families import find_experts
 from torch_mesh.foresight.profiles import Profile, write_profile
 from torch_mesh.foresight.traces import Trace
@@ -50,6 +51,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
         monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 * GIB, 4 * GIB))
+        monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:
@@ -272,8 +274,9 @@ def test_replayed_steps_equal_eager_ones_while_experts_move(
     moved = sum(int((masks[now] & ~masks[before]).sum()) for before, now in itertools.pairwise(sorted(masks)))
     logits = []
     for delay in (50, 400):
-        shared = functools.partial(SharedDevice, seed=random.randrange(1 << 31), most_delay_us=delay)
-        monkeypatch.setattr(placing, "SharedDevice", shared)
+        if DEVICE.type == "cpu":
+            stand_in = functools.partial(_testing.stand_in, random.randrange(1 << 31), most_delay_us=delay)
+            monkeypatch.setattr(devices, "open_driver", lambda device, stand_in=stand_in: stand_in())
         model = torch_mesh.patch(
             copy.deepcopy(original), resident=0.5, gpu={"experts": 4, "placement": "dynamic", "streaming": "off"}
         )

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY_MODELS
+from torch_mesh.ops import device as devices
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, assembling, modules, patching, undo
+from torch_mesh import MeshError, _testing, assembling, modules, patching, undo
 from torch_mesh.families import find_experts
 from torch_mesh.gpu import choosing, placing
 from torch_mesh.modules import patched_modules
@@ -34,6 +35,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("quick_interpreter")
     monkeypatch.setattr(choosing, "_holds_experts", lambda device: True)
     monkeypatch.setattr(choosing, "_device_memory", lambda device: (3 << 30, 4 << 30))
+    monkeypatch.setattr(devices, "open_driver", lambda device: _testing.stand_in())
 
 
 def _build() -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_mesh import _C
+from torch_mesh import _C, _testing
 from torch_mesh.store.manifest import Shape, Store
 from torch_mesh.store.writer import StorePlan, write_store
 
@@ -165,7 +165,9 @@ OpenPool = Callable[..., TinyPool]
 
 
 def engine_options(spec: Spec, **options: Any) -> dict[str, Any]:
-    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise."""
+    """Arguments of _C.Engine, all experts resident unless ``options`` say otherwise. ``faults``, those of ``_testing.faults``: its reads have them."""
+    if faults := options.pop("faults", None):
+        options["interpose"] = _testing.faults(**faults)
     defaults: dict[str, Any] = {
         "layers": spec.layers,
         "experts": spec.experts,

@@ -23,7 +23,7 @@ import ctypes, errno, functools, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
-from torch_mesh import _C, MeshConfig, ReadTimeoutError
+from torch_mesh import _C, _testing, MeshConfig, ReadTimeoutError
 from torch_mesh.families import Geometry
 from torch_mesh.pool import ExpertPool
 
@@ -72,7 +72,7 @@ except KeyboardInterrupt:
     print("interrupted")
 
 engine = open_stuck(1e6)
-_C.Engine = functools.partial(_C.Engine, faults=NEVER)
+_C.Engine = functools.partial(_C.Engine, interpose=_testing.faults(**NEVER))
 spec = experts.spec
 geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, spec.activation)
 residency, stats = {"timeout": 1e6, "guard": "on"}, {"file": sys.argv[1] + ".jsonl"}

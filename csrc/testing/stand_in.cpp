@@ -1,4 +1,4 @@
-#include "gpu/stand_in.h"
+#include "testing/stand_in.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -119,6 +120,7 @@ class StandInDevice final : public StandIn {
   }
 
   std::string description() const override { return "stand-in device"; }
+  std::optional<int32_t> device() const override { return std::nullopt; }
 
   Stream create_stream() override {
     const std::lock_guard lock(mutex_);

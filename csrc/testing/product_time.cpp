@@ -1,16 +1,11 @@
-#include "bindings/product_time.h"
-
-#include <pybind11/stl.h>
+#include "testing/product_time.h"
 
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <map>
-#include <string>
 #include <vector>
 
 #include "base/error.h"
-#include "bindings/runtime.h"
 #include "engine/workspace.h"
 #include "kernels/kernel_table.h"
 #include "kernels/linear.h"
@@ -21,30 +16,31 @@ namespace {
 
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
 
-bool has_gemm(Format format) {
-  const Runtime& runtime = torch_runtime();
+bool has_gemm(const Runtime& runtime, Format format) {
   return format == Format::kBf16 ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
 }
 
-// From how many rows on the table goes each of the ways that this machine has for a format.
-std::map<std::string, int32_t> product_ways(const std::string& isa, const std::string& name) {
+}  // namespace
+
+std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
+                                            const std::string& name) {
   const Format format = format_from_name(name);
   const KernelTable& table = kernel_table(isa);
   std::map<std::string, int32_t> ways{{"few", 0}};
   if (format == Format::kBf16 && table.bf16_panels != nullptr) ways["panels"] = table.panel_rows;
-  if (has_gemm(format)) ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
+  if (has_gemm(runtime, format)) ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
   return ways;
 }
 
-double product_seconds(const std::string& isa, const std::string& format, int32_t group_size,
-                       int32_t in_features, int32_t out_features, int32_t rows,
+double product_seconds(const Runtime& runtime, const std::string& isa, const std::string& format,
+                       int32_t group_size, int32_t in_features, int32_t out_features, int32_t rows,
                        const std::string& way) {
   const PackedMatrix matrix =
       PackedMatrix::make(format_from_name(format), group_size, out_features, in_features);
   if (rows < 1) {
     throw Error(ErrorKind::kInvalid, "rows is " + std::to_string(rows) + "; allowed: 1 or more");
   }
-  const std::map<std::string, int32_t> ways = product_ways(isa, format);
+  const std::map<std::string, int32_t> ways = product_ways(runtime, isa, format);
   if (!ways.contains(way)) {
     throw Error(ErrorKind::kInvalid, "products of " + format + " with " + isa + " do not go by \"" +
                                          way + "\" on this machine");
@@ -66,20 +62,10 @@ double product_seconds(const std::string& isa, const std::string& format, int32_
   const auto begin = std::chrono::steady_clock::now();
   for (int32_t block = 0; block < matrix.blocks; ++block) {
     const std::byte* data = weights.data() + block * matrix.block_bytes;
-    linear_block(table, torch_runtime(), matrix, {data, kBlockColumns, nullptr}, prepared.data(),
-                 rows, out.data(), ScalarType::kFloat32, kBlockColumns);
+    linear_block(table, runtime, matrix, {data, kBlockColumns, nullptr}, prepared.data(), rows,
+                 out.data(), ScalarType::kFloat32, kBlockColumns);
   }
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-}  // namespace
-
-void define_product_time(pybind11::module_& m) {
-  namespace py = pybind11;
-  m.def("product_ways", product_ways, py::arg("isa"), py::arg("format"));
-  m.def("product_seconds", product_seconds, py::arg("isa"), py::arg("format"),
-        py::arg("group_size"), py::arg("in_features"), py::arg("out_features"), py::arg("rows"),
-        py::arg("way"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace torch_mesh

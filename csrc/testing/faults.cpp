@@ -1,9 +1,15 @@
-// A backend that lies: it decorates another one and injects faults drawn from a seed. For tests.
+#include "testing/faults.h"
+
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
+#include "base/error.h"
 #include "io/backend.h"
 
 namespace torch_mesh {
@@ -186,10 +192,32 @@ class FaultyBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner,
-                                             std::shared_ptr<const FileTable> files,
-                                             const Faults& faults) {
-  return std::make_unique<FaultyBackend>(std::move(inner), std::move(files), faults);
+Interpose with_faults(const Faults& faults) {
+  const double probabilities[] = {faults.short_read, faults.eintr,      faults.eagain,
+                                  faults.eio_once,   faults.eio_always, faults.delay,
+                                  faults.reorder,    faults.bit_flip,   faults.wrong_offset};
+  for (const double probability : probabilities) {
+    // Written so that NaN is refused too.
+    if (!(probability >= 0 && probability <= 1)) {
+      throw Error(ErrorKind::kInvalid, "the probability of a fault is " +
+                                           std::to_string(probability) + "; 0 to 1 are allowed");
+    }
+  }
+  if (faults.max_delay.count() < 0 || faults.max_delay > std::chrono::hours(24)) {
+    throw Error(ErrorKind::kInvalid, "the longest injected delay is " +
+                                         std::to_string(faults.max_delay.count()) +
+                                         " microseconds; 0 to 86400000000 are allowed");
+  }
+  if (std::ranges::all_of(probabilities, [](double each) { return each == 0; })) return nullptr;
+  return [faults](std::unique_ptr<Backend> inner, std::shared_ptr<const FileTable> files) {
+    const bool changes_bytes = faults.bit_flip > 0 || faults.wrong_offset > 0;
+    if (changes_bytes && inner->name() == std::string_view("mmap")) {
+      throw Error(ErrorKind::kInvalid,
+                  "bit_flip and wrong_offset would have to change a mapped file; inject them into "
+                  "io=\"threads\" or io=\"uring\"");
+    }
+    return std::make_unique<FaultyBackend>(std::move(inner), std::move(files), faults);
+  };
 }
 
 }  // namespace torch_mesh

@@ -1,4 +1,4 @@
-#include "bindings/record_sum.h"
+#include "testing/record_sum.h"
 
 #include <algorithm>
 #include <atomic>

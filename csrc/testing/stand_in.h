@@ -1,7 +1,7 @@
 // A device in process: its memory is the host's, each of its streams is a thread that works off
 // what it was given in order, and streams wait for each other by events alone. What forgets to wait
 // therefore shows, the more so with delays drawn from a seed, and as a data race under
-// ThreadSanitizer. For tests, and for machines without a GPU.
+// ThreadSanitizer.
 #pragma once
 
 #include <cstdint>

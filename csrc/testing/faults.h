@@ -1,0 +1,30 @@
+// A backend that lies: it stands between a reader and another one and injects faults.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "io/reader.h"
+
+namespace torch_mesh {
+
+// Faults drawn per chunk from a seeded generator. Probabilities in [0, 1].
+struct Faults {
+  uint64_t seed = 0;
+  double short_read = 0;
+  double eintr = 0;
+  double eagain = 0;
+  double eio_once = 0;    // the chunk fails once, its repeat succeeds
+  double eio_always = 0;  // the chunk fails whenever it is tried
+  double delay = 0;       // completes up to max_delay later
+  double reorder = 0;     // held back until others have completed
+  double bit_flip = 0;
+  double wrong_offset = 0;
+  std::chrono::microseconds max_delay{2000};
+};
+
+// Nothing where no fault has a probability. Throws Error(kInvalid) for what is no probability and
+// for more than a day; so does opening a reader of mapped files for faults that change bytes.
+Interpose with_faults(const Faults& faults);
+
+}  // namespace torch_mesh

@@ -1,0 +1,99 @@
+// torch_mesh._testing: what tests and benchmarks need of the engine beyond what ships. Of a
+// checkout only: the wheel has no such module. It is linked with objects of the engine's of its
+// own, and works on what torch_mesh._C has made.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/device.h"
+#include "bindings/engine.h"
+#include "bindings/errors.h"
+#include "bindings/keywords.h"
+#include "bindings/runtime.h"
+#include "testing/faults.h"
+#include "testing/product_time.h"
+#include "testing/record_sum.h"
+#include "testing/stand_in.h"
+
+namespace torch_mesh {
+namespace {
+
+namespace py = pybind11;
+
+std::chrono::microseconds delay_from(double seconds) {
+  if (!(seconds >= 0 && seconds <= kLongestTimeout)) {
+    invalid("max_delay is " + std::to_string(seconds) + " seconds; allowed: 0 to " +
+            std::to_string(static_cast<int64_t>(kLongestTimeout)));
+  }
+  return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
+}
+
+PyInterpose faults(const py::kwargs& options) {
+  Keywords given("faults", options);
+  const auto number = [&](const char* name) { return given.take<double>(name, 0); };
+  Faults faults{.seed = static_cast<uint64_t>(number("seed")),
+                .short_read = number("short_read"),
+                .eintr = number("eintr"),
+                .eagain = number("eagain"),
+                .eio_once = number("eio_once"),
+                .eio_always = number("eio_always"),
+                .delay = number("delay"),
+                .reorder = number("reorder"),
+                .bit_flip = number("bit_flip"),
+                .wrong_offset = number("wrong_offset")};
+  const double default_delay = std::chrono::duration<double>(faults.max_delay).count();
+  faults.max_delay = delay_from(given.take<double>("max_delay", default_delay));
+  given.none_left();
+  return {with_faults(faults)};
+}
+
+std::shared_ptr<Driver> stand_in(uint64_t seed, int32_t most_delay_us) {
+  return make_stand_in({.seed = seed, .most_delay_us = most_delay_us});
+}
+
+uint64_t sum_records(const PyEngine& engine, int32_t layer, const std::vector<int32_t>& experts) {
+  return engine.look([&](Engine& engine) { return record_sum(engine, layer, experts); });
+}
+
+}  // namespace
+}  // namespace torch_mesh
+
+PYBIND11_MODULE(_testing, m) {
+  namespace py = pybind11;
+  using namespace torch_mesh;
+  py::module_::import("torch_mesh._C");  // whose types these functions take and give
+  m.def(
+      "faults", faults,
+      "For Engine(interpose=): faults of reads, see csrc/testing/faults.h. `seed`, `max_delay` in "
+      "seconds, and a probability of each.");
+  m.def("stand_in", stand_in, py::arg("seed") = 0, py::arg("most_delay_us") = 0,
+        "For HostShare: a device in process, whose memory is the CPU's; the delays are of its "
+        "streams.");
+  m.def("sum_records", sum_records, py::arg("engine"), py::arg("layer"), py::arg("experts"),
+        "The sum, modulo 2**64, of distinct experts' records as words: a plain read on the "
+        "engine's threads.");
+  m.def(
+      "product_ways",
+      [](const std::string& isa, const std::string& format) {
+        return product_ways(torch_runtime(), isa, format);
+      },
+      py::arg("isa"), py::arg("format"),
+      "The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm', "
+      "with "
+      "the rows from which on it does.");
+  m.def(
+      "product_seconds",
+      [](const std::string& isa, const std::string& format, int32_t group_size, int32_t in_features,
+         int32_t out_features, int32_t rows, const std::string& way) {
+        return product_seconds(torch_runtime(), isa, format, group_size, in_features, out_features,
+                               rows, way);
+      },
+      py::arg("isa"), py::arg("format"), py::arg("group_size"), py::arg("in_features"),
+      py::arg("out_features"), py::arg("rows"), py::arg("way"),
+      py::call_guard<py::gil_scoped_release>(),
+      "What one thread takes for `rows` rows times one matrix by one way, in seconds.");
+}
