@@ -36,7 +36,7 @@ import torch_mesh
 from torch_mesh.modules import MeshExperts, patched_modules
 
 HALF, HALF_EAGER = "half on the card, replayed", "half on the card, eager"
-CPU, CPU_EAGER, CPU_WAITING = "all on the CPU, replayed", "all on the CPU, eager", "all on the CPU, gpu_experts=0"
+CPU, CPU_EAGER, CPU_WAITING = "all on the CPU, replayed", "all on the CPU, eager", "all on the CPU, gpu.experts=0"
 UPLIFT, PINNED = "copied up by prompts' way", "copied up from pinned memory"
 OTHERS = (CPU, CPU_EAGER, CPU_WAITING, UPLIFT, PINNED)
 TRACED_STEPS = 4

@@ -67,7 +67,7 @@ def add_looks(report: Report, rounds: int) -> None:
     interval = 2e3
     name = "one look of watch, 48 layers of 128, in its interval"
     report.add(Row(name, statistics.median(times["look"]), "ms", "two seconds", interval, at_most=0.01))
-    report.add(Row("one line of stats_file, likewise", statistics.median(times["line"]), "ms", "two seconds", interval))
+    report.add(Row("one line of stats.file, likewise", statistics.median(times["line"]), "ms", "two seconds", interval))
     engine.close()
 
 

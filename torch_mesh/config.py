@@ -334,7 +334,8 @@ class MeshConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a user who passes a dict to from_pretrained: all that it holds is given, be it as to_dict has it."""
-        given = dict(config_dict) | {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
+        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        given |= {name: kwargs.pop(name) for name in list(kwargs) if name in {*FIELDS, *GROUPS}}
         config = cls()
         config._resolve(_flat(given, stored=True))
         return (config, kwargs) if return_unused_kwargs else config
@@ -348,7 +349,8 @@ class MeshConfig(QuantizationConfigMixin):
                 "which does better than any other does with quotas.",
                 stacklevel=2,
             )
-        flat = _flat({name: value for name, value in stored.items() if name != "quotas"}, stored=True)
+        own = {name: value for name, value in stored.items() if name not in ("quant_method", "quotas")}
+        flat = _flat(own, stored=True)
         refused = [FIELDS[name] for name in flat if not FIELDS[name].of_checkpoint]
         if refused:
             warnings.warn(
@@ -408,39 +410,29 @@ FIELDS = {field.flat: field for field in _fields(MeshConfig)}
 GROUPS = {name: group for name, group in vars(MeshConfig).items() if isinstance(group, Group)}
 
 
-def _flat(given: Mapping[str, Any], *, stored: bool = False) -> dict[str, Any]:
-    """What was given, by flat names; only what is ``stored`` may have those of a group's fields itself."""
+def _flat(given: Mapping[str, Any], group: str | None = None, *, stored: bool = False) -> dict[str, Any]:
+    """What was given, in all or of a group, by flat names; only what is ``stored`` may have those itself."""
+    known = {field.key: field.flat for field in FIELDS.values() if field.group == group}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"{group}={given!r} does not map names to values: its fields are {', '.join(known)}.")
     flat: dict[str, Any] = {}
     for name, value in given.items():
-        if name in GROUPS:
-            flat |= _flat_group(GROUPS[name], value)
-        elif name in FIELDS and not stored and FIELDS[name].group is not None:
-            raise TypeError(f"MeshConfig takes {name} as {FIELDS[name].argument}.")
-        elif name in FIELDS:
-            flat[name] = value
-        elif name != "quant_method" or not stored:
-            known = dict.fromkeys(field.group or field.key for field in FIELDS.values())
-            hints = {name: repr(name) for name in known}
-            raise _unknown("MeshConfig", name, known, {n: f.argument for n, f in FIELDS.items() if f.group} | hints)
+        if group is None and name in GROUPS:
+            flat |= _flat(vars(value) if isinstance(value, GROUPS[name].kind) else value, name)
+        elif name in known or (stored and name in FIELDS):
+            flat[known.get(name, name)] = value
+        else:
+            raise _unknown(name, group, [*known, *([] if group else GROUPS)])
     return flat
 
 
-def _flat_group(group: Group[Any], given: Any) -> dict[str, Any]:
-    known = {field.key: field.flat for field in FIELDS.values() if field.group == group.name}
-    if isinstance(given, group.kind):
-        given = vars(given)
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(f"{group.name}={given!r} does not map names to values: its fields are {', '.join(known)}.")
-    for key in given:
-        if key not in known:
-            raise _unknown(group.name, key, known, {name: repr(name) for name in known})
-    return {known[key]: value for key, value in given.items()}
-
-
-def _unknown(owner: str, name: str, known: Iterable[str], hints: Mapping[str, str]) -> ValueError:
-    close = difflib.get_close_matches(name, hints, n=1)
-    hint = f" Did you mean {hints[close[0]]}?" if close else ""
-    return ValueError(f"{owner} has no field {name!r}.{hint} Its fields are {', '.join(known)}.")
+def _unknown(name: str, group: str | None, known: list[str]) -> Exception:
+    elsewhere = {} if group else {flat: field.argument for flat, field in FIELDS.items() if field.group}
+    if name in elsewhere:
+        return TypeError(f"MeshConfig takes {name} as {elsewhere[name]}.")
+    close = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
+    hint = f" Did you mean {elsewhere.get(close[0], repr(close[0]))}?" if close else ""
+    return ValueError(f"{group or 'MeshConfig'} has no field {name!r}.{hint} Its fields are {', '.join(known)}.")
 
 
 def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
