@@ -48,9 +48,7 @@ class Origin:
     layers: int
     counted: int
     places: Sequence[int]
-    only_format: str | None = (
-        None  # the one that other formats would have to be made of, where the originals are not at hand
-    )
+    only_format: str | None = None  # of all records at hand, if the originals are not
     freed: int = 0  # bytes that the model gives back when the pool is there
     staging: int = 0  # bytes that reading takes beside a pool
 
