@@ -22,13 +22,14 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .left_alone import LeftAlone
+from .left_alone import load_left_alone
 from .modules import Absent
 from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
     find_checkpoint_experts,
+    find_left_alone,
     meta_model,
     quantised_already,
     read_config,
@@ -70,8 +71,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         check(model, layers, self.quantization_config, origin)
         origin.prepare()
         assert checkpoint_files
-        left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
-        absent = [Absent(layer) for layer in (*layers, *left_alone.layers)]
+        left_alone = find_left_alone(Path(checkpoint_files[0]).parent, model)
+        absent = [Absent(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         paths = (re.escape(each.layer.path) for each in absent)
@@ -83,7 +84,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         del self._loading
         for each in absent:
             each.end()
-        left_alone.load(model)
+        load_left_alone(model, left_alone)
         _forget_quantization(model)
         if origin.stored:
             keep_expert_conversions(model, layers)
