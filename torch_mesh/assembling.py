@@ -101,6 +101,8 @@ def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, 
     check_lossy(model, layers, config)
     check_fallback(model, layers, config, origin.weights)
     check_gpu_weights(config, origin.only_format)
+    # What cannot be had of these layers and the memory of now cannot be had of more layers and less memory.
+    pool_slots(layers, config, stored_layers=len(layers), weights=origin.weights, group_size=origin.group_size)
 
 
 def assemble(
