@@ -48,9 +48,7 @@ class Origin:
     layers: int
     counted: int
     places: Sequence[int]
-    only_format: str | None = (
-        None  # the one that other formats would have to be made of, where the originals are not at hand
-    )
+    only_format: str | None = None  # of all records at hand, if the originals are not
     freed: int = 0  # bytes that the model gives back when the pool is there
     staging: int = 0  # bytes that reading takes beside a pool
 
@@ -103,6 +101,8 @@ def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, 
     check_lossy(model, layers, config)
     check_fallback(model, layers, config, origin.weights)
     check_gpu_weights(config, origin.only_format)
+    # What cannot be had of these layers and the memory of now cannot be had of more layers and less memory.
+    pool_slots(layers, config, stored_layers=len(layers), weights=origin.weights, group_size=origin.group_size)
 
 
 def assemble(

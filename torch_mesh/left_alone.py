@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,27 +12,16 @@ from torch import nn
 from .families import ExpertsLayer, describe_left_alone, layers_left_alone
 from .gpu.choosing import layer_device
 from .modules import MeshExperts
-from .store.checkpoint import CheckpointExperts, find_left_alone
+from .store.checkpoint import CheckpointExperts
 
 
-class LeftAlone:
-    """The experts of a model that is being loaded which stay in memory.
+def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:
+    """Fills the parameters of those that ``find_left_alone`` found, which are on the meta device.
 
-    transformers cannot load them while the others are out of the model: it may make both from the same tensors. Like the others they
-    leave it with their modules' parameters, and ``load`` reads them.
+    transformers cannot load them while the others are out of the model: it may make both from the same tensors. So they leave it too.
     """
-
-    def __init__(self, folder: Path, model: Any) -> None:
-        self._found = find_left_alone(folder, model)
-
-    @property
-    def layers(self) -> list[ExpertsLayer]:
-        return [layer for layer, _ in self._found]
-
-    def load(self, model: nn.Module) -> None:
-        """Fills their parameters, which are back in the model on the meta device."""
-        for layer, experts in self._found:
-            _load(layer, experts, layer_device(model, layer))
+    for layer, experts in found:
+        _load(layer, experts, layer_device(model, layer))
 
 
 def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device) -> None:

@@ -22,18 +22,19 @@ from .cache import cache_folder
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .left_alone import LeftAlone
+from .left_alone import load_left_alone
 from .modules import Absent
 from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
     find_checkpoint_experts,
+    find_left_alone,
     meta_model,
     quantised_already,
     read_config,
 )
-from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
+from .store.convert import WITHOUT_TORCH_MESH, checked_group_size, convert, convert_store
 from .store.header import store_error, weight_files
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
@@ -70,8 +71,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         check(model, layers, self.quantization_config, origin)
         origin.prepare()
         assert checkpoint_files
-        left_alone = LeftAlone(Path(checkpoint_files[0]).parent, model)
-        absent = [Absent(layer) for layer in (*layers, *left_alone.layers)]
+        left_alone = find_left_alone(Path(checkpoint_files[0]).parent, model)
+        absent = [Absent(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         paths = (re.escape(each.layer.path) for each in absent)
@@ -83,7 +84,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         del self._loading
         for each in absent:
             each.end()
-        left_alone.load(model)
+        load_left_alone(model, left_alone)
         _forget_quantization(model)
         if origin.stored:
             keep_expert_conversions(model, layers)
@@ -104,9 +105,11 @@ def _forget_quantization(model: Any) -> None:
 class _Opened(OfRecords):
     """The experts of a model that is being loaded."""
 
-    def __init__(self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, **about: Any) -> None:
+    def __init__(
+        self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, **about: Any
+    ) -> None:
         super().__init__(**about)
-        self.weights = weights
+        self.weights, self.group_size = weights, group_size
         self._layers = layers
         self._config = config
 
@@ -136,7 +139,13 @@ class _OfCheckpoint(_Opened):
         self._raw = weights == "bf16" and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
-        super().__init__(layers, config, weights, exact=weights == "bf16" and from_bf16)
+        super().__init__(
+            layers,
+            config,
+            weights,
+            checked_group_size(weights, config.group_size),
+            exact=weights == "bf16" and from_bf16,
+        )
 
     def prepare(self) -> None:
         self.set_records(self._as_they_are() if self._raw else self._converted(self._config))
@@ -176,7 +185,9 @@ class _OfStore(_Opened):
         manifest = read_manifest(folder)
         _check_manifest(manifest, folder, layers, config)
         exact = manifest.weights == "bf16" and layers[0].dtype == torch.bfloat16
-        super().__init__(layers, config, manifest.weights, exact=exact, only_format=manifest.weights)
+        super().__init__(
+            layers, config, manifest.weights, manifest.group_size, exact=exact, only_format=manifest.weights
+        )
 
     def prepare(self) -> None:
         _fetch(self._model, self._folder, [file.name for file in read_manifest(self._folder).record_files])

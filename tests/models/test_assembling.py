@@ -132,3 +132,23 @@ def test_a_step_that_fails_leaves_nothing_behind(
         torch_mesh.unpatch(model)
         assert not any(isinstance(module, PackedModule) for module in model.modules())
         assert all(torch.equal(parameter, plain[name]) for name, parameter in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"deferred_experts": 9},
+        {"fallback": "int8"},
+        {"gpu_weights": "int4"},
+        {"prefetch": "off", "predictor": "x"},
+        {"resident": 4096},
+    ],
+)
+def test_what_refuses_does_so_before_anything_is_written(fields: dict[str, Any], tmp_path: Path, cache: Path) -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=next(reversed(fields))):
+        torch_mesh.patch(model, **{"weights": "int8", "resident": 0.5} | fields)
+    with pytest.raises(ValueError, match=next(reversed(fields))):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(weights="int8", **fields))
+    assert not cache.exists()

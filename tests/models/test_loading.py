@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig,
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
-from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, memory
+from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, loading, memory
 from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.packed_weight import PackedWeight
 from torch_mesh.store.convert import convert
@@ -275,6 +275,27 @@ def test_hub_id_offline(converted: bool, tmp_path: Path, ids: torch.Tensor) -> N
         local_files_only=True,
         quantization_config=MeshConfig(resident=0.3),
     )
+    assert torch.equal(_logits(model, ids), _logits(reference, ids))
+
+
+@pytest.mark.parametrize("missing", ["mesh_manifest.json", "mesh-00001-of-00001.safetensors"])
+def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
+    missing: str, tmp_path: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records too, after a first time that was interrupted when the manifest had come."""
+    reference = torch_mesh.patch(_save("Qwen3MoeExperts", tmp_path / "raw"))
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    (tmp_path / "store" / missing).rename(tmp_path / missing)
+    _as_hub_snapshot(tmp_path / "store", tmp_path / "hub", "someone/tiny-moe")
+    fetched = []
+
+    def fetch(name: str, file: str, *, cache_dir: Path, revision: str) -> None:
+        fetched.append((name, file))
+        (tmp_path / file).rename(cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
+
+    monkeypatch.setattr(loading, "cached_file", fetch)
+    model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", local_files_only=True)
+    assert fetched == [("someone/tiny-moe", missing)]
     assert torch.equal(_logits(model, ids), _logits(reference, ids))
 
 

@@ -35,15 +35,12 @@ class NextLayer:
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Tells each patched layer, in the order in which they run, of the next one, or why it cannot look ahead.
-
-    Raises MeshError for a predictor that was fitted to another model.
-    """
+    """Tells each patched layer, in the order in which they run, of the next one, or why it cannot look ahead. See ``check_predictor``."""
     if config.prefetch == "off":
         return
-    routers = [None, *(find_router(model, layer) for layer in layers[1:])]
+    routers: list[Any] = [None, *(find_router(model, layer) for layer in layers[1:])]
     if config.predictor is not None:
-        routers = _fitted(model, layers, config.predictor)
+        routers = [FittedRouter(weight) for weight in load_predictor(config.predictor, layers).weights]
     for index, router in enumerate(routers):  # the first layer runs after the last one, for the next token
         module: Any = layers[index - 1].module
         following: Any = layers[index].module
@@ -66,9 +63,3 @@ def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: n
     predictor = load_predictor(config.predictor, layers)
     if model is not None:
         predictor.check_model(model, layers, config.predictor)
-
-
-def _fitted(model: nn.Module, layers: Sequence[ExpertsLayer], path: str) -> list[Any]:
-    predictor = load_predictor(path, layers)
-    predictor.check_model(model, layers, path)
-    return [FittedRouter(weight) for weight in predictor.weights]
