@@ -252,12 +252,12 @@ class Engine:
         threads: int,  # 0: torch's intra-op threads
         workspace: int,
         timeout: float,  # seconds
-        prefill: str = "auto",  # or "window", "off", see csrc/residency/window.cpp
+        prefill: str = "auto",  # or "window", "off", see csrc/residency/core/window.h
         source: Source | None,
         interpose: Interpose | None = None,
         least_slots: int = 1,  # that resize() may leave
         profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,  # as of model_use()
-        pins: float = 0.0,  # these three: see csrc/residency/kept.h
+        pins: float = 0.0,  # these three: see csrc/residency/core/kept.h
         early_layers: int = 0,
         early_experts: int = 0,
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
@@ -271,7 +271,7 @@ class Engine:
         """A copy of the packed record, promoted if it is cold."""
 
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Each field of LayerStats (csrc/residency/stats.h) as int64 [layers], over all phases."""
+        """Each field of LayerStats (csrc/residency/core/statistics.h) as int64 [layers], over all phases."""
 
     def detailed_stats(self) -> _DetailedStats:
         """All counts of one moment."""

@@ -23,11 +23,12 @@ def _written(path: Path, **arrays: Any) -> Path:
 def test_a_trace_comes_back(tmp_path: Path, rng: np.random.Generator) -> None:
     ids = np.stack([rng.permutation(300)[:5] for _ in range(21)]).reshape(7, 3, 5).astype(np.int32)
     scores = rng.random((7, 3, 300)).astype(np.float16).astype(np.float32)
-    trace = Trace("t", ids, np.array([0, 2, 7]), 300, scores=scores)
+    trace = Trace("t", ids, np.array([0, 2, 7]), 300, scores=scores, forwards=np.array([0, 1, 2, 6]))
     save_trace(trace, tmp_path / "t.npz")
     read = load_trace(tmp_path / "t.npz")
     assert (read.ids == ids).all() and (read.offsets == [0, 2, 7]).all() and read.experts == 300
     assert (read.scores == scores).all() and read.lookahead is None
+    assert read.forwards is not None and read.forwards.tolist() == [0, 1, 2, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 
 
@@ -45,6 +46,10 @@ GOOD = {"ids": np.array([[[0, 1]], [[2, 1]]]), "offsets": np.array([0, 2]), "exp
         ({"offsets": np.array([0, 3])}, "rise from 0"),
         ({"offsets": np.array([0, 2, 2])}, "rise from 0"),
         ({"offsets": np.array([0.0, 2.0])}, "rise from 0"),
+        ({"forwards": np.array([1])}, "'forwards' must rise from 0"),
+        ({"forwards": np.array([0, 2])}, "'forwards' must rise from 0"),
+        ({"forwards": np.array([0, 0])}, "'forwards' must rise from 0"),
+        ({"offsets": np.array([0, 1, 2]), "forwards": np.array([0])}, "lacks the first token of a sequence"),
         ({"experts": np.int64(0)}, "from 1 to"),
         ({"experts": np.array([4, 4])}, "one integer"),
         ({"scores": np.zeros((2, 1, 3), np.float32)}, "floats"),
@@ -144,6 +149,7 @@ def test_recording_says_what_the_routers_chose(tmp_path: Path, mesh_tiny: Path) 
                 model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         trace = load_trace(tmp_path / f"{name}.npz")
         assert trace.offsets.tolist() == [0, 12, 20]  # the last token of each is never an input
+        assert trace.forwards is not None and trace.forwards.tolist() == [0, 9, 10, 11, 12, 17, 18, 19]
         assert (trace.layers, trace.experts, trace.top_k) == (6, 32, 4)
         assert trace.scores is not None and trace.lookahead is not None
         chosen = np.take_along_axis(trace.scores, trace.ids, 2)
