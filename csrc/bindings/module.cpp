@@ -19,8 +19,8 @@
 #include "io/mapped_files.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
-#include "residency/policies/policy.h"
 #include "residency/memory/topology.h"
+#include "residency/policies/policy.h"
 
 namespace torch_mesh {
 namespace {

@@ -35,9 +35,10 @@ py::dict replay_trace(const Array<int32_t>& ids, int32_t experts, const std::str
                       const std::optional<Array<float>>& lookahead,
                       const std::optional<Array<int64_t>>& sequences,
                       const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
-                      int32_t deferred, const std::string& predictor, int32_t prefetch, double recall, uint64_t seed, double read_seconds,
-                      double layer_seconds, const std::optional<ProfileArrays>& profile,
-                      double pins, int32_t early_layers, int32_t early_experts) {
+                      int32_t deferred, const std::string& predictor, int32_t prefetch,
+                      double recall, uint64_t seed, double read_seconds, double layer_seconds,
+                      const std::optional<ProfileArrays>& profile, double pins,
+                      int32_t early_layers, int32_t early_experts) {
   if (ids.ndim() != 3) throw Error(ErrorKind::kInvalid, "ids must be [tokens, layers, top_k]");
   const RoutingTrace trace{
       .tokens = dimension(ids, 0),
@@ -98,8 +99,8 @@ void define_replay(py::module_& module) {
   module.def("replay", replay_trace, py::arg("ids"), py::kw_only(), py::arg("experts"),
              py::arg("policy"), py::arg("slots"), py::arg("scores") = py::none(),
              py::arg("lookahead") = py::none(), py::arg("sequences") = py::none(),
-             py::arg("forwards") = py::none(), py::arg("prefill") = "auto",
-             py::arg("deferred") = 0, py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
+             py::arg("forwards") = py::none(), py::arg("prefill") = "auto", py::arg("deferred") = 0,
+             py::arg("predictor") = "off", py::arg("prefetch") = 0, py::arg("recall") = .75,
              py::arg("seed") = 0, py::arg("read_seconds") = 1., py::arg("layer_seconds") = 1.,
              py::arg("profile") = py::none(), py::arg("pins") = 0., py::arg("early_layers") = 0,
              py::arg("early_experts") = 0);

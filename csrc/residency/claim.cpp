@@ -63,25 +63,28 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
   const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));
   Pool::Impl::Lock lock(impl.mutex);
   for (;;) {
+    std::optional<Error> error;
+    int32_t count = 0;
     {
       const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-      if (state_.waiting > 0)
+      if (state_.waiting > 0) {
         impl.forget_lost(state_.layer, state_.experts.first(state_.entries.size()));
+      }
       impl.core.advance(state_);
-      std::optional<Error> error;
-      const int32_t count = impl.core.hand_out(state_, most, error);
-      impl.carry_out();
-      if (error) throw std::move(*error);
+      count = impl.core.hand_out(state_, most, error);
       for (int32_t i = 0; i < count; ++i) {
         const auto [index, slot] = handed[i];
         const ExpertId id = impl.core.id_of(state_.layer, state_.experts[index]);
         ready[i] = {index, impl.memory->record(slot, id), impl.memory->node(slot)};
       }
-      if (count > 0) {
-        lock.unlock();
-        impl.flush();
-        return count;
-      }
+      impl.carry_out();
+    }
+    if (count > 0 || error || impl.queued) impl.flush(lock);
+    if (error) throw std::move(*error);
+    if (count > 0) return count;
+    if (!lock.owns_lock()) {  // what it has queued may have landed meanwhile
+      lock.lock();
+      continue;
     }
     if (state_.waiting == 0 && state_.joined == 0) return 0;
     if (state_.joined == 0 && state_.held > 0) {
@@ -90,7 +93,6 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
                       " while this forward holds " + std::to_string(state_.held) +
                       "; release() those before next()");
     }
-    impl.flush();
     const Stopwatch stall(impl.stats_of(state_.layer, state_.part.phase).stall_nanoseconds);
     if (state_.joined > 0) {
       wait_for_reads(impl, lock);
@@ -118,7 +120,10 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
   for (;;) {
     impl.core.advance(state_);
     impl.carry_out();
-    impl.flush();
+    if (impl.queued) {
+      impl.flush(lock);
+      lock.lock();
+    }
     if (state_.joined > 0) return;
     if (!impl.wait(lock, impl.freed, patience)) {
       throw Error(

@@ -163,6 +163,7 @@ void Pool::Impl::check_experts(int32_t layer, std::span<const int32_t> indices) 
 // A read that is refused and a segment that cannot leave are events again.
 void Pool::Impl::carry_out() {
   for (Effects* effects = &core.effects(); effects->any(); effects = &core.effects()) {
+    queued |= !effects->loads.empty() || !effects->hastened.empty();
     if (!effects->loads.empty()) loader->begin(effects->loads, refused);
     for (int32_t slot : effects->hastened) loader->hasten(slot);
     for (ExpertId id : effects->dropped) {
@@ -187,8 +188,10 @@ void Pool::Impl::carry_out() {
   }
 }
 
-void Pool::Impl::flush() {
-  if (loader != nullptr) loader->flush();
+void Pool::Impl::flush(Lock& lock) {
+  const bool begin = std::exchange(queued, false);
+  lock.unlock();
+  if (begin) loader->flush();
 }
 
 void Pool::Impl::on_ended(Loader::Ended ended) {

@@ -48,8 +48,7 @@ struct Pool::Impl {
     explicit Turn(Impl& impl) : impl_(impl), lock_(impl.mutex) {}
     ~Turn() {
       impl_.carry_out();
-      lock_.unlock();
-      impl_.flush();
+      impl_.flush(lock_);
     }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -61,8 +60,8 @@ struct Pool::Impl {
 
   // With the lock, after every event of the core.
   void carry_out();
-  // Without the lock, after carry_out(): begins what that has queued.
-  void flush();
+  // Lets go of the lock and begins what has been queued: whom that wakes may take this very core.
+  void flush(Lock& lock);
 
   // How long a wait may last, and when to ask the interrupt hook next.
   struct Patience {
@@ -104,6 +103,7 @@ struct Pool::Impl {
   std::condition_variable resized;                // or the pool is closed
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
+  bool queued = false;                 // reads, since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments
   std::vector<ExpertId> to_cool;
