@@ -378,13 +378,13 @@ def _on_card(model: PreTrainedModel, original: PreTrainedModel, weights: str, gr
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize(("weights", "there", "resident"), [("int4", "bf16", 0.5), ("bf16", "int8", 1.0)])
-def test_another_format_on_the_card(weights: str, there: str, resident: float, tmp_path: Path) -> None:
+def test_another_format_on_the_card(weights: str, there: str, resident: float, cache: Path) -> None:
     original, ids = _build(), _ids()
     options = {"resident": resident, "weights": weights, "gpu": {"experts": 3, "weights": there}}
     model = torch_mesh.patch(copy.deepcopy(original), **options)
     assert _on_card(model, original, there) == 3 * LAYERS
     assert f"3 of its 8 on {DEVICE} in {there}" in repr(model) and f"weights={weights}" in repr(model)
-    assert not list((tmp_path / "cache" / "torch_mesh").glob("unnamed-*")), "what was only read once is gone"
+    assert not list(cache.glob("unnamed-*")), "what was only read once is gone"
     same = torch_mesh.patch(copy.deepcopy(original), **options | {"gpu": {"experts": 3}})
     assert " in " not in repr(next(patched_modules(same))).rpartition("on ")[2]
     for each in (model, same):
@@ -412,10 +412,10 @@ def test_experts_move_to_another_format() -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path) -> None:
+def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Path) -> None:
     original, ids = _build(), _ids()
     original.save_pretrained(tmp_path / "model")
-    stores = tmp_path / "cache" / "torch_mesh" / "stores"
+    stores = cache / "stores"
 
     def load(folder: str = "model", layers: int = LAYERS, **fields: object) -> PreTrainedModel:
         config = MeshConfig(resident=0.5, gpu={"experts": 3, "streaming": "off"}).replace(**fields)
