@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -40,14 +39,15 @@ from .shards import keep_expert_conversions
 from .store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
+    find_quantisation,
     meta_model,
-    quantised_already,
     read_config,
 )
-from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store
-from .store.header import store_error, weight_files
+from .store.convert import WITHOUT_TORCH_MESH, convert, convert_store, nearest_weights
+from .store.header import weight_files
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .undivided import check_forwards, check_launch, check_undivided
 
@@ -90,7 +90,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         check_launch()
         check_undivided(model)
@@ -159,7 +159,7 @@ def _forget_quantization(model: Any) -> None:
 def _find_records(
     model: PreTrainedModel,
     layers: list[ExpertsLayer],
-    checkpoint_files: Sequence[str] | None,
+    checkpoint_files: list[str] | None,
     config: MeshConfig,
 ) -> _Records:
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
@@ -168,8 +168,8 @@ def _find_records(
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = Path(checkpoint_files[0]).parent
-    method = _own_quantisation(folder)
-    if is_store(folder) or (method == "mesh" and not _has_expert_weights(folder, model)):
+    stored = own_quantisation(folder)
+    if is_store(folder) or (stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model)):
         store = _local_store(model, folder)
         check_other_files(store, config.verify)
         check_fallback(model, layers, config, store.manifest.weights)
@@ -180,9 +180,9 @@ def _find_records(
             return _records_of(_convert_again(store, other), layers, other)
 
         return _with_others(_records_of(store, layers, config), in_format=again)
-    if method not in (None, "mesh"):
-        raise quantised_already(folder, method)
     _check_files(folder, checkpoint_files)
+    if find_quantisation(folder) is not None:
+        return _convert_quantised(model, layers, folder, checkpoint_files, config)
     check_fallback(model, layers, config, "bf16" if config.weights == "auto" else config.weights)
     check_gpu_weights(config)
     experts = find_checkpoint_experts(folder, model)
@@ -201,21 +201,30 @@ def _find_records(
     return _with_others(_records_of(_convert(name, experts, config), layers, config), in_format=anew, checkpoint=folder)
 
 
-def _own_quantisation(folder: Path) -> str | None:
-    """By the checkpoint's own config.json: transformers takes a method that it does not know for none, and a config that was passed may
-    be another's."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    parts: list[Any] = [json.loads(path.read_bytes())]
-    for part in parts:
-        quantisation = part.get("quantization_config") if isinstance(part, dict) else part
-        if quantisation is not None and not isinstance(quantisation, dict):
-            raise store_error(path, f"is not a config: {quantisation!r:.80} stands where an object should be")
-        if quantisation:
-            return str(quantisation.get("quant_method", "an unnamed method"))
-        parts.extend(value for value in part.values() if isinstance(value, dict))
-    return None
+def _convert_quantised(
+    model: PreTrainedModel,
+    layers: list[ExpertsLayer],
+    folder: Path,
+    checkpoint_files: list[str],
+    config: MeshConfig,
+) -> _Records:
+    """Of a checkpoint that another tool has quantised. It opens as what it is converted to, the rest of the model included: what transformers
+    reads of that rest is in ``checkpoint_files``, which from now on are the store's."""
+    experts = find_checkpoint_experts(folder, model)
+    if config.weights == "auto":
+        weights, group_size = nearest_weights(experts)
+        config = config.replace(weights=weights, group_size=group_size or config.group_size)
+    check_fallback(model, layers, config, config.weights)
+    check_gpu_weights(config)
+    name = os.path.basename(os.path.normpath(model.config._name_or_path))
+
+    def anew(weights: str) -> Records:
+        other = other_config(config, weights)
+        return _records_of(_convert(name, experts, other), layers, other)
+
+    store = _convert(name, experts, config)
+    checkpoint_files[:] = [str(path) for path in weight_files(store.folder)]
+    return _with_others(_records_of(store, layers, config), in_format=anew, checkpoint=folder)
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:
@@ -365,10 +374,8 @@ def _merging(merge: Any) -> Any:
         if isinstance(given, dict) and given.get("quant_method") == "mesh":
             given = MeshConfig.from_dict(given)
         if isinstance(given, MeshConfig) and method != "mesh":
-            raise UnsupportedModelError(
-                f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
-                "checkpoints and quantises them itself (weights='int8', 'int4' or 'lut4'): use the unquantised original."
-            )
+            source_of(table, "This checkpoint")  # which refuses what cannot be read
+            return given
         if method == "mesh" and isinstance(stored, dict):
             stored = MeshConfig.of_checkpoint(stored)
         if not isinstance(given, MeshConfig):
