@@ -64,6 +64,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -290,6 +291,11 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "gptq_v2": lambda: Kind(_gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4", 32)),
     "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32)),
     "gptq_ordered": lambda: Kind(_gptq_config(desc_act=True), _gptq(symmetric=True, ordered=True), ("int8", 32)),
+    "auto_round": lambda: Kind(
+        {"quant_method": "auto-round", "bits": 4, "sym": True, "packing_format": "auto_round:auto_gptq"},
+        _gptq(symmetric=True),
+        ("int4", 32),
+    ),
     "awq": lambda: Kind({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq, ("int8", 32)),
     "bnb_nf4": lambda: Kind(_BNB, _bnb("nf4", nested=False), ("int8", 32)),
     "bnb_nested": lambda: Kind(_BNB | {"bnb_4bit_use_double_quant": True}, _bnb("nf4", nested=True), ("int8", 32)),

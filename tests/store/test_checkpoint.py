@@ -198,6 +198,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype) -> No
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj": {"bits": 8}}},
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
         {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 3}}}},

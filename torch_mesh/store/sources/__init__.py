@@ -40,11 +40,29 @@ _OF_ACTIVATIONS = (
     ".q_scale",
     ".prob_output_scale",
 )
-# Tensors of weights in few bits. None of them may pass for a weight as it is.
-_CODES = (".qweight", ".weight_packed", ".weight", "_blocks", "_scales", ".qzeros", ".absmax", "_scale_inv")
+# Parts of weights in few bits, none of which may pass for a weight as it is, or be left over where the others are not there.
+_CODES = (".qweight", ".weight_packed", ".weight", "_blocks")
+_COMPANIONS = (
+    "_scale_inv",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_zero_point",
+    ".weight_shape",
+    ".weight_g_idx",
+    ".qscale_weight",
+    "_proj_scales",
+    ".scales",
+    ".qzeros",
+    ".g_idx",
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+)
 _OTHER_TOOLS = (
     "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, compressed-tensors, modelopt "
-    "(NVFP4, FP8), gptq, awq and bitsandbytes (4 bits): use the unquantised original, or one of these."
+    "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised original, or one of these."
 )
 
 
@@ -200,6 +218,19 @@ def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
     )
 
 
+def _auto_round(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    """An export in another tool's layout; its own differs in the zero points."""
+    packing = config.get("packing_format")
+    layers = [layer for layer in (config.get("extra_config") or {}).values() if isinstance(layer, dict)]
+    if {layer.get("bits", config.get("bits")) for layer in layers} - {config.get("bits"), 16, 32}:
+        _refuse(where, "auto-round of several numbers of bits")
+    if packing == "auto_round:auto_gptq":
+        return _gptq({"bits": config.get("bits"), "sym": config.get("sym")}, where)
+    if packing == "auto_round:auto_awq":
+        return _awq({"bits": config.get("bits")}, where)
+    _refuse(where, f"auto-round packed as {packing!r}")
+
+
 def _awq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
     form = str(config.get("version") or config.get("format") or "gemm").lower()
     bits = config.get("bits", config.get("w_bit", 4))
@@ -222,6 +253,7 @@ _SOURCES: Mapping[str, Callable[[Mapping[str, Any], str], tuple[Layout, ...]]] =
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
 }
 
@@ -243,11 +275,12 @@ def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]])
 
 def _check_plain(path: Path, tensor: Tensor, method: str) -> None:
     """Raises ``StoreError`` for what is no weight as it stands, so that nothing quantised is ever taken for its values."""
-    if tensor.dtype in (*FLOATS, "F64") and not tensor.name.endswith((".absmax", ".qzeros", "_scale_inv")):
+    is_number = tensor.dtype in (*FLOATS, "F64")
+    is_code = tensor.dtype.startswith("F") or tensor.name.endswith(_CODES)
+    if not tensor.name.endswith(_COMPANIONS) and (is_number or not is_code):
         return
-    if tensor.dtype.startswith("F") or tensor.name.endswith(_CODES):
-        raise store_error(
-            path,
-            f"tensor {tensor.name!r} is {tensor.dtype} of {list(tensor.shape)}, and what belongs to it by {method} is not there",
-            tensor.offset,
-        )
+    raise store_error(
+        path,
+        f"tensor {tensor.name!r} is {tensor.dtype} of {list(tensor.shape)}, and what belongs to it by {method} is not there",
+        tensor.offset,
+    )

@@ -107,5 +107,5 @@ def _state(data: torch.Tensor) -> dict[str, Any]:
         or not all(type(size) is int and size > 0 for size in sizes)
         or not isinstance(offset, int | float)
     ):
-        raise Misfit("state", f"does not describe a weight: {str(state):.200}")
+        raise Misfit("state", f"does not describe a weight: {state!s:.200}")
     return state

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -85,7 +86,7 @@ class Layout(ABC):
     The tensor with the role 'codes' has the name by which a weight is found, the others are looked for beside it.
     """
 
-    title: ClassVar[str]
+    title: str
     required: ClassVar[frozenset[str]] = frozenset()  # roles beside the codes
     turned: ClassVar[bool] = False  # ``read`` gives the transpose of what the model has
 
@@ -173,19 +174,14 @@ def read_tensor(path: Path, tensor: Tensor, shape: Shape | None = None) -> torch
     return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape if shape is None else shape)
 
 
-class _named:
+@contextmanager
+def _named(parts: Mapping[str, tuple[Path, Tensor]]) -> Iterator[None]:
     """Gives what a ``Misfit`` says to the file and the tensor that it is about."""
-
-    def __init__(self, parts: Mapping[str, tuple[Path, Tensor]]) -> None:
-        self._parts = parts
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
-        if isinstance(problem, Misfit):
-            path, tensor = self._parts[problem.role]
-            raise store_error(path, f"tensor {tensor.name!r} {problem}", tensor.offset) from None
+    try:
+        yield
+    except Misfit as problem:
+        path, tensor = parts[problem.role]
+        raise store_error(path, f"tensor {tensor.name!r} {problem}", tensor.offset) from None
 
 
 def check_dtype(parts: Mapping[str, Tensor], role: str, *allowed: str) -> None:
@@ -224,10 +220,10 @@ def scale_values(parts: Mapping[str, torch.Tensor], role: str = "scale") -> torc
 
 
 def e4m3_values(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    codes = parts["codes"]
-    if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+    values = parts["codes"].float()
+    if bool(values.sum().isnan()):  # one of them is: E4M3 has no infinities
         raise Misfit("codes", "holds a weight that is not a number")
-    return codes.float()
+    return values
 
 
 def fp4_values(codes: torch.Tensor) -> torch.Tensor:

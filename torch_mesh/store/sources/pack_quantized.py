@@ -29,9 +29,9 @@ class PackedInt(Layout):
     """``bits`` from the lowest of each word on, of codes and of zero points, both with half of their range added."""
 
     required = frozenset({"scale"})
-    title = "INT"
 
     def __init__(self, bits: int) -> None:
+        self.title = f"INT{bits}"
         self._bits = bits
         self._each = 32 // bits
 
