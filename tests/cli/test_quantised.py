@@ -1,5 +1,6 @@
 """The command line and checkpoints that another tool has quantised."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,11 @@ def test_what_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pyte
     assert main([command, str(tmp_path)]) != 0
     printed = capsys.readouterr()
     assert "quark" in printed.out + printed.err
+
+
+def test_doctor_names_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    (found,) = [
+        each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "quantised checkpoints"
+    ]
+    assert found["status"] == "ok" and "mxfp4" in found["found"] and "gptq" in found["found"]

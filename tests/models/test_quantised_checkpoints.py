@@ -71,7 +71,7 @@ def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_pat
     _assert_close(logits, _logits(_load(plain, dtype=torch.float32)), 0.005)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, made in KINDS.items() if made().transformers])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_powers_of_two", "mxfp8", "ct_fp8_channel", "ct_int4"])
 def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     write_quantised(tmp_path / "raw", made)

@@ -30,7 +30,6 @@ class Kind:
     quantise: Callable[[torch.Tensor], Quantised]
     nearest: tuple[str, int]
     suffix: str = ".weight"  # that the names of its tensors take the place of
-    transformers: bool = False  # whether transformers itself reads all of it where nothing but torch is there
     files: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -236,7 +235,7 @@ def _of_library(
     preset: str, form: str, nearest: tuple[str, int], *, transformers: bool = False, **changes: Any
 ) -> Kind:
     config, quantise = _compressed(preset, form, **changes)
-    return Kind(config, quantise, nearest, transformers=transformers)
+    return Kind(config, quantise, nearest)
 
 
 def _gptq_config(**fields: Any) -> dict[str, Any]:
@@ -250,22 +249,19 @@ KINDS: dict[str, Callable[[], Kind]] = {
         {"quant_method": "fp8", "weight_block_size": [64, 64], "fmt": "e4m3"},
         _fp8((64, 64)),
         ("int8", 32),
-        transformers=True,
     ),
     "fp8_powers_of_two": lambda: Kind(
         {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
         _fp8((64, 64), "ue8m0"),
         ("bf16", 0),
-        transformers=True,
     ),
     "mxfp8": lambda: Kind(
         {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
         _mxfp8,
         ("bf16", 0),
-        transformers=True,
     ),
-    "ct_fp8_channel": lambda: _of_library("FP8_DYNAMIC", "float-quantized", ("int8", 32), transformers=True),
-    "ct_int4": lambda: _of_library("W4A16", "pack-quantized", ("int4", 32), transformers=True, group_size=32),
+    "ct_fp8_channel": lambda: _of_library("FP8_DYNAMIC", "float-quantized", ("int8", 32)),
+    "ct_int4": lambda: _of_library("W4A16", "pack-quantized", ("int4", 32), group_size=32),
     "ct_int4_channel": lambda: _of_library(
         "W4A16", "pack-quantized", ("int4", 64), group_size=None, strategy="channel"
     ),

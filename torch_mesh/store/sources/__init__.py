@@ -256,6 +256,7 @@ _SOURCES: Mapping[str, Callable[[Mapping[str, Any], str], tuple[Layout, ...]]] =
     "auto-round": _auto_round,
     "bitsandbytes": _bitsandbytes,
 }
+METHODS = tuple(_SOURCES)  # the values of quant_method that are read
 
 
 def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
