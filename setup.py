@@ -231,7 +231,7 @@ def version() -> str:
 
 setup(
     version=version(),
-    packages=["torch_mesh", "torch_mesh.store", "torch_mesh.cli", "torch_mesh.ops"],
+    packages=["torch_mesh", "torch_mesh.store", "torch_mesh.store.sources", "torch_mesh.cli", "torch_mesh.ops"],
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("torch_mesh._C", sources=[])],
