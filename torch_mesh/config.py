@@ -210,7 +210,7 @@ class MeshConfig(QuantizationConfigMixin):
     weights: str = _field(
         "auto",
         one_of("auto", *WEIGHTS),
-        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them. lut4 has the bytes of int4, a seventh less error and '
+        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). lut4 has the bytes of int4, a seventh less error and '
         "somewhat more arithmetic.",
         of_checkpoint=True,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import warnings
@@ -28,16 +27,18 @@ from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
 from .store.checkpoint import (
+    CheckpointExperts,
     find_checkpoint_experts,
     find_left_alone,
+    find_quantisation,
     meta_model,
-    quantised_already,
     read_config,
 )
-from .store.convert import WITHOUT_TORCH_MESH, checked_group_size, convert, convert_store
-from .store.header import store_error, weight_files
+from .store.convert import WITHOUT_TORCH_MESH, checked_group_size, convert, convert_store, nearest_weights
+from .store.header import weight_files
 from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from .store.progress import progress_bar
+from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written
 from .undivided import check_launch, check_undivided
@@ -61,7 +62,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         check_launch()
         check_undivided(model)
@@ -131,12 +132,16 @@ class _Opened(OfRecords):
 class _OfCheckpoint(_Opened):
     """Of a checkpoint: read from its own files, or from a store that they are converted to."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
-        self._folder = folder
-        self._experts = find_checkpoint_experts(folder, model)
+    raw = True  # whether bf16 can be read as it is
+
+    def __init__(
+        self, experts: CheckpointExperts, model: PreTrainedModel, layers: list[ExpertsLayer], config: MeshConfig
+    ) -> None:
+        self._experts = experts
+        self._folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
         weights = format_of(config)
-        self._raw = weights == "bf16" and config.store is None
+        self._raw = self.raw and weights == "bf16" and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
         super().__init__(
@@ -151,7 +156,8 @@ class _OfCheckpoint(_Opened):
         self.set_records(self._as_they_are() if self._raw else self._converted(self._config))
 
     def other_records(self, weights: str) -> Records:
-        return self._as_they_are() if weights == "bf16" else self._converted(other_config(self._config, weights))
+        as_it_is = self.raw and weights == "bf16"
+        return self._as_they_are() if as_it_is else self._converted(other_config(self._config, weights))
 
     def check_other(self, weights: str) -> None:
         every, own = len(find_experts(meta_model(read_config(self._folder)))), len(self._layers)
@@ -173,6 +179,34 @@ class _OfCheckpoint(_Opened):
     def _converted(self, config: MeshConfig) -> Records:
         make = functools.partial(convert, self._experts.folder, name=self._name)
         return self._made(make, self._experts.fingerprint, self._name, config)
+
+
+class _OfQuantised(_OfCheckpoint):
+    """Of a checkpoint that another tool has quantised. It opens as what it is converted to, the rest of the model included: what transformers
+    reads of that rest is in ``checkpoint_files``, which are the store's once the records are there."""
+
+    raw = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        layers: list[ExpertsLayer],
+        config: MeshConfig,
+        checkpoint_files: list[str],
+    ) -> None:
+        experts = find_checkpoint_experts(folder, model)
+        if config.weights == "auto":
+            weights, group_size = nearest_weights(experts)
+            config = config.replace(weights=weights, group_size=group_size or config.group_size)
+        super().__init__(experts, model, layers, config)
+        self._files = checkpoint_files
+
+    def prepare(self) -> None:
+        super().prepare()
+        store = self._records.store
+        assert store is not None
+        self._files[:] = [str(path) for path in weight_files(store.folder)]
 
 
 class _OfStore(_Opened):
@@ -203,7 +237,7 @@ class _OfStore(_Opened):
 
 
 def _find_origin(
-    model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: Sequence[str] | None, config: MeshConfig
+    model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: list[str] | None, config: MeshConfig
 ) -> _Opened:
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
@@ -211,30 +245,13 @@ def _find_origin(
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = Path(checkpoint_files[0]).parent
-    method = _own_quantisation(folder)
-    if is_store(folder) or (method == "mesh" and not _has_expert_weights(folder, model)):
+    stored = own_quantisation(folder)
+    if is_store(folder) or (stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model)):
         return _OfStore(model, folder, layers, config)
-    if method not in (None, "mesh"):
-        raise quantised_already(folder, method)
     _check_files(folder, checkpoint_files)
-    return _OfCheckpoint(model, folder, layers, config)
-
-
-def _own_quantisation(folder: Path) -> str | None:
-    """By the checkpoint's own config.json: transformers takes a method that it does not know for none, and a config that was passed may
-    be another's."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    parts: list[Any] = [json.loads(path.read_bytes())]
-    for part in parts:
-        quantisation = part.get("quantization_config") if isinstance(part, dict) else part
-        if quantisation is not None and not isinstance(quantisation, dict):
-            raise store_error(path, f"is not a config: {quantisation!r:.80} stands where an object should be")
-        if quantisation:
-            return str(quantisation.get("quant_method", "an unnamed method"))
-        parts.extend(value for value in part.values() if isinstance(value, dict))
-    return None
+    if find_quantisation(folder) is not None:
+        return _OfQuantised(model, folder, layers, config, checkpoint_files)
+    return _OfCheckpoint(find_checkpoint_experts(folder, model), model, layers, config)
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:
@@ -300,10 +317,8 @@ def _merging(merge: Any) -> Any:
         if isinstance(given, dict) and given.get("quant_method") == "mesh":
             given = MeshConfig.from_dict(given)
         if isinstance(given, MeshConfig) and method != "mesh":
-            raise UnsupportedModelError(
-                f"This checkpoint is quantised already ({getattr(method, 'value', method)}). torch_mesh reads bf16, fp16 and fp32 "
-                "checkpoints and quantises them itself (weights='int8', 'int4' or 'lut4'): use the unquantised original."
-            )
+            source_of(table, "This checkpoint")  # which refuses what cannot be read
+            return given
         if method == "mesh" and isinstance(stored, dict):
             stored = MeshConfig.of_checkpoint(stored)
         if not isinstance(given, MeshConfig):

@@ -25,9 +25,15 @@ from .gpu.placement import check_beside_gpu
 from .gpu.placing import GPU_POOL_SLOTS
 from .gpu.planning import GpuPlan, plan_by_projection, plan_config
 from .memory import auto_budget, available_bytes, resident_slots
-from .other_format import format_of
-from .store.checkpoint import TORCH_DTYPES, find_checkpoint_experts, meta_model, read_config, shape_of
-from .store.convert import checked_group_size
+from .store.checkpoint import (
+    TORCH_DTYPES,
+    CheckpointExperts,
+    find_checkpoint_experts,
+    meta_model,
+    read_config,
+    shape_of,
+)
+from .store.convert import checked_group_size, describe_nearest
 from .store.header import weight_files
 from .store.manifest import Shape, is_store, open_store
 from .synthetic import synthetic_trace
@@ -89,6 +95,7 @@ class Sizes:
     left_alone: str  # which those are
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
+    conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
 
 
 @dataclass(frozen=True)
@@ -304,23 +311,40 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
-    raw = config.weights in ("auto", "bf16") and config.store is None
+    raw = config.weights in ("auto", "bf16") and config.store is None and not experts.weights
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
             "store=, or use io='auto'."
         )
-    weights = format_of(config)
-    used = sorted(set(experts.extents[..., 0].flatten().tolist()))
+    weights, group_size = config.weights, config.group_size
+    if weights == "auto":
+        choice = experts.nearest()
+        weights, group_size = choice.weights, choice.group_size
     return _sizes(
         shape_of(layers),
         weights,
-        checked_group_size(weights, config.group_size),
-        _dense_bytes(model, layers, config, TORCH_DTYPES[experts.dtype]),
+        checked_group_size(weights, group_size or config.group_size),
+        _dense_bytes(model, layers, config, _dense_dtype(model, experts)),
         layers_left_alone(model),
         staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
-        files=tuple(Path(experts.files[index][0]) for index in used),
+        files=experts.expert_files,
+        conversion=_conversion(experts, config),
     )
+
+
+def _conversion(experts: CheckpointExperts, config: MeshConfig) -> str:
+    if not experts.weights:
+        return ""
+    if config.weights == "auto":
+        return describe_nearest(experts)
+    return f"{experts.format} experts are converted to {config.weights}"
+
+
+def _dense_dtype(model: Any, experts: CheckpointExperts) -> torch.dtype:
+    if not experts.weights:
+        return TORCH_DTYPES[experts.dtype]
+    return getattr(model.config.get_text_config(), "dtype", None) or torch.bfloat16
 
 
 def _sizes(
@@ -331,6 +355,7 @@ def _sizes(
     others: list[ExpertsLayer] | None,
     staging_bytes: int,
     files: tuple[Path, ...],
+    conversion: str = "",
 ) -> Sizes:
     record = shape.record_bytes(weights, group_size)
     return Sizes(
@@ -346,6 +371,7 @@ def _sizes(
         left_alone=describe_left_alone(others or ()),
         staging_bytes=staging_bytes,
         files=files,
+        conversion=conversion,
     )
 
 

@@ -167,7 +167,7 @@ def _change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes", "modelopt", "of tomorrow"])
+@pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "modelopt", "of tomorrow"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_checkpoints_quantised_by_others_are_refused(method: str, weights: str, tmp_path: Path) -> None:
     _save("Qwen3MoeExperts", tmp_path)

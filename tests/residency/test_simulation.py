@@ -39,7 +39,10 @@ def test_a_recorded_run_is_simulated_to_a_tenth_of_a_point(
             prompt = torch.randint(3, 250, (1, length), generator=random)
             model.generate(prompt, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     counts = torch_mesh.stats(model).to_dict()
-    live = {name: counts["prefill"][name] + counts["decode"][name] for name in ("accesses", "hits", "cold_misses", "inflight_misses", "deferred")}
+    live = {
+        name: counts["prefill"][name] + counts["decode"][name]
+        for name in ("accesses", "hits", "cold_misses", "inflight_misses", "deferred")
+    }
 
     trace = load_trace(tmp_path / "trace.npz")
     assert trace.forwards is not None

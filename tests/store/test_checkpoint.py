@@ -190,22 +190,38 @@ def test_quantised_tensors_are_refused(tmp_path: Path, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     "quantisation",
     [
-        {"quant_method": "fp8"},
-        {"quant_method": "mxfp4"},
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "awq", "bits": 4},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        {"quant_method": "compressed-tensors"},
+        {"quant_method": "torchao"},
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "gptq", "bits": 3},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj": {"bits": 8}}},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 3}}}},
+        {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
     ],
-    ids=lambda table: table["quant_method"],
+    ids=lambda table: ",".join(map(str, table.values())),
 )
-def test_prequantised_checkpoints_are_refused(tmp_path: Path, quantisation: dict[str, Any]) -> None:
+def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path, quantisation: dict[str, Any]) -> None:
     config = tiny_model("qwen3_moe").config
     config.quantization_config = quantisation
     model = meta_model(config)
     with pytest.raises(UnsupportedModelError, match="bf16, fp16 and fp32") as caught:
         find_checkpoint_experts(tmp_path, model)
     assert quantisation["quant_method"] in str(caught.value)
+
+
+def test_fp8_without_a_config_that_says_so_is_refused(tmp_path: Path) -> None:
+    """Of weights beside the experts, too, which transformers would load as they stand."""
+    save_tiny(tmp_path, "qwen3_moe")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(UnsupportedModelError, match=f"{name} is F8_E4M3.*quantization_config"):
+        find(tmp_path)
 
 
 def test_mapping_that_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("source", help="a checkpoint folder, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
-    parser.add_argument("--weights", choices=WEIGHTS, required=True, help="format of the experts' weights")
+    parser.add_argument(
+        "--weights",
+        choices=("auto", *WEIGHTS),
+        required=True,
+        help="format of the experts' weights; auto: the one nearest to the checkpoint's, which it names",
+    )
     parser.add_argument(
         "--group-size",
         type=int,
         choices=GROUP_SIZES,
         default=64,
-        help="weights that share one scale, for all but bf16 (default: %(default)s)",
+        help="weights that share one scale, for all but bf16 and auto (default: %(default)s)",
     )
     parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")
@@ -52,6 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     shape = written.store.manifest.shape
     size = written.store.manifest.record_bytes * shape.layers * shape.experts
-    what = f"{shape.layers} x {shape.experts} experts, {format_bytes(size)} as {arguments.weights}"
+    what = f"{shape.layers} x {shape.experts} experts, {format_bytes(size)} as {written.store.manifest.weights}"
     print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
     return 0

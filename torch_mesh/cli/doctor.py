@@ -30,6 +30,7 @@ from ..cache import cache_folder
 from ..config import LEAST_CAPABILITY
 from ..errors import MeshError
 from ..memory import available_bytes
+from ..store.sources import METHODS
 
 Status = Literal["ok", "limited", "missing"]
 
@@ -67,7 +68,7 @@ def report(folder: Path | None) -> list[Finding]:
     left out where it does not import, and its own finding says so.
     """
     extension, engine = _extension()
-    findings = [_requirements(), extension]
+    findings = [_requirements(), extension, _quantised_checkpoints()]
     homeless: list[Finding] = []
     if folder is None:
         try:
@@ -148,6 +149,10 @@ def _installed_version(name: str) -> str | None:
 def _stated_requirements() -> list[Requirement]:
     stated = map(Requirement, importlib.metadata.requires("torch_mesh") or [])
     return [requirement for requirement in stated if requirement.marker is None or requirement.marker.evaluate()]
+
+
+def _quantised_checkpoints() -> Finding:
+    return Finding("quantised checkpoints", "ok", f"{', '.join(METHODS)} are read, without other packages")
 
 
 def _extension() -> tuple[Finding, ModuleType | None]:

@@ -45,8 +45,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
     parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
-    parser.add_argument("--prefill", default="auto", choices=("auto", "window", "off"), help="as MeshConfig's, of prompts")
-    parser.add_argument("--deferred-experts", type=int, default=0, help="of a token, that are put off by a layer where cold")
+    parser.add_argument(
+        "--prefill", default="auto", choices=("auto", "window", "off"), help="as MeshConfig's, of prompts"
+    )
+    parser.add_argument(
+        "--deferred-experts", type=int, default=0, help="of a token, that are put off by a layer where cold"
+    )
     parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="of all weights but the experts")
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")

@@ -88,7 +88,11 @@ def _arrays(path: Path, file: BinaryIO) -> dict[str, Any]:
         raise MeshError(f"{path} unpacks to {size} bytes; a trace has at most {_LARGEST_FILE}.")
     file.seek(0)
     with np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in ("ids", "offsets", "experts", "scores", "lookahead", "forwards") if name in arrays}
+        return {
+            name: arrays[name]
+            for name in ("ids", "offsets", "experts", "scores", "lookahead", "forwards")
+            if name in arrays
+        }
 
 
 def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:

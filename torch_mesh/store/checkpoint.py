@@ -3,11 +3,15 @@
 Names in a checkpoint are not those of the model: transformers renames, merges and transposes while it loads. Its own conversion
 mapping is followed here symbolically, on offsets and strides instead of tensors, so that an expert can be read straight from the
 file. A mapping that does more to experts than rearrange them is refused.
+
+In a checkpoint that another tool has quantised, offsets and strides are those of the fp32 values that its weights stand for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -25,8 +29,10 @@ from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
-from torch_mesh.store.header import Header, Tensor, check_folder, read_header, store_error, weight_files
+from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
+from torch_mesh.store.sources import Source, method_of, nearest, own_quantisation, source_of
+from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawView
@@ -43,17 +49,61 @@ class CheckpointExperts:
     ``extents`` is int64 [layers, experts, pieces, 3] of (index in ``files``, offset, bytes); ``raw_views`` says where in those
     pieces gate, up, down and their biases are, and is the same for every expert. ``modules`` are the paths of the experts modules,
     ``names`` the tensors in the checkpoint that hold experts; all others are ``other_tensors``, by file.
+
+    Of a quantised checkpoint ``weights`` are all weights, which are what ``extents`` names and counts the bytes of, as if they were fp32.
     """
 
     folder: Path
     shape: Shape
     modules: tuple[str, ...]
-    dtype: str  # 'bf16', 'fp16', 'fp32'
+    dtype: str  # 'bf16', 'fp16', 'fp32': what ``read_expert`` gives
     files: tuple[tuple[str, int], ...]
     extents: npt.NDArray[np.int64]
     raw_views: dict[str, RawView]
     names: frozenset[str]
     headers: tuple[Header, ...]
+    quantisation: Mapping[str, Any] | None = None
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """What the experts are kept in."""
+        if not self.weights:
+            return self.dtype
+        experts = self._of_experts()
+        quantised = [weight for weight in experts if not weight.is_plain]  # all else are biases
+        return ", ".join(sorted({weight.layout.title for weight in quantised or experts}))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, as it is stored."""
+        return self.all_experts_bytes // (self.extents.shape[0] * self.extents.shape[1])
+
+    @property
+    def all_experts_bytes(self) -> int:
+        if not self.weights:
+            return int(self.extents[..., 2].sum())
+        return sum(weight.stored_bytes for weight in self._of_experts())
+
+    @property
+    def reads_per_expert(self) -> int:
+        """Of the pieces that one expert is in."""
+        pieces = self.extents[0, 0, :, 0].tolist()
+        return sum(len(self.weights[index].parts) for index in pieces) if self.weights else len(pieces)
+
+    @property
+    def expert_files(self) -> tuple[Path, ...]:
+        """That experts are read from."""
+        return tuple(header.path for header in self.headers if not self.names.isdisjoint(header.tensors))
+
+    def nearest(self) -> Nearest:
+        """The format of ours that is nearest to what the experts are kept in."""
+        if not self.weights:
+            return nearest_to(self.dtype)
+        return nearest(self._of_experts())
+
+    def _of_experts(self) -> list[Weight]:
+        return [self.weights[index] for index in sorted(set(self.extents[..., 0].flatten().tolist()))]
 
     @property
     def other_tensors(self) -> list[tuple[Header, list[Tensor]]]:
@@ -65,7 +115,7 @@ class CheckpointExperts:
 
     @cached_property
     def fingerprint(self) -> str:
-        return checkpoint_fingerprint(header.path for header in self.headers)
+        return checkpoint_fingerprint((header.path for header in self.headers), self.quantisation)
 
     def source_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
@@ -85,21 +135,10 @@ class CheckpointExperts:
         return ExpertTensors(**tensors)  # type: ignore[arg-type]  # up and down are always there
 
     def _read_piece(self, file: int, offset: int, size: int) -> torch.Tensor:
-        path = self.files[file][0]
-        buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    raise store_error(path, f"ends before byte {offset + size}: it was cut since it was opened", offset)
-                done += count
-            # What was read is packed once and not wanted again: leave the page cache to others.
-            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[self.dtype])
+        if not self.weights:
+            return torch.frombuffer(read_range(self.files[file][0], offset, size), dtype=TORCH_DTYPES[self.dtype])
+        weight = self.weights[file]
+        return weight.read(offset // size if size < 4 * math.prod(weight.shape) else None).flatten()
 
     def _view(self, pieces: Sequence[torch.Tensor], part: str) -> torch.Tensor | None:
         view = self.raw_views.get(part)
@@ -152,13 +191,26 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
 def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.PreTrainedModel) -> CheckpointExperts:
     """Where the experts of ``model`` stand in the checkpoint in ``folder``.
 
-    ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for pre-quantised
-    checkpoints, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
+    ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a
+    way that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
     """
     folder = Path(folder)
-    check_not_quantised(model.config, folder)
-    headers = tuple(read_header(path) for path in weight_files(folder))
-    return _experts_of(folder, find_experts(model), _ParameterStacks(folder, model, headers), headers)
+    stacks = _ParameterStacks(folder, model, find_quantisation(folder, model.config))
+    experts = _experts_of(folder, find_experts(model), stacks)
+    if stacks.quantisation is None:
+        _check_unquantised(folder, stacks.headers)
+    return experts
+
+
+def _check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
+    """transformers would take codes for values."""
+    for header in headers:
+        for tensor in header.tensors.values():
+            if tensor.dtype.startswith(("F8", "F6", "F4")):
+                raise UnsupportedModelError(
+                    f"{folder}: {tensor.name} is {tensor.dtype}, and config.json names no quantization_config that says what scales it has. "
+                    "Take the config.json that belongs to these weights, or the unquantised original."
+                )
 
 
 def find_left_alone(
@@ -172,19 +224,17 @@ def find_left_alone(
     if not layers:
         return []
     folder = Path(folder)
-    headers = tuple(read_header(path) for path in weight_files(folder))
-    stacks = _ParameterStacks(folder, model, headers)
-    return [(layer, _experts_of(folder, [layer], stacks, headers)) for layer in layers]
+    stacks = _ParameterStacks(folder, model, None if is_store(folder) else find_quantisation(folder, model.config))
+    return [(layer, _experts_of(folder, [layer], stacks)) for layer in layers]
 
 
-def _experts_of(
-    folder: Path, layers: Sequence[ExpertsLayer], stacks: _ParameterStacks, headers: tuple[Header, ...]
-) -> CheckpointExperts:
+def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _ParameterStacks) -> CheckpointExperts:
     """Those of layers that are alike."""
     names = stacks.names_of(layers)
     dtype = stacks.common_dtype(names)
     placed = [_layer_views(layer, stacks) for layer in layers]
-    extents, raw_views = _pieces(folder, layers, placed, headers)
+    extents, raw_views = _pieces(folder, layers, placed)
+    headers = stacks.headers
     return CheckpointExperts(
         folder=folder,
         shape=shape_of(layers),
@@ -193,14 +243,19 @@ def _experts_of(
         files=tuple((str(header.path), header.file_bytes) for header in headers),
         extents=extents,
         raw_views=raw_views,
-        names=names,
+        names=stacks.stored(names),
         headers=headers,
+        quantisation=stacks.quantisation,
+        weights=stacks.weights,
     )
 
 
-def checkpoint_fingerprint(files: Iterable[Path]) -> str:
-    """Hex digest of the files' names, sizes, times of change and safetensors headers: another checkpoint has another."""
+def checkpoint_fingerprint(files: Iterable[Path], quantisation: Mapping[str, Any] | None = None) -> str:
+    """Hex digest of the files' names, sizes, times of change and safetensors headers, and of what says how they are to be read: another
+    checkpoint has another."""
     digest = hashlib.blake2b(digest_size=16)
+    if quantisation is not None:
+        digest.update(json.dumps(quantisation, sort_keys=True).encode())
     for path in sorted(files):
         status = path.stat()
         header = read_header(path)
@@ -211,29 +266,25 @@ def checkpoint_fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def check_not_quantised(config: Any, folder: Path) -> None:
-    """Raises ``UnsupportedModelError`` for checkpoints that were quantised by another tool."""
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        quantisation = getattr(config.get_text_config(), "quantization_config", None)
-    if quantisation is None:
-        return
-    table = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-    method = str(table.get("quant_method", "an unnamed method"))
-    if method == "mesh":
-        if not is_store(folder):  # the config of a patched model, and ordinary weights
-            return
+def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | None:
+    """How another tool has quantised the checkpoint in ``folder``, by its own config.json or else by ``config``; None if none has.
+
+    Raises ``UnsupportedModelError`` for a store, and for what cannot be read.
+    """
+    said = own_quantisation(folder)
+    if said is None and config is not None and not (folder / "config.json").is_file():
+        said = getattr(config, "quantization_config", None)
+        said = said if said is None or isinstance(said, dict) else said.to_dict()
+    if said is None:
+        return None
+    if method_of(said) != "mesh":
+        source_of(said, str(folder))
+        return said
+    if is_store(folder):
         raise UnsupportedModelError(
             f"{folder} is a converted store already; open it as it is, without converting it again."
         )
-    raise quantised_already(folder, method)
-
-
-def quantised_already(folder: Path, method: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{folder} is quantised already ({method}). torch_mesh reads bf16, fp16 and fp32 checkpoints and quantises them itself "
-        "(weights='int8', 'int4' or 'lut4'): use the unquantised original."
-    )
+    return None  # the config of a patched model, and ordinary weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +351,9 @@ _Stack = list[_Matrix]  # one per expert
 class _ParameterStacks:
     """The expert parameters of a model, each as one matrix per expert in the checkpoint's files."""
 
-    def __init__(self, folder: Path, model: Any, headers: Sequence[Header]) -> None:
+    def __init__(self, folder: Path, model: Any, quantisation: Mapping[str, Any] | None) -> None:
+        self.headers = tuple(read_header(path) for path in weight_files(folder))
+        self.quantisation = quantisation
         self._folder = folder
         self._parameters = {
             f"{layer.path}.{name}": getattr(layer.module, name)
@@ -308,7 +361,10 @@ class _ParameterStacks:
             for name in layer.parameter_names
         }
         self._tied: Mapping[str, str] = model.all_tied_weights_keys
-        self._tensors = self._tensors_by_name(headers)
+        self._tensors = self._tensors_by_name(self.headers)
+        self.weights: tuple[Weight, ...] = ()
+        if quantisation is not None:
+            self._see_weights(source_of(quantisation, str(folder)))
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._sources = self._match(model, transforms)
@@ -319,6 +375,12 @@ class _ParameterStacks:
         return frozenset(
             name for parameter in parameters for names in self._sources[parameter].values() for name in names
         )
+
+    def stored(self, names: frozenset[str]) -> frozenset[str]:
+        """The tensors of the files that these are kept in."""
+        if not self.weights:
+            return names
+        return frozenset(t.name for name in names for _, t in self.weights[self._tensors[name][0]].parts.values())
 
     def stack(self, parameter: str) -> _Stack:
         """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
@@ -352,6 +414,15 @@ class _ParameterStacks:
                     raise store_error(header.path, f"tensor {name!r} is also in {headers[tensors[name][0]].path}")
                 tensors[name] = (file, tensor)
         return tensors
+
+    def _see_weights(self, source: Source) -> None:
+        """Weights in the place of the tensors that they are kept in, each as a file of its own that has their values in fp32."""
+        weights = source.weights(self.headers)
+        self.weights = tuple(weights.values())
+        self._tensors = {
+            weight.name: (index, Tensor(weight.name, "F32", weight.shape, 0, 4 * math.prod(weight.shape)))
+            for index, weight in enumerate(self.weights)
+        }
 
     def _match(self, model: Any, transforms: Sequence[Any]) -> dict[str, dict[str | None, list[str]]]:
         """Checkpoint names per expert parameter and pattern of the converter (None: it is only renamed), in transformers' order."""
@@ -420,7 +491,10 @@ class _ParameterStacks:
         for name in names:
             file, tensor = self._tensors[name]
             if len(tensor.shape) == rank and len(names) == 1:
-                matrices.extend(_split_experts(file, tensor))
+                stack = _split_experts(file, tensor)
+                if self.weights and self.weights[file].layout.turned:
+                    stack = [matrix.transposed() for matrix in stack]
+                matrices.extend(stack)
             elif len(tensor.shape) == rank - 1:
                 matrices.append(_Matrix((_plain_view(file, tensor),)))
             else:
@@ -582,7 +656,6 @@ def _pieces(
     folder: Path,
     layers: Sequence[ExpertsLayer],
     placed: Sequence[Sequence[dict[str, _View]]],
-    headers: Sequence[Header],
 ) -> tuple[npt.NDArray[np.int64], dict[str, RawView]]:
     """Extents per expert, and the views into them that all experts share."""
     shared: dict[str, RawView] | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,20 @@ from torch_mesh.store.checkpoint import (
     checkpoint_fingerprint,
     find_checkpoint_experts,
     find_left_alone,
+    find_quantisation,
     meta_model,
     read_config,
     shape_of,
 )
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Header, Tensor, encode_header, store_error, weight_files
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Tensor, encode_header, store_error, weight_files
 from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store, config_text, quantization_table
+from torch_mesh.store.sources import QUANTISATION_FILES
+from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
 
 _COPY_BYTES = 8 << 20
+_DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
 # quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
 WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
@@ -64,17 +70,18 @@ def convert(
 ) -> Written:
     """Converts the checkpoint in the folder ``source`` to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4' or 'lut4'; ``group_size`` (32, 64 or 128) is ignored for bf16; ``name`` is what the manifest calls the
-    source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
+    ``weights`` is 'bf16', 'int8', 'int4' or 'lut4', or 'auto', which is what is nearest to the source; ``group_size`` (32, 64 or 128) is
+    ignored for bf16 and 'auto'; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
     that is something else, and a disk without room.
     """
     source, destination = Path(source), Path(destination)
-    group_size = checked_group_size(weights, group_size)
+    if weights != "auto":
+        group_size = checked_group_size(weights, group_size)
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    fingerprint = checkpoint_fingerprint(weight_files(source))  # before the headers are read by which it is converted
+    fingerprint = _fingerprint(source)  # before the headers are read by which it is converted
     model = meta_model(read_config(source))
     experts = find_checkpoint_experts(source, model)
     if others := [layer for layer, _ in find_left_alone(source, model)]:  # which says now what could not be read later
@@ -82,8 +89,10 @@ def convert(
             f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
         )
         warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
-    if weights == "bf16" and experts.dtype != "bf16":
-        warnings.warn(f"The experts of {source} are {experts.dtype}; they are rounded to bf16.", stacklevel=2)
+    if weights == "auto":
+        weights, group_size = nearest_weights(experts)
+    elif weights == "bf16" and not _fits_bf16(experts):
+        warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(
         shape=experts.shape,
         modules=experts.modules,
@@ -184,10 +193,33 @@ def convert_store(
     return write_store(destination, plan, records, progress=progress)
 
 
+def nearest_weights(experts: CheckpointExperts) -> tuple[str, int]:
+    """What ``weights="auto"`` is for a checkpoint that is converted, and the group size; says why where another tool has quantised it."""
+    choice = experts.nearest()
+    if experts.weights:
+        warnings.warn(f"{experts.folder}: {describe_nearest(experts)}. Name weights= for another format.", stacklevel=3)
+    return choice.weights, choice.group_size
+
+
+def describe_nearest(experts: CheckpointExperts) -> str:
+    choice = experts.nearest()
+    groups = f" in groups of {choice.group_size}" if choice.group_size else ""
+    return f"weights='auto' converts {experts.format} experts to {choice.weights}{groups}, {choice.why}"
+
+
+def _fits_bf16(experts: CheckpointExperts) -> bool:
+    choice = experts.nearest()
+    return choice.exact and choice.weights == "bf16"
+
+
+def _fingerprint(source: Path) -> str:
+    return checkpoint_fingerprint(weight_files(source), find_quantisation(source))
+
+
 def _check_unchanged(source: Path, fingerprint: str) -> None:
     """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
     try:
-        now = checkpoint_fingerprint(weight_files(source))
+        now = _fingerprint(source)
     except (StoreError, OSError) as problem:
         raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
     if now != fingerprint:
@@ -245,16 +277,20 @@ def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_
 def _files_beside_records(
     experts: CheckpointExperts, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int
 ) -> list[NewFile]:
-    dense = _dense_files(experts, max_file_bytes)
+    dense = _dense_files(experts, model, max_file_bytes)
     index = {
-        "metadata": {"total_size": sum(t.bytes for _, members in dense for _, t in members)},
-        "weight_map": {tensor.name: name for name, members in dense for _, tensor in members},
+        "metadata": {"total_size": sum(member.tensor.bytes for _, members in dense for member in members)},
+        "weight_map": {member.tensor.name: name for name, members in dense for member in members},
     }
     files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
     text = (experts.folder / "config.json").read_text(encoding="utf-8")
-    config = mesh_config(text, model, plan.modules, plan.weights, plan.group_size)
+    config = mesh_config(
+        _unquantised(text) if experts.weights else text, model, plan.modules, plan.weights, plan.group_size
+    )
     files.append(_in_memory("config.json", config))
-    files.extend(_copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path))
+    left_out = QUANTISATION_FILES if experts.weights else ()
+    copied = [path for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out]
+    files.extend(_copied(path) for path in copied)
     files.extend(_dense_file(name, members) for name, members in dense)
     return files
 
@@ -265,6 +301,16 @@ def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weigh
     for part in _configs_with_experts(table, model, modules):
         part["quantization_config"] = quantization_table(weights, group_size)
         part["transformers_weights"] = WITHOUT_TORCH_MESH
+    return config_text(table)
+
+
+def _unquantised(text: str) -> str:
+    """A config.json without what it says of the quantisation of another tool."""
+    table: dict[str, Any] = json.loads(text)
+    parts = [table]
+    for part in parts:
+        part.pop("quantization_config", None)
+        parts.extend(value for value in part.values() if isinstance(value, dict))
     return config_text(table)
 
 
@@ -318,33 +364,73 @@ def _copied(path: Path) -> NewFile:
     return NewFile(path.name, size, lambda: _read_range(path, 0, size))
 
 
-def _dense_files(experts: CheckpointExperts, max_file_bytes: int) -> list[tuple[str, list[tuple[Header, Tensor]]]]:
+@dataclass(frozen=True)
+class _Dense:
+    """A tensor that is no expert's, as it is written."""
+
+    tensor: Tensor
+    chunks: Callable[[], Iterable[bytes]]
+
+
+def _dense_files(
+    experts: CheckpointExperts, model: PreTrainedModel, max_file_bytes: int
+) -> list[tuple[str, list[_Dense]]]:
     """What is no expert's, spread over files of bounded size; within one, wide types first, so that all stay aligned."""
-    groups: list[list[tuple[Header, Tensor]]] = [[]]
+    groups: list[list[_Dense]] = [[]]
     size = 0
-    for header, tensors in experts.other_tensors:
-        for tensor in tensors:
-            if groups[-1] and size + tensor.bytes > max_file_bytes:
-                groups.append([])
-                size = 0
-            groups[-1].append((header, tensor))
-            size += tensor.bytes
+    for member in _dense(experts, model):
+        if groups[-1] and size + member.tensor.bytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(member)
+        size += member.tensor.bytes
     if not groups[0]:
         raise store_error(experts.folder, "holds experts and nothing else: not the checkpoint of a model")
     for group in groups:
-        group.sort(key=lambda member: -DTYPE_BITS[member[1].dtype])
+        group.sort(key=lambda member: -DTYPE_BITS[member.tensor.dtype])
     return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
 
 
-def _dense_file(name: str, members: Sequence[tuple[Header, Tensor]]) -> NewFile:
-    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for _, t in members), {"format": "pt"})
-    return NewFile(name, len(header) + sum(t.bytes for _, t in members), lambda: _dense_chunks(header, members))
+def _dense(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[_Dense]:
+    weights = {weight.codes[1].name: weight for weight in experts.weights}
+    dtype = getattr(model.config.get_text_config(), "dtype", None)
+    for header, tensors in experts.other_tensors:
+        for tensor in tensors:
+            weight = weights.get(tensor.name)
+            if not experts.weights or (weight is not None and weight.is_plain):
+                read = functools.partial(_read_range, header.path, tensor.offset, tensor.bytes)
+                yield _Dense(tensor, read)
+            elif weight is not None:
+                yield _values(weight, dtype if dtype in _DENSE_DTYPES else torch.bfloat16)
 
 
-def _dense_chunks(header: bytes, members: Iterable[tuple[Header, Tensor]]) -> Iterator[bytes]:
+def _values(weight: Weight, dtype: torch.dtype) -> _Dense:
+    """A quantised weight, as an unquantised checkpoint has it."""
+    turned = weight.layout.turned
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
+
+    def chunks() -> Iterator[bytes]:
+        values = weight.read().to(dtype)
+        values = (values.mT if turned else values).contiguous().flatten()
+        for part in values.split(_COPY_BYTES):
+            yield part.view(torch.uint8).numpy().tobytes()
+
+    return _Dense(
+        Tensor(weight.name, _DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize),
+        chunks,
+    )
+
+
+def _dense_file(name: str, members: Sequence[_Dense]) -> NewFile:
+    tensors = [member.tensor for member in members]
+    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), {"format": "pt"})
+    return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members))
+
+
+def _dense_chunks(header: bytes, members: Iterable[_Dense]) -> Iterator[bytes]:
     yield header
-    for source, tensor in members:
-        yield from _read_range(source.path, tensor.offset, tensor.bytes)
+    for member in members:
+        yield from member.chunks()
 
 
 def _read_range(path: Path, offset: int, size: int) -> Iterator[bytes]:

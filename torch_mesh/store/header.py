@@ -119,6 +119,24 @@ def parse_json(raw: bytes, floats: bool = False) -> Any:
         raise ValueError("it nests too deep") from None
 
 
+def read_range(path: str | os.PathLike[str], offset: int, size: int) -> bytearray:
+    """Those bytes of a file, read now. Raises ``StoreError`` if it ends before."""
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while done < size:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise store_error(path, f"ends before byte {offset + size}: it was cut since it was opened", offset)
+            done += count
+        # What was read is packed once and not wanted again: leave the page cache to others.
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return buffer
+
+
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
     """Length field and header for tensors ``(name, dtype, shape, bytes)`` that follow one another, padded with spaces so that
     the data starts at a multiple of 4 KiB."""

@@ -23,6 +23,7 @@ from torch_mesh.store.header import (
     weight_files,
 )
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
+from torch_mesh.store.sources import MODELOPT_NAME
 
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
@@ -74,6 +75,7 @@ def _write_outline(model: str, folder: Path) -> None:
     names = {SINGLE_NAME}
     if _fetch(hub, model, INDEX_NAME, folder):
         names = set(read_index(folder / INDEX_NAME).values())
+    _fetch(hub, model, MODELOPT_NAME, folder)
     if _fetch(hub, model, MANIFEST_NAME, folder):
         names |= {file.name for file in read_manifest(folder).record_files}
     for name in sorted(names):

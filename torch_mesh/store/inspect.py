@@ -44,19 +44,18 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     experts = find_checkpoint_experts(folder, meta_model(config))
     shape = experts.shape
-    expert_bytes = int(experts.extents[0, 0, :, 2].sum())
     return {
         "kind": "checkpoint",
         "folder": str(folder),
         "model_type": config.model_type,
         "source": folder.resolve().name,
-        "weights": experts.dtype,
+        "weights": experts.format,
         "group_size": None,
         **asdict(shape),
-        "expert_bytes": expert_bytes,
-        "all_experts_bytes": int(experts.extents[..., 2].sum()),
+        "expert_bytes": experts.expert_bytes,
+        "all_experts_bytes": experts.all_experts_bytes,
         "other_bytes": sum(tensor.bytes for _, tensors in experts.other_tensors for tensor in tensors),
         "files": [header.path.name for header in experts.headers],
-        "reads_per_expert": experts.extents.shape[2],
+        "reads_per_expert": experts.reads_per_expert,
         "modules": list(experts.modules),
     }

@@ -1,0 +1,136 @@
+"""from_pretrained of checkpoints that another tool has quantised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import KINDS, Tensors, change_config, write_deepseek_v4, write_gpt_oss, write_quantised
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+)
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.convert import convert
+
+IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
+OWN = {"fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+def _unquantised(folder: Path, values: Tensors, to: Path) -> Path:
+    """A checkpoint of the same model with these weights."""
+    to.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (to / "config.json").write_text(json.dumps(config))
+    save_file({name: value.bfloat16() for name, value in values.items()}, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def _load(folder: Path, config: Any = None, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    given = {} if config is None else {"quantization_config": config}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given)
+
+
+def _assert_close(logits: torch.Tensor, expected: torch.Tensor, most: float) -> None:
+    assert torch.isfinite(expected).all()
+    assert ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median() <= most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
+    made = KINDS[kind]()
+    values = write_quantised(tmp_path / "raw", made)
+    config = MeshConfig(weights="bf16", resident=0.5)
+    model = _load(tmp_path / "raw", config, torch.float32)
+    assert len(list(patched_modules(model))) == 2
+    logits = _logits(model)
+    plain = _unquantised(tmp_path / "raw", values, tmp_path / "plain")
+    assert torch.equal(logits, _logits(_load(plain, config, torch.float32)))
+    _assert_close(logits, _logits(_load(plain, dtype=torch.float32)), 0.005)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_powers_of_two", "mxfp8", "ct_fp8_channel", "ct_int4"])
+def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None:
+    made = KINDS[kind]()
+    write_quantised(tmp_path / "raw", made)
+    own = OWN[made.config["quant_method"]](dequantize=True)
+    read = torch_mesh.patch(_load(tmp_path / "raw", own), weights="bf16", resident=0.5)
+    model = _load(tmp_path / "raw", MeshConfig(weights="bf16", resident=0.5))
+    assert torch.equal(_logits(model), _logits(read))
+
+
+@pytest.mark.parametrize(("write", "own"), [(write_gpt_oss, Mxfp4Config), (write_deepseek_v4, FineGrainedFP8Config)])
+def test_families_with_names_of_their_own(write: Callable[[Path], object], own: Any, tmp_path: Path) -> None:
+    write(tmp_path / "raw")
+    read = _load(tmp_path / "raw", own(dequantize=True))
+    with pytest.warns(UserWarning, match="converts .*FP4.* experts to bf16, which holds every value exactly"):
+        model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
+    assert torch.equal(_logits(model), _logits(torch_mesh.patch(read, weights="bf16", resident=0.5)))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "ct_int4", "awq", "modelopt_file"])
+def test_auto_takes_the_nearest_format(kind: str, tmp_path: Path) -> None:
+    made = KINDS[kind]()
+    values = write_quantised(tmp_path / "raw", made)
+    with pytest.warns(UserWarning, match=f"to {made.nearest[0]} in groups of {made.nearest[1]}"):
+        model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
+    said = model.config.quantization_config
+    assert (said.weights, said.group_size) == made.nearest
+    _assert_close(_logits(model), _logits(_load(_unquantised(tmp_path / "raw", values, tmp_path / "plain"))), 0.03)
+
+
+def test_a_converted_one_opens_alike(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["gptq"]())
+    config = MeshConfig(weights="int8", resident=0.5)
+    direct = _load(tmp_path / "raw", config)
+    convert(tmp_path / "raw", tmp_path / "store", "int8")
+    stored = _load(tmp_path / "store")
+    assert torch.equal(_logits(direct), _logits(stored))
+
+
+def test_the_rest_of_the_model_is_saved_as_it_is_opened(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    model = _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
+    logits = _logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]["quant_method"] == "mesh"
+    again = _load(tmp_path / "saved")
+    assert torch.equal(_logits(again), logits)
+    torch_mesh.unpatch(model, lossy=True)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_stand_ins_come_from_the_same_checkpoint(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["ct_int4"]())
+    config = MeshConfig(weights="int8", resident=0.5, fallback="int4")
+    model = _load(tmp_path / "raw", config)
+    assert torch.isfinite(_logits(model)).all()
+
+
+def test_a_checkpoint_that_says_nothing_of_its_dtype(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    change_config(tmp_path / "raw", dtype=None, torch_dtype=None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "raw", quantization_config=MeshConfig(weights="int8"))
+    assert torch.isfinite(_logits(model)).all()

@@ -1,0 +1,348 @@
+"""Tiny checkpoints as other tools quantise them: written by the format's own library where there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import tiny_model
+
+Tensors = dict[str, torch.Tensor]
+# The tensors of one weight by the rest of their names, and the values that they stand for.
+Quantised = tuple[Tensors, torch.Tensor]
+
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
+_SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32} | _EXPERTS
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format: what config.json says, and how a weight is written."""
+
+    config: Mapping[str, Any]
+    quantise: Callable[[torch.Tensor], Quantised]
+    nearest: tuple[str, int]
+    suffix: str = ".weight"  # that the names of its tensors take the place of
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
+    """Writes a tiny model whose attention and experts are quantised; returns its weights as they then are, in fp32."""
+    model = tiny_model(family, **{**_SIZES, **sizes})
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    values: Tensors = {}
+    written: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            written[name] = values[name] = tensor
+            continue
+        parts, values[name] = kind.quantise(tensor.float() * (0.08 if ".experts." in name else 5))
+        assert values[name].dtype == torch.float32 and values[name].shape == tensor.shape
+        stem = name.removesuffix(kind.suffix)
+        written |= {f"{stem}{rest}": part.contiguous() for rest, part in parts.items()}
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    change_config(folder, quantization_config=dict(kind.config) or None)
+    for name, content in kind.files.items():
+        (folder / name).write_text(json.dumps(content))
+    return values
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torch.Tensor], Quantised]:
+    def quantise(weight: torch.Tensor) -> Quantised:
+        from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+        size = tuple(min(pair) for pair in zip(block, weight.shape, strict=True))
+        config = SimpleNamespace(weight_block_size=size, scale_fmt=scale_fmt)
+        parts = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({".weight": weight})
+        parts = {".weight": parts[".weight"], ".weight_scale_inv": parts[".weight_scale_inv"]}
+        return parts, Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
+
+    return quantise
+
+
+def _mxfp8(weight: torch.Tensor) -> Quantised:
+    parts, values = _fp8((1, 32), "ue8m0")(weight)
+    return parts | {".weight_scale_inv": parts[".weight_scale_inv"].view(torch.uint8)}, values
+
+
+def _compressed(preset: str, form: str, **changes: Any) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
+    """A scheme of compressed-tensors as config.json has it, and the library's own compressor."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    arguments = PRESET_SCHEMES[preset]["weights"].model_copy(update=changes)
+    arguments = QuantizationArgs(**arguments.model_dump())
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def quantise(weight: torch.Tensor) -> Quantised:
+        size = arguments.group_size if arguments.group_size and arguments.group_size > 0 else weight.shape[1]
+        groups = weight.view(weight.shape[0], -1, size)
+        least, most = groups.amin(-1), groups.amax(-1)
+        whole = None
+        if arguments.strategy == "tensor_group":
+            whole = (448 * 6 / weight.abs().max()).reshape(1)
+        scale, zeros = calculate_qparams(least, most, arguments, global_scale=whole)
+        if arguments.type == "int":
+            scale = scale.bfloat16()
+        state = {"weight": weight, "weight_scale": scale}
+        if not arguments.symmetric:
+            state["weight_zero_point"] = zeros
+        if whole is not None:
+            state["weight_global_scale"] = whole
+        parts = compressor.compress(state, scheme)
+        kept = {name: part.detach().clone() for name, part in parts.items()}
+        if arguments.type == "float" and arguments.num_bits == 4:
+            rows, columns = weight.shape
+            codes = unpack_fp4_from_uint8(kept["weight_packed"], rows, columns, dtype=torch.float32)
+            powers = kept["weight_scale"]
+            powers = torch.exp2(powers.float() - 127) if powers.dtype == torch.uint8 else powers.float()
+            values = dequantize(codes, powers, args=arguments, dtype=torch.float32, global_scale=whole)
+        elif kept["weight_scale"].dtype == torch.uint8:
+            values = (kept["weight"].float().view(*kept["weight_scale"].shape, -1)) * torch.exp2(
+                kept["weight_scale"].float() - 127
+            ).unsqueeze(-1)
+            values = values.view(weight.shape)
+        else:
+            wide = dict(parts) | {"weight_scale": parts["weight_scale"].float()}
+            values = compressor.decompress(wide, scheme)["weight"].float()
+        return {f".{name}": part for name, part in kept.items()}, values
+
+    group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json()), "format": form}
+    group |= {"input_activations": None, "output_activations": None}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+    return config, quantise
+
+
+def _modelopt_nvfp4(weight: torch.Tensor) -> Quantised:
+    whole = weight.abs().max() / (6 * 448)
+    groups = weight.view(weight.shape[0], -1, 16)
+    scale = (groups.abs().amax(-1) / (6 * whole)).to(torch.float8_e4m3fn)
+    scale = torch.where(scale.float() == 0, torch.ones(()), scale.float()).to(torch.float8_e4m3fn)
+    of_group = scale.float() * whole
+    codes = ((groups / of_group.unsqueeze(-1)).unsqueeze(-1) - _FP4).abs().argmin(-1).to(torch.uint8)
+    values = (_FP4[codes.long()] * of_group.unsqueeze(-1)).view(weight.shape)
+    codes = codes.view(weight.shape)
+    packed = codes[:, 1::2] << 4 | codes[:, 0::2]
+    parts = {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole, ".input_scale": torch.ones(())}
+    return parts, values
+
+
+def _modelopt_fp8(weight: torch.Tensor) -> Quantised:
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(())}, codes.float() * scale
+
+
+def _words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight codes of each row in an int32, the first in its lowest bits."""
+    ordered = codes.long().view(codes.shape[0], -1, 8)[..., list(order)]
+    words = (ordered << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def _grouped(weight: torch.Tensor, size: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [out, in], fp16 scales and zero points [out, groups]."""
+    groups = weight.view(weight.shape[0], -1, size)
+    if symmetric:
+        scale = groups.abs().amax(-1).div(7).half()
+        zeros = torch.full(scale.shape, 8)
+    else:
+        least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((most - least) / 15).half()
+        zeros = (-least / scale.float()).round().clamp(0, 15).long()
+    codes = (groups / scale.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+    return codes.clamp(0, 15).long().view(weight.shape), scale, zeros
+
+
+def _gptq(*, symmetric: bool, ordered: bool = False, version: int = 1) -> Callable[[torch.Tensor], Quantised]:
+    def quantise(weight: torch.Tensor) -> Quantised:
+        size = 32
+        columns = weight.shape[1]
+        turn = torch.randperm(columns) if ordered else torch.arange(columns)
+        codes, scale, zeros = _grouped(weight[:, turn], size, symmetric)
+        of_column = torch.empty(columns, dtype=torch.int32)
+        of_column[turn] = (torch.arange(columns) // size).int()
+        codes = codes[:, torch.argsort(turn)]
+        stored = (zeros - 1) & 15 if version == 1 else zeros
+        parts = {
+            ".qweight": _words(codes).t(),
+            ".qzeros": _words(stored.t().contiguous()),
+            ".scales": scale.t(),
+            ".g_idx": of_column,
+        }
+        index = of_column.long()
+        return parts, (codes - zeros[:, index]).float() * scale.float()[:, index]
+
+    return quantise
+
+
+def _awq(weight: torch.Tensor) -> Quantised:
+    size, order = 32, (0, 2, 4, 6, 1, 3, 5, 7)
+    codes, scale, zeros = _grouped(weight, size, symmetric=False)
+    parts = {
+        ".qweight": _words(codes.t().contiguous(), order),
+        ".qzeros": _words(zeros.t().contiguous(), order),
+        ".scales": scale.t(),
+    }
+    wide = [part.repeat_interleave(size, 1) for part in (zeros, scale.float())]
+    return parts, (codes - wide[0]).float() * wide[1]
+
+
+def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantised]:
+    def quantise(weight: torch.Tensor) -> Quantised:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        packed, state = quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=nested)
+        values = dequantize_4bit(packed, state)
+        parts = {".weight": packed} | {f".weight.{name}": part for name, part in state.as_dict(packed=True).items()}
+        return parts, values
+
+    return quantise
+
+
+def _of_library(
+    preset: str, form: str, nearest: tuple[str, int], *, transformers: bool = False, **changes: Any
+) -> Kind:
+    config, quantise = _compressed(preset, form, **changes)
+    return Kind(config, quantise, nearest)
+
+
+def _gptq_config(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False} | fields
+
+
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+KINDS: dict[str, Callable[[], Kind]] = {
+    "fp8": lambda: Kind(
+        {"quant_method": "fp8", "weight_block_size": [64, 64], "fmt": "e4m3"},
+        _fp8((64, 64)),
+        ("int8", 32),
+    ),
+    "fp8_powers_of_two": lambda: Kind(
+        {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
+        _fp8((64, 64), "ue8m0"),
+        ("bf16", 0),
+    ),
+    "mxfp8": lambda: Kind(
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        _mxfp8,
+        ("bf16", 0),
+    ),
+    "ct_fp8_channel": lambda: _of_library("FP8_DYNAMIC", "float-quantized", ("int8", 32)),
+    "ct_int4": lambda: _of_library("W4A16", "pack-quantized", ("int4", 32), group_size=32),
+    "ct_int4_channel": lambda: _of_library(
+        "W4A16", "pack-quantized", ("int4", 64), group_size=None, strategy="channel"
+    ),
+    "ct_int4_asymmetric": lambda: _of_library(
+        "W4A16_ASYM", "pack-quantized", ("int8", 32), group_size=32, strategy="group"
+    ),
+    "ct_int8_packed": lambda: _of_library("W8A16", "pack-quantized", ("int8", 32), group_size=None, strategy="channel"),
+    "ct_int8": lambda: _of_library("W8A8", "int-quantized", ("int8", 32)),
+    "ct_mxfp4": lambda: _of_library("MXFP4A16", "mxfp4-pack-quantized", ("bf16", 0)),
+    "ct_mxfp8": lambda: _of_library("MXFP8A16", "mxfp8-quantized", ("bf16", 0)),
+    "ct_nvfp4": lambda: _of_library("NVFP4A16", "nvfp4-pack-quantized", ("int8", 32)),
+    "modelopt_nvfp4": lambda: Kind(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, _modelopt_nvfp4, ("int8", 32)
+    ),
+    "modelopt_file": lambda: Kind(
+        {},
+        _modelopt_nvfp4,
+        ("int8", 32),
+        files={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}},
+    ),
+    "modelopt_fp8": lambda: Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, _modelopt_fp8, ("int8", 32)),
+    "gptq": lambda: Kind(_gptq_config(), _gptq(symmetric=True), ("int4", 32)),
+    "gptq_v2": lambda: Kind(_gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4", 32)),
+    "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32)),
+    "gptq_ordered": lambda: Kind(_gptq_config(desc_act=True), _gptq(symmetric=True, ordered=True), ("int8", 32)),
+    "auto_round": lambda: Kind(
+        {"quant_method": "auto-round", "bits": 4, "sym": True, "packing_format": "auto_round:auto_gptq"},
+        _gptq(symmetric=True),
+        ("int4", 32),
+    ),
+    "awq": lambda: Kind({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq, ("int8", 32)),
+    "bnb_nf4": lambda: Kind(_BNB, _bnb("nf4", nested=False), ("int8", 32)),
+    "bnb_nested": lambda: Kind(_BNB | {"bnb_4bit_use_double_quant": True}, _bnb("nf4", nested=True), ("int8", 32)),
+    "bnb_fp4": lambda: Kind(_BNB | {"bnb_4bit_quant_type": "fp4"}, _bnb("fp4", nested=False), ("int8", 32)),
+}
+
+
+def write_gpt_oss(folder: Path) -> Tensors:
+    """gpt-oss: the experts of a layer in one tensor, FP4 in blocks. Returns the experts' parameters as the model has them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2} | _EXPERTS
+    tiny_model("gpt_oss", **sizes).save_pretrained(folder)
+    values: Tensors = {}
+
+    def quantise(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+            experts, columns, rows = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 125, (experts, rows, columns // 32), dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        values.update({name: tensor.float() for name, tensor in tensors.items() if name.endswith("_proj_bias")})
+
+    rewrite(folder, quantise)
+    change_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return values
+
+
+def write_deepseek_v4(folder: Path) -> Tensors:
+    """DeepSeek-V4: experts in FP4 beside attention in FP8, with scales of one byte. Returns its experts' weights."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64} | _EXPERTS
+    tiny_model("deepseek_v4", **sizes).save_pretrained(folder)
+    values: Tensors = {}
+
+    def quantise(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight")]:
+            stem = name.removesuffix(".weight")
+            if ".experts." in name:
+                rows, columns = tensors[name].shape
+                codes = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+                scale = torch.randint(118, 125, (rows, columns // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+                values[name] = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
+                tensors |= {name: codes, f"{stem}.scale": scale}
+            elif ".attn.w" in name and name.count(".w") == 2:
+                parts, _ = _fp8((128, 128), "ue8m0")(tensors[name].float())
+                tensors |= {name: parts[".weight"], f"{stem}.scale": parts[".weight_scale_inv"]}
+
+    rewrite(folder, quantise)
+    table = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    change_config(folder, quantization_config=table, expert_dtype="fp4")
+    return values

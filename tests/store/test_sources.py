@@ -1,0 +1,281 @@
+"""Checkpoints that another tool has quantised: what their weights are read as, and what becomes of them."""
+
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import KINDS, Tensors, change_config, rewrite, write_deepseek_v4, write_gpt_oss, write_quantised
+from safetensors.torch import load_file
+
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import StoreError
+from torch_mesh.families import ExpertTensors, find_experts
+from torch_mesh.plan import find_sizes
+from torch_mesh.store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.convert import convert, nearest_weights
+from torch_mesh.store.header import read_header, read_range
+from torch_mesh.store.inspect import describe
+from torch_mesh.store.manifest import open_store
+from torch_mesh.store.sources import layout
+from torch_mesh.store.sources.fp8 import ScaledFp8
+from torch_mesh.store.sources.layout import Misfit, scale_values
+from torch_mesh.store.verify import read_record
+
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensors]]:
+    """A checkpoint of a kind, written once, and its values. It is to be copied, not changed."""
+
+    @functools.cache
+    def write(kind: str) -> tuple[Path, Tensors]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, write_quantised(folder, KINDS[kind]())
+
+    return write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_format_exactly(kind: str, written: Any) -> None:
+    folder, values = written(kind)
+    experts = find_checkpoint_experts(folder, meta_model(read_config(folder)))
+    for layer in range(experts.shape.layers):
+        for expert in range(experts.shape.experts):
+            read = experts.read_expert(layer, expert)
+            for part, name in PROJECTIONS.items():
+                expected = values[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"]
+                assert torch.equal(getattr(read, part), expected), (layer, expert, part)
+    with pytest.warns(UserWarning, match="auto"):
+        assert nearest_weights(experts) == KINDS[kind]().nearest
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_has_the_rest_unquantised(kind: str, written: Any, tmp_path: Path) -> None:
+    folder, values = written(kind)
+    convert(folder, tmp_path / "store", "int8")
+    config = json.loads((tmp_path / "store" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "mesh"
+    assert not (tmp_path / "store" / "hf_quant_config.json").exists()
+    index = json.loads((tmp_path / "store" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == {name for name in values if ".experts." not in name}
+    for file in set(index.values()):
+        for name, tensor in load_file(tmp_path / "store" / file).items():
+            assert torch.equal(tensor, values[name].bfloat16()), name
+
+
+def test_gpt_oss_in_blocks_is_read_exactly(tmp_path: Path) -> None:
+    values = write_gpt_oss(tmp_path)
+    model = meta_model(read_config(tmp_path))
+    experts = find_checkpoint_experts(tmp_path, model)
+    for number, layer in enumerate(find_experts(model)):
+        own = {name: values[f"{layer.path}.{name}"] for name in layer.parameter_names}
+        for expert in range(layer.num_experts):
+            read, expected = experts.read_expert(number, expert), layer.expert(expert, own)
+            for part, tensor in vars(expected).items():
+                assert torch.equal(getattr(read, part), tensor), part
+    assert experts.nearest().weights == "bf16" and experts.nearest().exact
+
+
+def test_fp4_experts_beside_fp8_are_read_exactly(tmp_path: Path) -> None:
+    values = write_deepseek_v4(tmp_path)
+    experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
+    for layer in range(experts.shape.layers):
+        for expert in range(experts.shape.experts):
+            read = experts.read_expert(layer, expert)
+            for part, name in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+                assert torch.equal(
+                    getattr(read, part), values[f"model.layers.{layer}.ffn.experts.{expert}.{name}.weight"]
+                )
+    assert experts.nearest().weights == "bf16" and experts.nearest().exact
+
+
+def test_blocks_that_a_matrix_cuts_off(tmp_path: Path) -> None:
+    """DeepSeek's: 576 rows in blocks of 128 have five scales, and 192 have two of 128 and 64 rows, not of 96."""
+    codes = torch.randn(192, 160).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2) + 0.5
+    values = ScaledFp8((128, 128), powers_of_two=False).values({"codes": codes, "scale": scale}, (192, 160))
+    expected = codes.float() * scale.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :160]
+    assert torch.equal(values, expected)
+
+
+def test_scales_of_one_byte() -> None:
+    every = scale_values({"scale": torch.arange(255, dtype=torch.uint8)})
+    assert every.dtype == torch.float32
+    assert every.double().tolist() == [2.0**exponent for exponent in range(-127, 128)]
+    for dtype in (torch.uint8, torch.float8_e8m0fnu):
+        with pytest.raises(Misfit, match="255"):
+            scale_values({"scale": torch.tensor([127, 255], dtype=torch.uint8).view(dtype)})
+
+
+def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for write in (write_gpt_oss, lambda folder: write_quantised(folder, KINDS["gptq"]())):
+        folder = tmp_path / write.__name__.strip("<>")
+        write(folder)
+        read: list[tuple[int, int]] = []
+
+        def noted(path: Path, offset: int, size: int, read: list = read) -> bytearray:
+            read.append((offset, size))
+            return read_range(path, offset, size)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(layout, "read_range", noted)
+            convert(folder, tmp_path / f"store of {folder.name}", "int8")
+        assert len(set(read)) == len(read)
+        experts = find_checkpoint_experts(folder, meta_model(read_config(folder)))
+        stretches = sorted(read)
+        assert all(begin + size <= after for (begin, size), (after, _) in itertools.pairwise(stretches))
+        assert sum(size for _, size in read) >= experts.all_experts_bytes
+
+
+def test_a_killed_conversion_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantised(tmp_path / "raw", KINDS["awq"]())
+    convert(tmp_path / "raw", tmp_path / "whole", "int4")
+    read = CheckpointExperts.read_expert
+
+    def interrupted(self: CheckpointExperts, layer: int, expert: int) -> ExpertTensors:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return read(self, layer, expert)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(CheckpointExperts, "read_expert", interrupted)
+        convert(tmp_path / "raw", tmp_path / "store", "int4", workers=1)
+    again: list[tuple[int, int]] = []
+
+    def noted(self: CheckpointExperts, layer: int, expert: int) -> ExpertTensors:
+        again.append((layer, expert))
+        return read(self, layer, expert)
+
+    monkeypatch.setattr(CheckpointExperts, "read_expert", noted)
+    store = convert(tmp_path / "raw", tmp_path / "store", "int4").store
+    assert len(again) < store.manifest.shape.layers * store.manifest.shape.experts
+    whole = open_store(tmp_path / "whole")
+    for layer, expert in store.records():
+        assert read_record(store, layer, expert) == read_record(whole, layer, expert)
+
+
+def test_another_quantization_config_is_another_source(tmp_path: Path) -> None:
+    """The same tensors mean other weights: a zero point less one."""
+    write_quantised(tmp_path / "raw", KINDS["gptq"]())
+    first = convert(tmp_path / "raw", tmp_path / "first", "int8").store.manifest
+    change_config(tmp_path / "raw", quantization_config={**KINDS["gptq"]().config, "checkpoint_format": "gptq_v2"})
+    second = convert(tmp_path / "raw", tmp_path / "second", "int8").store.manifest
+    assert first.source_fingerprint != second.source_fingerprint
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+ATTENTION = "model.layers.0.self_attn.q_proj"
+
+
+def _changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[str, Tensors], str]:
+    """Changes or takes away one tensor of a weight; gives its name."""
+
+    def damage(stem: str, tensors: Tensors) -> str:
+        name = f"{stem}{suffix}"
+        changed = change(tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed
+        return name
+
+    return damage
+
+
+def _filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+def _codes(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.full(tensor.shape, value, dtype=torch.uint8).view(tensor.dtype)
+
+
+GONE: Callable[[torch.Tensor], None] = lambda tensor: None
+DAMAGE = [
+    ("fp8", ".weight_scale_inv", GONE, "there is no"),
+    ("fp8", ".weight", GONE, "is not there"),
+    ("fp8", ".weight_scale_inv", lambda t: t[:, :1].repeat(1, 3), "does not divide"),
+    ("fp8", ".weight_scale_inv", lambda t: t.int(), "is I32, not BF16 or F16 or F32 or U8 or F8_E8M0"),
+    ("fp8", ".weight_scale_inv", _filled(torch.nan), "not finite"),
+    ("fp8", ".weight", _codes(0x7F), "not a number"),
+    ("mxfp8", ".weight_scale_inv", _filled(255), "255"),
+    ("ct_fp8_channel", ".weight_scale", lambda t: t[1:], "does not divide"),
+    ("ct_int4", ".weight_scale", GONE, "there is no"),
+    ("ct_int4", ".weight_packed", GONE, "belongs to it"),
+    ("ct_int4", ".weight_shape", lambda t: t + 1, "says"),
+    ("ct_int4", ".weight_shape", lambda t: t[:1], "has the shape"),
+    ("ct_int4", ".weight_scale", lambda t: t[:, :1].repeat(1, 3), "does not divide"),
+    ("ct_int4", ".weight_packed", lambda t: t[0], "not that of a matrix"),
+    ("ct_int4_asymmetric", ".weight_zero_point", lambda t: t[:1], "belongs to"),
+    ("ct_int4_asymmetric", ".weight_zero_point", lambda t: t.long(), "is I64, not I32"),
+    ("ct_mxfp4", ".weight_scale", _filled(255), "255"),
+    ("ct_mxfp4", ".weight_scale", lambda t: t[:, 1:], "belongs to"),
+    ("ct_nvfp4", ".weight_global_scale", GONE, "there is no"),
+    ("ct_nvfp4", ".weight_global_scale", _filled(0), "is 0"),
+    ("ct_nvfp4", ".weight_global_scale", lambda t: t.repeat(2), "belongs to"),
+    ("modelopt_nvfp4", ".weight_scale_2", _filled(torch.inf), "not finite"),
+    ("modelopt_nvfp4", ".weight_scale", _codes(0x7F), "not finite"),
+    ("gptq", ".qzeros", GONE, "there is no"),
+    ("gptq", ".qzeros", lambda t: t[:, 1:], "belongs to"),
+    ("gptq", ".scales", lambda t: t[:, 1:], "has the shape"),
+    ("gptq", ".qweight", lambda t: t.float(), "is F32, not I32"),
+    ("gptq_ordered", ".g_idx", _filled(99), "names a group"),
+    ("gptq_ordered", ".g_idx", lambda t: t[1:], "belongs to"),
+    ("awq", ".scales", lambda t: t[:, 1:], "has the shape"),
+    ("awq", ".qzeros", lambda t: t[:, 1:], "belongs to"),
+    ("bnb_nf4", ".weight.absmax", lambda t: t[1:], "belongs to"),
+    ("bnb_nf4", ".weight.quant_map", lambda t: t[1:], "belongs to"),
+    ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", _filled(0), "is empty"),
+    ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", _filled(65), "not valid JSON"),
+    ("bnb_nf4", ".weight.quant_state.bitsandbytes__nf4", GONE, "there is no"),
+    ("bnb_nested", ".weight.nested_quant_map", GONE, "is not there"),
+    ("bnb_nested", ".weight.nested_absmax", lambda t: t.repeat(2), "belongs to"),
+]
+
+
+@pytest.mark.parametrize("stem", [EXPERT, ATTENTION])
+@pytest.mark.parametrize(("kind", "suffix", "change", "problem"), DAMAGE)
+def test_damaged_weights_are_named(
+    kind: str, suffix: str, change: Any, problem: str, stem: str, written: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(written(kind)[0], tmp_path / "raw")
+    names: list[str] = []
+    rewrite(tmp_path / "raw", lambda tensors: names.append(_changed(suffix, change)(stem, tensors)))
+    with pytest.raises(StoreError, match=re.escape(problem)) as caught:
+        convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    assert caught.value.file == str(tmp_path / "raw" / "model.safetensors")
+    assert stem in str(caught.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+    write_quantised(tmp_path, KINDS["gptq"]())
+    experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size // 2)
+    with pytest.raises(StoreError, match="cut since it was opened"):
+        for layer, expert in itertools.product(range(experts.shape.layers), range(experts.shape.experts)):
+            experts.read_expert(layer, expert)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "modelopt_file", "ct_int4"])
+def test_headers_alone_describe_it(kind: str, tmp_path: Path) -> None:
+    """As of a model on the hub: files of their length, with nothing behind the header."""
+    write_quantised(tmp_path, KINDS[kind]())
+    before = describe(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size, start = file.stat().st_size, read_header(file).data_start
+    os.truncate(file, start)
+    os.truncate(file, size)
+    assert describe(tmp_path) == before
+    stored = before["all_experts_bytes"] + before["other_bytes"]
+    assert stored == sum(tensor.bytes for tensor in read_header(file).tensors.values())
+    sizes = find_sizes(tmp_path, MeshConfig())
+    assert sizes.weights == KINDS[kind]().nearest[0] and sizes.conversion
+    assert find_sizes(tmp_path, MeshConfig(weights="lut4")).weights == "lut4"

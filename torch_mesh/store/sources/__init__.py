@@ -1,0 +1,287 @@
+"""Checkpoints that another tool has quantised: one module for each format, found from what the checkpoint's own config says.
+
+A format says which tensors make up a weight (a ``Layout``). All else follows from the weights' names and shapes, which are those of the
+unquantised checkpoint: docs/decisions/0040.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.store.header import Header, Tensor, read_json_file, store_error
+from torch_mesh.store.sources import nvfp4
+from torch_mesh.store.sources.awq import Awq
+from torch_mesh.store.sources.bitsandbytes import Bnb4
+from torch_mesh.store.sources.fp8 import Fp4InFp8, ScaledFp8
+from torch_mesh.store.sources.gptq import Gptq
+from torch_mesh.store.sources.layout import FLOATS, Layout, Nearest, Weight, in_int8, make_weight
+from torch_mesh.store.sources.mxfp4 import Mxfp4Blocks, PackedMxfp4
+from torch_mesh.store.sources.pack_quantized import PackedInt, ScaledInt8
+from torch_mesh.store.sources.plain import Plain
+
+MODELOPT_NAME = "hf_quant_config.json"
+# That say how weights are quantised: no part of a checkpoint where they are not.
+QUANTISATION_FILES = (MODELOPT_NAME, "quantize_config.json", "quant_config.json")
+_PLAIN = Plain()
+# Scales of activations and of the cache of keys and values, which are computed without them here.
+_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".input_global_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".prob_output_scale",
+)
+# Parts of weights in few bits, none of which may pass for a weight as it is, or be left over where the others are not there.
+_CODES = (".qweight", ".weight_packed", ".weight", "_blocks")
+_COMPANIONS = (
+    "_scale_inv",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_zero_point",
+    ".weight_shape",
+    ".weight_g_idx",
+    ".qscale_weight",
+    "_proj_scales",
+    ".scales",
+    ".qzeros",
+    ".g_idx",
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+)
+_OTHER_TOOLS = (
+    "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, compressed-tensors, modelopt "
+    "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised original, or one of these."
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The format of one checkpoint."""
+
+    method: str
+    layouts: tuple[Layout, ...]
+
+    def weights(self, headers: Sequence[Header]) -> dict[str, Weight]:
+        """Every weight by the name that it has in an unquantised checkpoint.
+
+        Raises ``StoreError`` where tensors are missing, do not fit each other, or belong to nothing.
+        """
+        places = {name: (header.path, tensor) for header in headers for name, tensor in header.tensors.items()}
+        tensors = {name: tensor for name, (_, tensor) in places.items()}
+        found: dict[str, Weight] = {}
+        taken: set[str] = set()
+        for layout in self.layouts:
+            for name in tensors:
+                weight = None if name in taken else layout.weight_of(name, tensors)
+                if weight is None:
+                    continue
+                if weight in found or (weight in tensors and weight != name):
+                    raise store_error(places[name][0], f"tensor {name!r} and another are both {weight!r}")
+                parts = {role: places[part] for role, part in _parts(name, layout, places).items()}
+                found[weight] = make_weight(weight, layout, parts)
+                taken.update(tensor.name for _, tensor in parts.values())
+        for name, (path, tensor) in places.items():
+            if name not in taken and not name.endswith(_OF_ACTIVATIONS):
+                _check_plain(path, tensor, self.method)
+                found[name] = make_weight(name, _PLAIN, {"codes": (path, tensor)})
+        return found
+
+
+def nearest(weights: Sequence[Weight]) -> Nearest:
+    """The format for all of them."""
+    found = {weight.nearest() for weight in weights if not weight.is_plain} or {w.nearest() for w in weights}
+    if len({choice.weights for choice in found}) == 1:
+        # A group that fits one of them is part of one that fits another.
+        return min(found, key=lambda choice: (choice.exact, choice.group_size))
+    return in_int8("they are of several kinds")
+
+
+def own_quantisation(folder: Path) -> dict[str, Any] | None:
+    """What the checkpoint's own config.json says, or ModelOpt's file beside it. None for an unquantised one.
+
+    transformers takes a method that it does not know for none, and a config that was passed may be another's.
+    """
+    path = folder / "config.json"
+    if path.is_file():
+        parts: list[Any] = [json.loads(path.read_bytes())]
+        for part in parts:
+            quantisation = part.get("quantization_config") if isinstance(part, dict) else part
+            if quantisation is not None and not isinstance(quantisation, dict):
+                raise store_error(path, f"is not a config: {quantisation!r:.80} stands where an object should be")
+            if quantisation:
+                return quantisation
+            parts.extend(value for value in part.values() if isinstance(value, dict))
+    path = folder / MODELOPT_NAME
+    if not path.is_file():
+        return None
+    said = read_json_file(path, floats=True)
+    if not isinstance(said, dict) or not isinstance(said.get("quantization"), dict):
+        raise store_error(path, "has no object 'quantization'")
+    return {"quant_method": "modelopt", **said["quantization"]}
+
+
+def method_of(quantisation: Mapping[str, Any]) -> str:
+    method = quantisation.get("quant_method")
+    if method is None and "quant_algo" in quantisation:
+        return "modelopt"
+    return str(getattr(method, "value", method or "an unnamed method"))
+
+
+def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
+    """Raises ``UnsupportedModelError``, which says what to do, for a method or a kind of it that cannot be read."""
+    method = method_of(quantisation)
+    make = _SOURCES.get(method)
+    if make is None:
+        raise UnsupportedModelError(f"{where} is quantised already ({method}). {_OTHER_TOOLS}")
+    return Source(method, make(quantisation, where))
+
+
+def _refuse(where: str, what: str) -> NoReturn:
+    raise UnsupportedModelError(f"{where} is quantised already, with {what}. {_OTHER_TOOLS}")
+
+
+def _fp8(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    if config.get("fmt") not in (None, "e4m3", "float8_e4m3fn", "mxfp8"):
+        _refuse(where, f"fp8 of the format {config['fmt']!r}")
+    block = config.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        _refuse(where, f"fp8 in blocks of {block!r}")
+    return ScaledFp8(None if block is None else (block[0], block[1]), config.get("scale_fmt") == "ue8m0"), Fp4InFp8()
+
+
+def _mxfp4(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    return (Mxfp4Blocks(),)
+
+
+def _compressed_tensors(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        _refuse(where, f"compressed-tensors of the sparse format {sparsity['format']!r}")
+    if (config.get("transform_config") or {}).get("config_groups"):
+        _refuse(where, "compressed-tensors that rotates its weights (transform_config)")
+    groups = config.get("config_groups") or {}
+    schemes = [(group or {}).get("weights") or {} for group in groups.values()]
+    integers = {s["num_bits"] for s in schemes if s.get("type", "int") == "int" and "num_bits" in s}
+    layouts: list[Layout] = [nvfp4.COMPRESSED_TENSORS, PackedMxfp4(), ScaledInt8()]
+    blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
+    block = next(iter(blocks)) if len(blocks) == 1 else None
+    layouts.append(ScaledFp8(block if block is not None and len(block) == 2 else None, powers_of_two=False))
+    if integers:
+        if len(integers) > 1 or not integers <= {4, 8}:
+            _refuse(where, f"compressed-tensors with integers of {sorted(map(str, integers))} bits")
+        layouts.append(PackedInt(integers.pop()))
+    return tuple(layouts)
+
+
+def _modelopt(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    algorithms = {config.get("quant_algo")} | {
+        layer.get("quant_algo") for layer in (config.get("quantized_layers") or {}).values() if isinstance(layer, dict)
+    }
+    known = {None, "NVFP4", "FP8", "MIXED_PRECISION", "NVFP4_AWQ"}
+    if not algorithms <= known or algorithms == {None}:
+        _refuse(where, f"modelopt ({', '.join(sorted(str(name) for name in algorithms - (known - {None})))})")
+    if "NVFP4_AWQ" in algorithms:
+        _refuse(where, "modelopt (NVFP4_AWQ, whose activations are scaled)")
+    return nvfp4.MODELOPT, ScaledFp8(None, powers_of_two=False)
+
+
+def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    bits = config.get("bits")
+    if form not in ("gptq", "gptq_v2"):
+        _refuse(where, f"gptq of the format {form!r}")
+    rules = (config.get("dynamic") or {}).items()
+    others = {rule.get("bits", bits) for name, rule in rules if isinstance(rule, dict) and not name.startswith("-")}
+    if bits not in (2, 4, 8) or others - {bits}:
+        _refuse(where, f"gptq of {sorted(map(str, {bits} | others))} bits")
+    return (
+        Gptq(
+            bits,
+            symmetric=config.get("sym") is True,
+            ordered=bool(config.get("desc_act")),
+            one_less=form == "gptq",
+        ),
+    )
+
+
+def _auto_round(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    """An export in another tool's layout; its own differs in the zero points."""
+    packing = config.get("packing_format")
+    layers = [layer for layer in (config.get("extra_config") or {}).values() if isinstance(layer, dict)]
+    if {layer.get("bits", config.get("bits")) for layer in layers} - {config.get("bits"), 16, 32}:
+        _refuse(where, "auto-round of several numbers of bits")
+    if packing == "auto_round:auto_gptq":
+        return _gptq({"bits": config.get("bits"), "sym": config.get("sym")}, where)
+    if packing == "auto_round:auto_awq":
+        return _awq({"bits": config.get("bits")}, where)
+    _refuse(where, f"auto-round packed as {packing!r}")
+
+
+def _awq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    form = str(config.get("version") or config.get("format") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit", 4))
+    if form != "gemm" or bits != 4:
+        _refuse(where, f"awq of the version {form!r} with {bits} bits")
+    return (Awq(),)
+
+
+def _bitsandbytes(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
+    if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+        _refuse(where, "bitsandbytes of 8 bits")
+    return (Bnb4(),)
+
+
+_SOURCES: Mapping[str, Callable[[Mapping[str, Any], str], tuple[Layout, ...]]] = {
+    "fp8": _fp8,
+    "mxfp8": _fp8,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
+}
+METHODS = tuple(_SOURCES)  # the values of quant_method that are read
+
+
+def _parts(name: str, layout: Layout, places: Mapping[str, tuple[Path, Tensor]]) -> dict[str, str]:
+    """The names of a weight's tensors by role."""
+    parts = {"codes": name}
+    for role, names in layout.companions(name).items():
+        there = [candidate for candidate in names if candidate in places]
+        if there:
+            parts[role] = there[0]
+        elif role in layout.required:
+            path, tensor = places[name]
+            raise store_error(
+                path, f"tensor {name!r} is {layout.title}, and there is no {' or '.join(names)}", tensor.offset
+            )
+    return parts
+
+
+def _check_plain(path: Path, tensor: Tensor, method: str) -> None:
+    """Raises ``StoreError`` for what is no weight as it stands, so that nothing quantised is ever taken for its values."""
+    is_number = tensor.dtype in (*FLOATS, "F64")
+    is_code = tensor.dtype.startswith("F") or tensor.name.endswith(_CODES)
+    if not tensor.name.endswith(_COMPANIONS) and (is_number or not is_code):
+        return
+    raise store_error(
+        path,
+        f"tensor {tensor.name!r} is {tensor.dtype} of {list(tensor.shape)}, and what belongs to it by {method} is not there",
+        tensor.offset,
+    )

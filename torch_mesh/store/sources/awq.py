@@ -1,0 +1,70 @@
+"""AWQ: 4-bit integers in words along the output, in an order of their own, with zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    FLOATS,
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    in_int8,
+    is_multiple,
+    scale_values,
+    unpack_words,
+)
+
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each four bits of a word belong to
+
+
+class Awq(Layout):
+    title = "AWQ"
+    required = frozenset({"zeros", "scale"})
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        stem = name.removesuffix(".qweight")
+        return {"zeros": [f"{stem}.qzeros"], "scale": [f"{stem}.scales"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "codes", "I32")
+        check_dtype(parts, "zeros", "I32")
+        check_dtype(parts, "scale", *FLOATS)
+        columns, words = parts["codes"].shape
+        scale = parts["scale"].shape
+        if len(scale) != 2 or scale[1] != 8 * words or not is_multiple(columns, scale[0]):
+            raise Misfit(
+                "scale", f"has the shape {list(scale)}, and the weight {columns} inputs and {8 * words} outputs"
+            )
+        check_shape(parts, "zeros", (scale[0], words))
+        return 8 * words, columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        scale = scale_values(parts).t()
+        zeros = _in_order(parts["zeros"]).t().float()
+        values = _in_order(parts["codes"]).t().float().contiguous()
+        grouped = values.view(*scale.shape, -1)
+        grouped -= zeros.unsqueeze(-1)
+        grouped *= scale.unsqueeze(-1)
+        return values
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return in_int8("codes with zero points fit none of the 4-bit formats")
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    codes = unpack_words(words, 4)
+    outputs = torch.empty_like(codes).view(*words.shape, 8)
+    outputs[..., list(_ORDER)] = codes.view(*words.shape, 8)
+    return outputs.flatten(-2)

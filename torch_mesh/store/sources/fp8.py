@@ -1,0 +1,112 @@
+"""FP8 (E4M3) with a scale for each block, row, group or the whole; and FP4 as DeepSeek-V4 has it, in the same checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    EXPONENTS,
+    FLOATS,
+    IN_BF16,
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    e4m3_values,
+    fp4_values,
+    grid,
+    in_int8,
+    is_multiple,
+    scale_values,
+    scaled_in_groups,
+)
+
+
+class ScaledFp8(Layout):
+    """The scale is multiplied with: DeepSeek's calls it the inverse of the one that it was divided by."""
+
+    title = "FP8"
+    required = frozenset({"scale"})
+
+    def __init__(self, block: tuple[int, int] | None, powers_of_two: bool) -> None:
+        self._block = block
+        self._powers_of_two = powers_of_two
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name if tensors[name].dtype == "F8_E4M3" else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        stem = name.removesuffix(".weight")
+        scales = [f"{name}_scale_inv", f"{name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"]
+        return {"scale": scales}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2, 3)
+        check_dtype(parts, "scale", *FLOATS, *EXPONENTS)
+        self._block_of(parts["codes"].shape, parts["scale"].shape)
+        return parts["codes"].shape
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        values, scale = e4m3_values(parts), scale_values(parts)
+        if scale.numel() == 1:
+            return values.mul_(scale.reshape(()))
+        block = self._block_of(shape, tuple(scale.shape))
+        rows, columns = shape[-2:]
+        if rows % block[0] or columns % block[1]:
+            scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+            return values.mul_(scale.repeat_interleave(block[1], -1)[..., :columns])
+        across = values.view(*shape[:-2], rows // block[0], block[0], columns // block[1], block[1])
+        across *= scale.unsqueeze(-2).unsqueeze(-1)
+        return values
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        if parts["scale"].dtype in EXPONENTS or self._powers_of_two:
+            return IN_BF16
+        return in_int8("bf16 would round by .16 % and take twice the bytes")
+
+    def _block_of(self, shape: Shape, scale: Shape) -> tuple[int, int]:
+        """The one that the config names where the scales fit it, which may cut off the last of a row; else what divides the matrix."""
+        (rows, columns), experts = shape[-2:], shape[:-2]
+        if scale in ((), (1,)):
+            return rows, columns
+        if scale[:-2] == experts and len(scale) == len(shape):
+            if self._block is not None and scale[-2:] == grid(rows, columns, self._block):
+                return self._block
+            if is_multiple(rows, scale[-2]) and is_multiple(columns, scale[-1]):
+                return rows // scale[-2], columns // scale[-1]
+        named = "" if self._block is None else f" in blocks of {self._block[0]} x {self._block[1]}"
+        raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {list(shape)}{named}")
+
+
+class Fp4InFp8(Layout):
+    """Two weights of E2M1 in each I8, and a power of two for each 32."""
+
+    title = "FP4 with E8M0 scales"
+    required = frozenset({"scale"})
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name if tensors[name].dtype == "I8" and name.endswith(".weight") else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {"scale": [f"{name.removesuffix('.weight')}.scale", f"{name}_scale_inv"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "scale", *EXPONENTS)
+        rows, columns = parts["codes"].shape
+        check_shape(parts, "scale", (rows, columns // 16))
+        if columns % 16:
+            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
+        return rows, 2 * columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return IN_BF16

@@ -1,0 +1,89 @@
+"""GPTQ: integers in words along the input, with a scale and a zero point for each group and output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    FLOATS,
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    in_int4,
+    in_int8,
+    is_multiple,
+    scale_values,
+    unpack_words,
+)
+from torch_mesh.store.sources.pack_quantized import group_order
+
+
+class Gptq(Layout):
+    title = "GPTQ"
+    required = frozenset({"zeros", "scale"})
+
+    def __init__(self, bits: int, *, symmetric: bool, ordered: bool, one_less: bool) -> None:
+        self._bits = bits
+        self._each = 32 // bits
+        self._symmetric = symmetric
+        self._ordered = ordered
+        self._one_less = one_less  # zero points are stored less one, as the first version of the format does
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return f"{name.removesuffix('.qweight')}.weight" if name.endswith(".qweight") else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        stem = name.removesuffix(".qweight")
+        return {"zeros": [f"{stem}.qzeros"], "scale": [f"{stem}.scales"], "order": [f"{stem}.g_idx"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "codes", "I32")
+        check_dtype(parts, "zeros", "I32")
+        check_dtype(parts, "scale", *FLOATS)
+        columns, rows = parts["codes"].shape[0] * self._each, parts["codes"].shape[1]
+        scale = parts["scale"].shape
+        if len(scale) != 2 or scale[1] != rows or not 0 < scale[0] <= columns:
+            raise Misfit("scale", f"has the shape {list(scale)}, and the weight {columns} inputs and {rows} outputs")
+        if "order" not in parts and columns % scale[0]:
+            raise Misfit("scale", f"has {scale[0]} groups, which do not divide {columns} inputs")
+        check_shape(parts, "zeros", (scale[0], -(-rows // self._each)))
+        check_shape(parts, "order", (columns,))
+        check_dtype(parts, "order", "I32", "I64")
+        return rows, columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        rows, columns = shape
+        scale = scale_values(parts)
+        zeros = unpack_words(parts["zeros"], self._bits)[:, :rows]
+        if self._one_less:
+            # A zero point of 0 was stored as the highest code.
+            zeros = (zeros + 1) & ((1 << self._bits) - 1)
+        # Rows of the result are columns here: turned while they are a byte each.
+        values = unpack_words(parts["codes"].t(), self._bits).float()
+        zeros, scale = zeros.t().float(), scale.t()
+        groups = scale.shape[1]
+        order = None if "order" not in parts else group_order(parts["order"], groups)
+        if order is None or is_multiple(columns, groups) and bool((order == _in_turn(columns, groups)).all()):
+            grouped = values.view(rows, groups, columns // groups)
+            grouped -= zeros.unsqueeze(-1)
+            grouped *= scale.unsqueeze(-1)
+            return values
+        return values.sub_(zeros[:, order]).mul_(scale[:, order])
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        groups = parts["scale"].shape[0]
+        plain = self._bits == 4 and self._symmetric and not self._ordered and is_multiple(shape[1], groups)
+        kept = in_int4(shape[1] // groups, parts["scale"].dtype == "BF16") if plain else None
+        return kept or in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+
+
+def _in_turn(columns: int, groups: int) -> torch.Tensor:
+    return torch.arange(columns) // (columns // groups)

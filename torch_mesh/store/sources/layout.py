@@ -1,0 +1,270 @@
+"""What every format of a quantised checkpoint has in common: a weight in several tensors, and how it is read."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from torch_mesh.store.header import Tensor, read_range, store_error
+
+Shape = tuple[int, ...]
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+FLOATS = ("BF16", "F16", "F32")
+EXPONENTS = ("U8", "F8_E8M0")  # one byte that is a power of two
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Misfit(Exception):
+    """What one tensor of a weight says is not what its format allows."""
+
+    def __init__(self, role: str, problem: str) -> None:
+        super().__init__(problem)
+        self.role = role
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The format of ours that a weight is kept in best, and why."""
+
+    weights: str
+    group_size: int
+    exact: bool  # no value changes
+    why: str
+
+
+# Rounding to eight bits adds half a percent to what the source's own rounding to four or eight has cost already, which is 3 to 10 %;
+# groups of 32 have the least error for their bytes: docs/decisions/0040.
+_INT8 = Nearest("int8", 32, False, "which rounds by about half a percent of a weight's typical size")
+IN_BF16 = Nearest("bf16", 0, True, "which holds every value exactly")
+
+
+def in_int8(what: str) -> Nearest:
+    """For values that none of our formats holds, because of ``what``."""
+    return replace(_INT8, why=f"{_INT8.why}; {what}")
+
+
+def in_int4(columns: int, exact: bool) -> Nearest | None:
+    """For symmetric codes of 4 bits with a scale for each ``columns``; None where no groups of ours lie within those."""
+    group = next((size for size in (128, 64, 32) if columns % size == 0), None)
+    if group is None:
+        return None
+    scales = "" if exact else ", with scales rounded to bf16"
+    return Nearest("int4", group, False, f"which has the same codes and groups{scales}")
+
+
+def nearest_to(dtype: str) -> Nearest:
+    """For weights that nobody has quantised."""
+    return IN_BF16 if dtype.lower() == "bf16" else Nearest("bf16", 0, False, f"to which {dtype} weights are rounded")
+
+
+class Layout(ABC):
+    """How one weight is kept in several tensors.
+
+    The tensor with the role 'codes' has the name by which a weight is found, the others are looked for beside it.
+    """
+
+    title: str
+    required: ClassVar[frozenset[str]] = frozenset()  # roles beside the codes
+    turned: ClassVar[bool] = False  # ``read`` gives the transpose of what the model has
+
+    @abstractmethod
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        """What an unquantised checkpoint would call the weight whose codes the tensor ``name`` has; None if it has none of this layout."""
+
+    @abstractmethod
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        """Per role the names under which the tensor that belongs to the codes ``name`` may stand."""
+
+    @abstractmethod
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        """The weight's shape. ``read`` reads a small part, if nothing else tells. Raises ``Misfit`` for parts that do not fit each other."""
+
+    @abstractmethod
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        """In fp32, each the nearest to what codes and scales say. Raises ``Misfit`` for scales and codes that are no numbers."""
+
+    @abstractmethod
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        """By headers alone."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a checkpoint: ``shape`` as it is stored, [out, in], after the experts where it has several."""
+
+    name: str
+    shape: Shape
+    layout: Layout
+    parts: Mapping[str, tuple[Path, Tensor]]
+
+    @property
+    def codes(self) -> tuple[Path, Tensor]:
+        return self.parts["codes"]
+
+    @property
+    def is_plain(self) -> bool:
+        """Not quantised."""
+        return len(self.parts) == 1
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(tensor.bytes for _, tensor in self.parts.values())
+
+    def read(self, expert: int | None = None) -> torch.Tensor:
+        """Its values in fp32, read now; of a stack of experts those of one, or of all. Raises ``StoreError``."""
+        shape = self.shape if expert is None else self.shape[1:]
+        # While transformers builds a model, whatever is made without a device is made on "meta".
+        with torch.device("cpu"), _named(self.parts):
+            return self.layout.values({role: self._read_part(role, expert) for role in self.parts}, shape)
+
+    def nearest(self) -> Nearest:
+        return self.layout.nearest({role: tensor for role, (_, tensor) in self.parts.items()}, self.shape)
+
+    def _read_part(self, role: str, expert: int | None) -> torch.Tensor:
+        path, tensor = self.parts[role]
+        shape = tensor.shape
+        if expert is not None and shape and shape[0] == self.shape[0]:
+            size = tensor.bytes // shape[0]
+            tensor = replace(tensor, offset=tensor.offset + expert * size, bytes=size)
+            shape = shape[1:]
+        return read_tensor(path, tensor, shape)
+
+
+def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tensor]]) -> Weight:
+    """Raises ``StoreError`` where dtypes and shapes do not fit each other."""
+    with _named(parts):
+        for role, (_, tensor) in parts.items():
+            if tensor.dtype not in TORCH_DTYPES:
+                raise Misfit(role, f"is {tensor.dtype}, which nothing here is made of")
+        shape = layout.shape(
+            {role: tensor for role, (_, tensor) in parts.items()}, lambda role: read_tensor(*parts[role])
+        )
+        if any(size == 0 for size in shape):
+            raise Misfit("codes", f"has the shape {parts['codes'][1].shape}, which is empty")
+    return Weight(name, shape, layout, parts)
+
+
+def read_tensor(path: Path, tensor: Tensor, shape: Shape | None = None) -> torch.Tensor:
+    """``tensor`` of a file, read now. Raises ``StoreError`` if the file ends before it."""
+    data = read_range(path, tensor.offset, tensor.bytes)
+    dtype = TORCH_DTYPES[tensor.dtype]
+    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape if shape is None else shape)
+
+
+@contextmanager
+def _named(parts: Mapping[str, tuple[Path, Tensor]]) -> Iterator[None]:
+    """Gives what a ``Misfit`` says to the file and the tensor that it is about."""
+    try:
+        yield
+    except Misfit as problem:
+        path, tensor = parts[problem.role]
+        raise store_error(path, f"tensor {tensor.name!r} {problem}", tensor.offset) from None
+
+
+def check_dtype(parts: Mapping[str, Tensor], role: str, *allowed: str) -> None:
+    if role in parts and parts[role].dtype not in allowed:
+        raise Misfit(role, f"is {parts[role].dtype}, not {' or '.join(allowed)}")
+
+
+def check_shape(parts: Mapping[str, Tensor], role: str, *allowed: Shape) -> None:
+    if role in parts and parts[role].shape not in allowed:
+        expected = " or ".join(str(list(shape)) for shape in allowed)
+        codes = parts["codes"]
+        raise Misfit(
+            role,
+            f"has the shape {list(parts[role].shape)}; {expected} belongs to {codes.name!r} of {list(codes.shape)}",
+        )
+
+
+def check_rank(parts: Mapping[str, Tensor], *allowed: int) -> None:
+    codes = parts["codes"]
+    if len(codes.shape) not in allowed:
+        raise Misfit("codes", f"has the shape {list(codes.shape)}, which is not that of a matrix")
+
+
+def scale_values(parts: Mapping[str, torch.Tensor], role: str = "scale") -> torch.Tensor:
+    """Scales in fp32, those of one byte as the powers of two that they are. Raises ``Misfit`` for what is no number."""
+    scale = parts[role]
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = scale.view(torch.uint8)
+        if bool((exponents == 255).any()):
+            raise Misfit(role, "holds the scale 255, which stands for no number")
+        return _powers().index_select(0, exponents.flatten().int()).reshape(exponents.shape)
+    scale = scale.float()
+    if not bool(torch.isfinite(scale).all()):
+        raise Misfit(role, "holds a scale that is not finite")
+    return scale
+
+
+def e4m3_values(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    values = parts["codes"].float()
+    if bool(values.sum().isnan()):  # one of them is: E4M3 has no infinities
+        raise Misfit("codes", "holds a weight that is not a number")
+    return values
+
+
+def fp4_values(codes: torch.Tensor) -> torch.Tensor:
+    """Twice as many columns: the low four bits of each byte, then its high ones."""
+    flat = codes.view(torch.uint8).flatten().int()
+    return _fp4_pairs().index_select(0, flat).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+@cache
+def _powers() -> torch.Tensor:
+    """Of 254 bytes; 2^-127, which byte 0 is, is a number too, though fp32 has it in its subnormal form only."""
+    return torch.exp2(torch.arange(255, dtype=torch.float64) - 127).float()
+
+
+@cache
+def _fp4_pairs() -> torch.Tensor:
+    table = torch.tensor(_FP4, dtype=torch.float32)
+    byte = torch.arange(256)
+    return torch.stack([table[byte & 15], table[byte >> 4]], dim=1)
+
+
+def scaled_in_groups(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``values`` [..., in], in place times ``scale`` [..., groups]."""
+    grouped = values.view(*scale.shape, values.shape[-1] // scale.shape[-1])
+    grouped *= scale.unsqueeze(-1)
+    return values
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [rows, columns] as uint8 [rows, columns * 32 / bits]: the lowest bits of each word first."""
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def is_multiple(number: int, of: int) -> bool:
+    return of > 0 and number % of == 0
+
+
+def grid(rows: int, columns: int, block: tuple[int, int]) -> Shape:
+    """Of blocks, the last of which may be cut off."""
+    return math.ceil(rows / block[0]), math.ceil(columns / block[1])

@@ -1,0 +1,81 @@
+"""FP4 (E2M1) with a power of two for each 32: gpt-oss's stacks, and those of compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    EXPONENTS,
+    IN_BF16,
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    fp4_values,
+    scale_values,
+    scaled_in_groups,
+)
+
+
+class Mxfp4Blocks(Layout):
+    """All experts of a layer in one tensor, each row in blocks of 16 bytes."""
+
+    title = "MXFP4"
+    required = frozenset({"scale"})
+    turned = True
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name.removesuffix("_blocks") if name.endswith("_blocks") else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {"scale": [f"{name.removesuffix('_blocks')}_scales"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 4)
+        check_dtype(parts, "codes", "U8")
+        check_dtype(parts, "scale", *EXPONENTS)
+        experts, rows, groups, size = parts["codes"].shape
+        check_shape(parts, "scale", (experts, rows, groups))
+        if size != 16:
+            raise Misfit("codes", f"has blocks of {size} bytes; those of MXFP4 have 16")
+        return experts, rows, groups * 32
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        return scaled_in_groups(fp4_values(parts["codes"]).reshape(shape), scale_values(parts))
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return IN_BF16
+
+
+class PackedMxfp4(Layout):
+    title = "MXFP4"
+    required = frozenset({"scale"})
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        stem = name.removesuffix("_packed")
+        scale = tensors.get(f"{stem}_scale")
+        found = name.endswith(".weight_packed") and tensors[name].dtype == "U8"
+        return stem if found and scale is not None and scale.dtype in EXPONENTS else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {"scale": [f"{name.removesuffix('_packed')}_scale"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        rows, columns = parts["codes"].shape
+        if columns % 16:
+            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
+        check_shape(parts, "scale", (rows, columns // 16))
+        return rows, 2 * columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return IN_BF16

@@ -1,0 +1,70 @@
+"""FP4 (E2M1) with an E4M3 scale for each 16 and one of fp32 for all: ModelOpt's, and the reciprocal one of compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    fp4_values,
+    in_int8,
+    scale_values,
+    scaled_in_groups,
+)
+
+
+class Nvfp4(Layout):
+    title = "NVFP4"
+    required = frozenset({"scale", "global"})
+
+    def __init__(self, *, codes: str, all_of_it: str, reciprocal: bool) -> None:
+        self._codes = codes
+        self._global = all_of_it
+        self._reciprocal = reciprocal
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        stem = self._stem(name)
+        scale = tensors.get(f"{stem}.weight_scale")
+        found = name.endswith(self._codes) and tensors[name].dtype == "U8"
+        return f"{stem}.weight" if found and scale is not None and scale.dtype == "F8_E4M3" else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        stem = self._stem(name)
+        return {"scale": [f"{stem}.weight_scale"], "global": [f"{stem}{self._global}"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "global", "F32")
+        check_shape(parts, "global", (), (1,))
+        rows, columns = parts["codes"].shape
+        if columns % 8:
+            raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 16")
+        check_shape(parts, "scale", (rows, columns // 8))
+        return rows, 2 * columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        of_all = scale_values(parts, "global").reshape(())
+        if self._reciprocal and of_all == 0:
+            raise Misfit("global", "is 0, and is divided by")
+        scale = scale_values(parts)
+        scale = scale / of_all if self._reciprocal else scale * of_all
+        return scaled_in_groups(fp4_values(parts["codes"]), scale)
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return in_int8("the scale of the whole keeps the values from being exact in bf16")
+
+    def _stem(self, name: str) -> str:
+        return name.removesuffix(self._codes)
+
+
+MODELOPT = Nvfp4(codes=".weight", all_of_it=".weight_scale_2", reciprocal=False)
+COMPRESSED_TENSORS = Nvfp4(codes=".weight_packed", all_of_it=".weight_global_scale", reciprocal=True)

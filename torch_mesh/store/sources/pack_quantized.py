@@ -1,0 +1,131 @@
+"""Integers of compressed-tensors: of 4 or 8 bits in words of int32, and of 8 bits as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import (
+    FLOATS,
+    Layout,
+    Misfit,
+    Nearest,
+    Shape,
+    check_dtype,
+    check_rank,
+    check_shape,
+    in_int4,
+    in_int8,
+    is_multiple,
+    scale_values,
+    scaled_in_groups,
+    unpack_words,
+)
+
+
+class PackedInt(Layout):
+    """``bits`` from the lowest of each word on, of codes and of zero points, both with half of their range added."""
+
+    required = frozenset({"scale"})
+
+    def __init__(self, bits: int) -> None:
+        self.title = f"INT{bits}"
+        self._bits = bits
+        self._each = 32 // bits
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        found = name.endswith(".weight_packed") and tensors[name].dtype == "I32"
+        return name.removesuffix("_packed") if found else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        stem = name.removesuffix("_packed")
+        return {
+            "scale": [f"{stem}_scale"],
+            "zeros": [f"{stem}_zero_point"],
+            "shape": [f"{stem}_shape"],
+            "order": [f"{stem}_g_idx"],
+        }
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "scale", *FLOATS)
+        check_dtype(parts, "zeros", "I32")
+        check_dtype(parts, "shape", "I32", "I64")
+        check_shape(parts, "shape", (2,))
+        rows, columns = parts["codes"].shape[0], parts["codes"].shape[1] * self._each
+        scale = parts["scale"].shape
+        if len(scale) != 2 or scale[0] != rows or not is_multiple(columns, scale[1]):
+            raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}")
+        check_shape(parts, "zeros", (-(-rows // self._each), scale[1]))
+        check_shape(parts, "order", (columns,))
+        check_dtype(parts, "order", "I32", "I64")
+        return rows, columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        stated = parts.get("shape")
+        if stated is not None and stated.tolist() != list(shape):
+            raise Misfit("shape", f"says {stated.tolist()}, and the packed weight is of {list(shape)}")
+        values = unpack_words(parts["codes"], self._bits).float()
+        scale = scale_values(parts)
+        zeros = torch.full_like(scale, 1 << (self._bits - 1))
+        if "zeros" in parts:
+            zeros = unpack_words(parts["zeros"].t(), self._bits).t()[: shape[0]].float()
+        if "order" in parts:
+            order = group_order(parts["order"], scale.shape[1])
+            return values.sub_(zeros[:, order]).mul_(scale[:, order])
+        grouped = values.view(*scale.shape, -1)
+        grouped -= zeros.unsqueeze(-1)
+        return scaled_in_groups(values, scale)
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        scale = parts["scale"]
+        if self._bits == 4 and "zeros" not in parts and "order" not in parts:
+            kept = in_int4(shape[1] // scale.shape[1], scale.dtype == "BF16")
+            if kept is not None:
+                return kept
+        return in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+
+
+class ScaledInt8(Layout):
+    title = "INT8"
+    required = frozenset({"scale"})
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name if tensors[name].dtype == "I8" and name.endswith(".weight") else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {"scale": [f"{name}_scale"], "zeros": [f"{name}_zero_point"]}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        check_rank(parts, 2)
+        check_dtype(parts, "scale", *FLOATS)
+        check_dtype(parts, "zeros", "I8")
+        rows, columns = parts["codes"].shape
+        scale = parts["scale"].shape
+        if scale not in ((), (1,)) and (
+            len(scale) != 2 or scale[0] not in (1, rows) or not is_multiple(columns, scale[1])
+        ):
+            raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {[rows, columns]}")
+        check_shape(parts, "zeros", scale)
+        return rows, columns
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        values, scale = parts["codes"].float(), scale_values(parts)
+        scale = scale.reshape(1, 1) if scale.dim() < 2 else scale
+        grouped = values.view(shape[0], scale.shape[1], -1)
+        if "zeros" in parts:
+            grouped -= parts["zeros"].float().reshape(scale.shape).unsqueeze(-1)
+        grouped *= scale.unsqueeze(-1)
+        return values
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return in_int8("with another scale in each group")
+
+
+def group_order(order: torch.Tensor, groups: int) -> torch.Tensor:
+    """The group of each column. Raises ``Misfit`` for one that is not there."""
+    if bool(((order < 0) | (order >= groups)).any()):
+        raise Misfit("order", f"names a group that is none of the {groups}")
+    return order.long()

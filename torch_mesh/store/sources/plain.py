@@ -1,0 +1,29 @@
+"""Tensors that a quantised checkpoint has left as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from torch_mesh.store.header import Tensor
+from torch_mesh.store.sources.layout import Layout, Nearest, Shape, nearest_to
+
+
+class Plain(Layout):
+    title = "unquantised"
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        return parts["codes"].shape
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        return parts["codes"].float()
+
+    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return nearest_to(parts["codes"].dtype)
