@@ -118,7 +118,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   }
   workspace.scratch.at_least(scratch);
 
-  const bool covers_all = pool_->slots() == pool_->layers() * pool_->experts();
+  const bool covers_all =
+      forward.phase == Phase::kPrefill && pool_->slots() == pool_->layers() * pool_->experts();
   forward.window =
       takes_window(options_.prefill, forward.phase, count, pool_->experts(), covers_all);
   if (forward.phase == Phase::kPrefill) {

@@ -41,7 +41,7 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
   }
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);
   losses_ = impl.losses_so_far();
-  impl.forget_lost(layer, experts.first(own));
+  impl.forget_lost(state_);
   impl.core.begin(state_);
   impl.carry_out();
 }
@@ -67,9 +67,7 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
     int32_t count = 0;
     {
       const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-      if (state_.waiting > 0) {
-        impl.forget_lost(state_.layer, state_.experts.first(state_.entries.size()));
-      }
+      if (state_.waiting > 0) impl.forget_lost(state_);
       impl.core.advance(state_);
       count = impl.core.hand_out(state_, most, error);
       for (int32_t i = 0; i < count; ++i) {
@@ -118,11 +116,13 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
 
   auto patience = impl.patience();
   for (;;) {
+    impl.forget_lost(state_);
     impl.core.advance(state_);
     impl.carry_out();
     if (impl.queued) {
       impl.flush(lock);
       lock.lock();
+      continue;
     }
     if (state_.joined > 0) return;
     if (!impl.wait(lock, impl.freed, patience)) {
@@ -165,6 +165,7 @@ void Claim::release(std::span<const ReadyExpert> done) {
     const Pool::Impl::Turn turn(impl);
     for (size_t i = 0; i < count; ++i) indices[i] = done[i].index;
     const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
+    if (state_.waiting > 0) impl.forget_lost(state_);
     const size_t released = impl.core.release(state_, std::span(indices).first(count));
     impl.carry_out();
     if (released == count) continue;

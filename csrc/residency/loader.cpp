@@ -188,8 +188,7 @@ void Loader::submit(std::vector<Ended>& refused) {
       with_reader_ += static_cast<int32_t>(to_submit_.size());
       for (int32_t slot : to_submit_) reads_[slot].state = Read::State::kUnderWay;
     } catch (const Error& thrown) {
-      const ErrorPlace place = place_of(source_, reads_[to_submit_[0]].expert);
-      error.emplace(thrown.kind(), thrown.what(), place, thrown.os_error());
+      error = thrown;
     }
   } catch (const std::bad_alloc&) {
     error = no_memory_;
@@ -199,14 +198,18 @@ void Loader::submit(std::vector<Ended>& refused) {
     Read& read = reads_[slot];
     read.state = Read::State::kNone;
     if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
-    try {
-      refused.push_back({slot, 0, *error});
-    } catch (const std::bad_alloc&) {
-      refused.push_back({slot, 0, no_memory_});
-    }
+    refused.push_back({slot, 0, refusal(*error, read.expert)});
   }
   to_submit_.clear();
   requests_.clear();
+}
+
+Error Loader::refusal(const Error& error, ExpertId id) const {
+  try {
+    return Error(error.kind(), error.what(), place_of(source_, id), error.os_error());
+  } catch (const std::bad_alloc&) {
+    return no_memory_;
+  }
 }
 
 void Loader::fill_request(int32_t slot) {
@@ -257,6 +260,8 @@ bool Loader::hand_to_finisher(const ReadResult& result) {
         finisher_ = std::thread([this] { run_finisher(); });
       } catch (const std::system_error&) {
         no_finisher_ = true;
+        return false;
+      } catch (const std::bad_alloc&) {
         return false;
       }
     }
@@ -368,7 +373,7 @@ void Loader::read_again(int32_t slot, std::vector<Ended>& refused) {
       reader_->submit({&read.request, 1});
       ++with_reader_;
     } catch (const Error& thrown) {
-      error = thrown;
+      error = refusal(thrown, read.expert);
     } catch (const std::bad_alloc&) {
       error = no_memory_;
     }
@@ -391,6 +396,7 @@ void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& r
     if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
     begin_queued(refused);
   }
+  reader_->flush();  // before `done` waits for whatever it may
   done_(std::move(ended));
   for (Ended& over : refused) done_(std::move(over));
   refused.clear();

@@ -106,6 +106,7 @@ class Loader {
   void fill_request(int32_t slot);
   void take_staging();
   void submit(std::vector<Ended>& refused);
+  Error refusal(const Error& error, ExpertId id) const;
   void begin_queued(std::vector<Ended>& refused);
   // On the I/O thread.
   void on_read(const ReadResult& result);
@@ -131,7 +132,8 @@ class Loader {
   std::optional<Arena> staging_;
 
   mutable std::mutex mutex_;
-  std::vector<Read> reads_;  // by slot; one that is under way is changed by who finishes it alone
+  // By slot. One that is under way is changed by who finishes it alone, but for its urgency.
+  std::vector<Read> reads_;
   std::vector<int32_t> free_staging_;
   IndexLinks queue_links_;
   IndexList demand_queue_;

@@ -261,10 +261,10 @@ int64_t Pool::Impl::present_bytes() const {
   return bytes;
 }
 
-void Pool::Impl::forget_lost(int32_t layer, std::span<const int32_t> indices) {
+void Pool::Impl::forget_lost(const ClaimState& claim) {
   if (!memory->may_lose()) return;
-  for (int32_t index : indices) {
-    const ExpertId id = core.id_of(layer, index);
+  for (int32_t index : claim.experts.first(claim.entries.size())) {
+    const ExpertId id = core.id_of(claim.layer, index);
     const int32_t slot = core.slots().find(id);
     if (slot < 0 || !core.slots().reusable(slot) || memory->holds(id)) continue;
     core.lost(slot);
@@ -352,7 +352,7 @@ void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record
   lock.unlock();
   std::memcpy(impl.memory->record(slot, id), record.data(), record.size());
   const Impl::Turn turn(impl);
-  impl.core.landed(slot, 0);
+  impl.core.filled(slot);
 }
 
 void Pool::promote(int32_t layer, std::span<const int32_t> experts) {

@@ -76,7 +76,7 @@ struct Pool::Impl {
   // Of a mapped store, whose records the kernel may take back. With the lock: what it took of these
   // experts counts as given up, so that the reader brings it back, ahead of those who compute and
   // with all of a record in one go.
-  void forget_lost(int32_t layer, std::span<const int32_t> indices);
+  void forget_lost(const ClaimState& claim);
   // With the lock. After a loss nobody knows which of the resident records have pages left: those
   // that nobody uses are read anew, which finds out.
   int64_t losses_so_far();

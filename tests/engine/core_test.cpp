@@ -278,9 +278,10 @@ class Driver {
   }
 
   void end(Live& live) {
+    const ForwardPart part = live.state.part;
     core_.end(live.state);
     std::erase_if(live_, [&](const auto& each) { return each.get() == &live; });
-    after("end()");
+    after(part.phase != Phase::kNone && part.last ? "the end of a forward" : "end()");
   }
 
   int32_t take_pending() {
@@ -371,7 +372,7 @@ class Driver {
       if (one_in(6)) {
         sizing.failed(segment);
         seen_(Seen::kSegmentNotToBeHad);
-        return after("failed()");
+        return after("no memory");
       }
       sizing.came(segment);
       const bool late = !core_.effects().vacant.empty();
@@ -385,6 +386,7 @@ class Driver {
 
   void before() {
     was_.clear();
+    head_was_ = queue_.empty() ? nullptr : queue_.front();
     for (int32_t slot = 0; slot < shape_.slots; ++slot) {
       const Slot& at = core_.slots()[slot];
       was_.push_back({at.state, at.pins, at.error.has_value(), core_.slots().retired(slot)});
@@ -420,11 +422,40 @@ class Driver {
       seen_(Seen::kSegmentLeaves);
     }
     for (ExpertId id : effects.dropped) mix(uint64_t{4} << 60 | static_cast<uint64_t>(id));
+    look_who_is_woken(event, effects);
     effects.clear();
     for (size_t slot = 0; slot < was_.size(); ++slot) look_at(static_cast<int32_t>(slot));
     was_.clear();
     ASSERT_EQ(static_cast<int32_t>(pending_.size()), core_.slots().loading()) << event;
     ASSERT_NO_THROW(core_.validate()) << event;
+  }
+
+  // A wake-up that is left out costs a pool a tenth of a second, and no test of it sees that.
+  void look_who_is_woken(const std::string& event, const Effects& effects) {
+    mix(uint64_t{5} << 60 | uint64_t{effects.landed} << 4 | uint64_t{effects.freed} << 3 |
+        uint64_t{effects.idle} << 2 | uint64_t{effects.resized} << 1 |
+        uint64_t{effects.forward_ended});
+    int32_t loading = 0;
+    bool landed = false, freed = false;
+    for (size_t slot = 0; slot < was_.size(); ++slot) {
+      const Was& was = was_[slot];
+      const Slot& is = core_.slots()[static_cast<int32_t>(slot)];
+      const bool ended = was.state == SlotState::kLoading && is.state != SlotState::kLoading;
+      loading += was.state == SlotState::kLoading;
+      landed |= ended && was.pins > 0;
+      freed |= (was.state == SlotState::kLoading || was.pins > 0) &&
+               is.state != SlotState::kLoading && is.pins == 0;
+    }
+    const Live* head = queue_.empty() ? nullptr : queue_.front();
+    freed |= !was_.empty() && head != head_was_ && head_was_ != nullptr;
+    EXPECT_TRUE(!landed || effects.landed) << event << " wakes nobody who waits for a read";
+    EXPECT_TRUE(!freed || queue_.empty() || effects.freed) << event << " wakes nobody who queues";
+    EXPECT_TRUE(loading == 0 || core_.slots().loading() > 0 || effects.idle)
+        << event << " wakes nobody who waits for quiet";
+    const bool sized = event == "gone()" || event == "came()" || event == "resize()" ||
+                       event == "no memory" || event == "stays()";
+    EXPECT_TRUE(!sized || effects.resized) << event << " wakes nobody who resizes";
+    EXPECT_TRUE(event != "the end of a forward" || effects.forward_ended);
   }
 
   void look_at(int32_t slot) {
@@ -474,6 +505,7 @@ class Driver {
   int64_t coming_ = -1;
   int32_t target_;
   std::vector<Was> was_;
+  const Live* head_was_ = nullptr;
   uint64_t hash_ = 0xcbf29ce484222325;
 };
 

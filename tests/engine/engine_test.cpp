@@ -293,7 +293,7 @@ TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
   Source source = file.source();
   source.raw = true;
   source.checksums.clear();
-  int32_t packed = 0;  // of the I/O thread
+  std::atomic<int32_t> packed = 0;
   const auto pack = [&](int32_t, std::span<const std::byte* const>, std::byte*) {
     if (packed++ > 0) throw Error(ErrorKind::kInvalid, "these bytes are no weights of an expert");
   };
@@ -302,9 +302,10 @@ TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
   options.record_bytes = kRecordAlignment;
   options.reader.backend = "threads";
   Pool pool(options, {}, source, pack);
-  const auto kind = [&](int32_t expert) -> std::optional<ErrorKind> {
+  const auto kind = [&](auto... experts) -> std::optional<ErrorKind> {
+    const std::array<int32_t, sizeof...(experts)> all{experts...};
     try {
-      pool.promote(0, {&expert, 1});
+      pool.promote(0, all);
       return std::nullopt;
     } catch (const Error& error) {
       return error.kind();
@@ -313,6 +314,8 @@ TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
   io_starves = true;
   EXPECT_EQ(kind(0), std::nullopt);  // which takes no memory
   EXPECT_EQ(kind(1), ErrorKind::kMemory);
+  EXPECT_EQ(kind(1, 2, 3), ErrorKind::kMemory);  // nor has it for a thread to help
+  pool.drain();
   io_starves = false;
   EXPECT_EQ(kind(1), ErrorKind::kInvalid);
   pool.validate();

@@ -137,6 +137,15 @@ TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
   EXPECT_LE(result.prefetched + result.cold_misses, 8 + 1);
 }
 
+// Deferred reads of one layer may take every slot before the next one begins.
+TEST(Replay, AForwardWaitsForSlotsThatAreReadIntoForOthers) {
+  const Routing routing{1, 2, 8, 4, {0, 1, 2, 3, 4, 5, 6, 7}};
+  const ReplayResult result =
+      replay(routing.trace(), {.policy = "lru", .slots = 4, .deferred = 4, .layer_seconds = .1});
+  EXPECT_EQ(result.deferred, 4);
+  EXPECT_EQ(result.cold_misses, 4);
+}
+
 TEST(Replay, RefusesWhatMakesNoSense) {
   const Routing routing{1, 1, 4, 2, {1, 2}};
   EXPECT_THROW(replay(routing.trace(), {.slots = 1}), Error);

@@ -107,6 +107,11 @@ void Core::failed(int32_t slot, int64_t bytes, Error error) {
   read_ahead();
 }
 
+void Core::lost(int32_t slot) {
+  residents_.evict(slot, residents_.phase_of_load(slot));
+  effects_.freed = true;
+}
+
 void Core::read_ahead() {
   const SlotTable& slots = residents_.slots();
   const int64_t most = std::min(options_.reads_ahead, int64_t{slots.unkept() / 2});

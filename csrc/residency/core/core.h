@@ -75,7 +75,7 @@ class Core {
   void landed(int32_t slot, int64_t bytes);
   void failed(int32_t slot, int64_t bytes, Error error);
   // A READY record that nobody uses is not in memory any more.
-  void lost(int32_t slot) { residents_.evict(slot, residents_.phase_of_load(slot)); }
+  void lost(int32_t slot);
 
   // Hints, see Pool.
   void prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase);
@@ -87,9 +87,10 @@ class Core {
   // Gives up what is READY and unpinned of these experts, or of all; returns how many.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
   int32_t evict_all();
-  // Of a core that reads nothing: a slot to put the expert's record into, which then landed(); -1:
-  // it is in use.
+  // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
+  // filled(); -1: it is in use.
   int32_t fill(ExpertId id);
+  void filled(int32_t slot) { residents_.filled(slot); }
 
   // Which of a layer's choices go elsewhere or are replaced, see deferral.h.
   void split_cold(int32_t layer, std::span<const float> weights, int32_t top_k, int64_t most,

@@ -82,6 +82,11 @@ void Residents::landed(int32_t slot, int64_t bytes) {
   end_read(slot);
 }
 
+void Residents::filled(int32_t slot) {
+  slots_.land(slot);
+  end_read(slot);
+}
+
 void Residents::failed(int32_t slot, int64_t bytes, Error error) {
   Load& load = loads_[slot];
   count_read(slot, bytes);

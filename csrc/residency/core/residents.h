@@ -36,6 +36,7 @@ class Residents {
   void read(int32_t slot, Urgency urgency, Phase phase);
   void hasten(int32_t slot);  // it has become a demand read
   void landed(int32_t slot, int64_t bytes);
+  void filled(int32_t slot);  // likewise, where nothing was read
   // A read that was begun as a guess and that a forward has joined is begun anew instead: a forward
   // must not fail for a read that nobody had asked for.
   void failed(int32_t slot, int64_t bytes, Error error);

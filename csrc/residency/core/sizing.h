@@ -56,7 +56,7 @@ class Sizing {
   std::vector<State> segments_;
   int32_t target_;       // slots that the last resize() asked for
   bool grown_ = false;   // it has made the pool larger
-  bool coming_ = false;  // some segment
+  bool coming_ = false;  // some segment, until it is there
   Residents& residents_;
   Kept& kept_;
   Statistics& statistics_;

@@ -51,7 +51,7 @@ struct SlotMemoryOptions {
   int64_t segment_bytes;
 };
 
-// Throws what Arena throws. Both outlive neither `source` nor the topology.
+// Throws what Arena throws. `source` outlives the memory.
 std::unique_ptr<SlotMemory> make_arena_memory(const SlotMemoryOptions& options,
                                               const Source& source);
 // Slots hold no bytes: a resident record is a range of mapped files, which the page cache keeps in
