@@ -438,6 +438,10 @@ class Replay {
 }  // namespace
 
 std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int32_t layer) {
+  if (trace.forwards.empty()) {
+    const std::span<const int32_t> chosen = trace.chosen(forward, layer);
+    return {chosen.begin(), chosen.end()};
+  }
   std::vector<int32_t> tokens(static_cast<size_t>(trace.experts));
   for (int64_t token = trace.first_token(forward); token < trace.first_token(forward + 1);
        ++token) {

@@ -39,7 +39,7 @@ struct RoutingTrace {
 };
 
 // The distinct experts of a layer in a forward, in the order in which a forward claims them: those
-// of most tokens first.
+// of most tokens first. Of a trace that does not say what its forwards were, in the router's order.
 std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int32_t layer);
 
 struct ReplayOptions {
