@@ -69,7 +69,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         origin = _find_origin(model, layers, checkpoint_files, self.quantization_config)
-        check(model, layers, self.quantization_config, origin)
+        check(model, layers, origin.config, origin)
         origin.prepare()
         assert checkpoint_files
         left_alone = find_left_alone(Path(checkpoint_files[0]).parent, model)
@@ -89,7 +89,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)
         if origin.stored:
             keep_expert_conversions(model, layers)
-        assemble(model, layers, self.quantization_config, origin, self)
+        assemble(model, layers, origin.config, origin, self)
         return model
 
 
@@ -112,7 +112,7 @@ class _Opened(OfRecords):
         super().__init__(**about)
         self.weights, self.group_size = weights, group_size
         self._layers = layers
-        self._config = config
+        self.config = config
 
     def prepare(self) -> None:
         """Finds the records, or makes them: after all checks that need none."""
@@ -153,11 +153,11 @@ class _OfCheckpoint(_Opened):
         )
 
     def prepare(self) -> None:
-        self.set_records(self._as_they_are() if self._raw else self._converted(self._config))
+        self.set_records(self._as_they_are() if self._raw else self._converted(self.config))
 
     def other_records(self, weights: str) -> Records:
         as_it_is = self.raw and weights == "bf16"
-        return self._as_they_are() if as_it_is else self._converted(other_config(self._config, weights))
+        return self._as_they_are() if as_it_is else self._converted(other_config(self.config, weights))
 
     def check_other(self, weights: str) -> None:
         every, own = len(find_experts(meta_model(read_config(self._folder)))), len(self._layers)
@@ -206,6 +206,7 @@ class _OfQuantised(_OfCheckpoint):
         super().prepare()
         store = self._records.store
         assert store is not None
+        check_other_files(store, self.config.verify)
         self._files[:] = [str(path) for path in weight_files(store.folder)]
 
 
@@ -226,14 +227,14 @@ class _OfStore(_Opened):
     def prepare(self) -> None:
         _fetch(self._model, self._folder, [file.name for file in read_manifest(self._folder).record_files])
         self._store = open_store(self._folder)
-        check_other_files(self._store, self._config.verify)
-        self.set_records(_records_of(self._store, self._layers, self._config))
+        check_other_files(self._store, self.config.verify)
+        self.set_records(_records_of(self._store, self._layers, self.config))
 
     def other_records(self, weights: str) -> Records:
         manifest = self._store.manifest
         source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
         name, make = self._store.folder.resolve().name, functools.partial(convert_store, self._store)
-        return self._made(make, source, name, other_config(self._config, weights))
+        return self._made(make, source, name, other_config(self.config, weights))
 
 
 def _find_origin(
@@ -313,7 +314,7 @@ def _merging(merge: Any) -> Any:
     def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
         stored, given = quantization_config, quantization_config_from_args
         table = stored if isinstance(stored, dict) else stored.to_dict()
-        method = table.get("quant_method")
+        method = method_of(table)
         if isinstance(given, dict) and given.get("quant_method") == "mesh":
             given = MeshConfig.from_dict(given)
         if isinstance(given, MeshConfig) and method != "mesh":

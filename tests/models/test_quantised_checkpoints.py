@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import torch_mesh
-from torch_mesh import MeshConfig
+from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.modules import patched_modules
 from torch_mesh.store.convert import convert
 
@@ -29,8 +29,8 @@ OWN = {"fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config, "compressed-t
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _in_cache(cache: Path) -> None:
+    """Conversions go there."""
 
 
 def _logits(model: PreTrainedModel) -> torch.Tensor:
@@ -122,11 +122,38 @@ def test_the_rest_of_the_model_is_saved_as_it_is_opened(tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
+def test_what_changed_in_the_cache_is_found(tmp_path: Path, cache: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    config = MeshConfig(weights="int8", resident=0.5)
+    _load(tmp_path / "raw", config)
+    (rest,) = cache.glob("stores/*/model*.safetensors")
+    damaged = bytearray(rest.read_bytes())
+    damaged[-5] ^= 1
+    rest.write_bytes(damaged)
+    with pytest.raises(StoreError, match="changed since"):
+        _load(tmp_path / "raw", config)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weight_block_size": [0, 0]}, {"weight_block_size": 3}, {"quant_method": "gptq", "bits": 4.0}]
+)
+def test_a_quantisation_that_makes_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write_quantised(tmp_path / "raw", KINDS["fp8"]())
+    change_config(tmp_path / "raw", quantization_config={"quant_method": "fp8"} | wrong)
+    with pytest.raises(MeshError, match="is quantised already"):
+        _load(tmp_path / "raw", MeshConfig(weights="int8", resident=0.5))
+
+
 def test_stand_ins_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     write_quantised(tmp_path / "raw", KINDS["ct_int4"]())
-    config = MeshConfig(weights="int8", resident=0.5, fallback="int4")
+    config = MeshConfig(weights="int8", resident=0.5, lossy={"fallback": "int4"})
     model = _load(tmp_path / "raw", config)
     assert torch.isfinite(_logits(model)).all()
+    write_quantised(tmp_path / "int8", KINDS["ct_int8"]())
+    model = _load(tmp_path / "int8", MeshConfig(resident=0.5, lossy={"fallback": "lut4"}))
+    pool = next(patched_modules(model))._mesh_pool
+    # "auto" takes groups of its own, by which the stand-ins are counted, too.
+    assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 32
 
 
 def test_a_checkpoint_that_says_nothing_of_its_dtype(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from .. import _C
 from .profiles import Profile
 from .traces import Trace
 
@@ -13,10 +12,14 @@ BOUND = "belady"  # knows the future, so it can be simulated but not chosen
 
 def policy_names() -> list[str]:
     """Every policy that can be simulated: "auto", what a pool can use, and the bound."""
+    from .. import _C  # here, since `torch-mesh doctor` has to run without it
+
     return [*_C.policy_names(), BOUND]
 
 
 def predictor_names() -> list[str]:
+    from .. import _C
+
     return ["off", *_C.predictor_names(), "lookahead", "standin"]
 
 
@@ -97,6 +100,8 @@ def simulate(
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
     """
+    from .. import _C
+
     if not 0 < resident <= 1:
         raise ValueError(f"resident must be in (0, 1]; got {resident}")
     if predictor not in predictor_names():

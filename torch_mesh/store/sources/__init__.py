@@ -115,7 +115,13 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / "config.json"
     if path.is_file():
-        parts: list[Any] = [json.loads(path.read_bytes())]
+        # Not by the parser of headers, as a config may have NaN and infinities.
+        try:
+            parts: list[Any] = [json.loads(path.read_bytes())]
+        except (ValueError, RecursionError) as problem:
+            raise store_error(path, f"is not valid JSON: {problem}") from None
+        if not isinstance(parts[0], dict):
+            raise store_error(path, f"is not a config: {parts[0]!r:.80} stands where an object should be")
         for part in parts:
             quantisation = part.get("quantization_config") if isinstance(part, dict) else part
             if quantisation is not None and not isinstance(quantisation, dict):
@@ -145,7 +151,12 @@ def source_of(quantisation: Mapping[str, Any], where: str) -> Source:
     make = _SOURCES.get(method)
     if make is None:
         raise UnsupportedModelError(f"{where} is quantised already ({method}). {_OTHER_TOOLS}")
-    return Source(method, make(quantisation, where))
+    try:
+        return Source(method, make(quantisation, where))
+    except UnsupportedModelError:
+        raise
+    except (TypeError, AttributeError, KeyError, ValueError) as problem:
+        _refuse(where, f"{method} of a kind that its config does not say in the usual form ({problem})")
 
 
 def _refuse(where: str, what: str) -> NoReturn:
@@ -155,12 +166,15 @@ def _refuse(where: str, what: str) -> NoReturn:
 def _fp8(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
     if config.get("fmt") not in (None, "e4m3", "float8_e4m3fn", "mxfp8"):
         _refuse(where, f"fp8 of the format {config['fmt']!r}")
-    block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    ):
-        _refuse(where, f"fp8 in blocks of {block!r}")
-    return ScaledFp8(None if block is None else (block[0], block[1]), config.get("scale_fmt") == "ue8m0"), Fp4InFp8()
+    return ScaledFp8(_block(config.get("weight_block_size"), where), config.get("scale_fmt") == "ue8m0"), Fp4InFp8()
+
+
+def _block(block: Any, where: str) -> tuple[int, int] | None:
+    if block is None:
+        return None
+    if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block[0], block[1]
+    _refuse(where, f"fp8 in blocks of {block!r}")
 
 
 def _mxfp4(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
@@ -179,9 +193,9 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> tuple[Layout, 
     layouts: list[Layout] = [nvfp4.COMPRESSED_TENSORS, PackedMxfp4(), ScaledInt8()]
     blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
     block = next(iter(blocks)) if len(blocks) == 1 else None
-    layouts.append(ScaledFp8(block if block is not None and len(block) == 2 else None, powers_of_two=False))
+    layouts.append(ScaledFp8(_block(block, where), powers_of_two=False))
     if integers:
-        if len(integers) > 1 or not integers <= {4, 8}:
+        if len(integers) > 1 or not integers <= {4, 8} or not all(type(bits) is int for bits in integers):
             _refuse(where, f"compressed-tensors with integers of {sorted(map(str, integers))} bits")
         layouts.append(PackedInt(integers.pop()))
     return tuple(layouts)
@@ -206,7 +220,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
         _refuse(where, f"gptq of the format {form!r}")
     rules = (config.get("dynamic") or {}).items()
     others = {rule.get("bits", bits) for name, rule in rules if isinstance(rule, dict) and not name.startswith("-")}
-    if bits not in (2, 4, 8) or others - {bits}:
+    if type(bits) is not int or bits not in (2, 4, 8) or others - {bits}:
         _refuse(where, f"gptq of {sorted(map(str, {bits} | others))} bits")
     return (
         Gptq(

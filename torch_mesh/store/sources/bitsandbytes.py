@@ -84,8 +84,11 @@ class Bnb4(Layout):
 
 def _unrounded(parts: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> torch.Tensor:
     scale = scale_values(parts, "nested_table")[parts["scale"].int()]
-    of_blocks = scale_values(parts, "nested_scale").repeat_interleave(state["nested_blocksize"])
-    return scale * of_blocks[: scale.numel()] + float(state["nested_offset"])
+    of_blocks = scale_values(parts, "nested_scale").repeat_interleave(min(state["nested_blocksize"], scale.numel()))
+    unrounded = scale * of_blocks[: scale.numel()] + float(state["nested_offset"])
+    if not unrounded.isfinite().all():
+        raise Misfit("state", f"makes scales that are no numbers: its nested_offset is {state['nested_offset']}")
+    return unrounded
 
 
 def _state(data: torch.Tensor) -> dict[str, Any]:
