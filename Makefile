@@ -45,7 +45,7 @@ engine-tests:
 
 test-tsan: build-dev ## the engine's C++ tests under ThreadSanitizer
 	$(RUN) setup.py engine_tests --sanitize thread
-	TSAN_OPTIONS="halt_on_error=1 $$TSAN_OPTIONS" $(FIXED_ADDRESSES) build/engine-tests-thread/engine_tests --gtest_brief=1
+	TSAN_OPTIONS="halt_on_error=1 die_after_fork=0 $$TSAN_OPTIONS" $(FIXED_ADDRESSES) build/engine-tests-thread/engine_tests --gtest_brief=1
 
 test-asan: build-dev ## the engine's C++ tests under AddressSanitizer
 	$(RUN) setup.py engine_tests --sanitize address
