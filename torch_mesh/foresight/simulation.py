@@ -88,13 +88,14 @@ def simulate(
     early_experts: int = 0,
     prefill: str = "auto",
     deferred_experts: int = 0,
+    as_decode: bool = False,
     hardware: Hardware | None = None,
 ) -> Row:
     """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
 
     ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
     are asked of ``predictor`` ahead of each layer of a decode step, top_k by default. Of a trace that says which tokens went through the
-    model together (``forwards``) prompts are replayed as prompts. ``prefill``, ``deferred_experts``, ``profile``,
+    model together (``forwards``) prompts are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``, ``profile``,
     ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig's ``residency``. Tokens per second are those of the virtual clock: a layer
     takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
 
@@ -116,7 +117,7 @@ def simulate(
         scores=trace.scores if use_scores else None,
         lookahead=trace.lookahead if predictor == "lookahead" else None,
         sequences=trace.offsets[:-1],
-        forwards=trace.forwards,
+        forwards=None if as_decode else trace.forwards,
         prefill=prefill,
         deferred=deferred_experts,
         predictor=predictor,
