@@ -164,7 +164,7 @@ def test_what_it_foretells_is_recorded_and_replayed(
                 model(input_ids=tokens.unsqueeze(0))
     routers, fitted = (load_trace(tmp_path / f"{name}.npz") for name in ("routers", "fitted"))
     assert fitted.lookahead is not None and (fitted.lookahead[fitted.offsets[:-1], 0] == 0).all()
-    rows = [simulate(trace, "auto", 0.25, predictor="lookahead") for trace in (routers, fitted)]
+    rows = [simulate(trace, "auto", 0.25, predictor="lookahead", as_decode=True) for trace in (routers, fitted)]
     counted = recall(model, load_predictor(file, find_experts(model)), sequences[22:])
     assert rows[1].recall == pytest.approx(np.mean([row.fitted[0] for row in counted]), abs=0.01)
     assert rows[1].recall > rows[0].recall + 0.1  # the first layer too

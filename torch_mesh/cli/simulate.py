@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
     parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
+    parser.add_argument("--as-decode", action="store_true", help="replay prompts as a decode step for each token")
     parser.add_argument(
         "--prefill", default="auto", choices=("auto", "window", "off"), help="as MeshConfig's, of prompts"
     )
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             pins=pins,
             early_layers=arguments.early_layers,
             early_experts=arguments.early_experts,
+            as_decode=arguments.as_decode,
             prefill=arguments.prefill,
             deferred_experts=arguments.deferred_experts,
         )
