@@ -50,9 +50,10 @@ struct PoolOptions {
 
 class Claim;
 
-// Every call throws Error(kForked) in a child of the process that opened the pool, and all but
-// state(), the counts, drain() and validate() throw Error(kClosed) after close(). Claims alive at
-// close() run to their end.
+// In a child of the process that opened it, every call throws Error(kForked) but those that say
+// what the pool was opened with. After close(), fill(), promote(), prefetch(), expect(), evict(),
+// observe(), warm_up(), resize() and new claims throw Error(kClosed); claims alive at close() run
+// to their end.
 class Pool {
  public:
   // Reads from `source`; `pack` only for a raw one.
