@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.foresight.profiles import load_profile
-from torch_mesh.foresight.simulation import Hardware, Row, policy_names, predictor_names, simulate
+from torch_mesh.foresight.simulation import Hardware, Row, policy_names, simulate
 from torch_mesh.foresight.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
 from torch_mesh.synthetic import synthetic_trace
@@ -30,10 +30,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="made-up routing of LAYERS,EXPERTS,TOP_K[,OVERLAP], such as 48,128,8,0.39 (OVERLAP: with the next token)",
     )
     parser.add_argument("--resident", default="0.1,0.25,0.5", help="fractions of all experts, with commas between them")
-    parser.add_argument("--policy", default="auto,belady", help=f"all, or some of {', '.join(policy_names())}")
+    parser.add_argument("--policy", default="auto,belady", help="all, belady (the bound), or some of MeshConfig's")
     parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits are counted (all are replayed)")
     parser.add_argument("--no-scores", action="store_true", help="leave the trace's router scores aside")
-    parser.add_argument("--prefetch", default="off", choices=predictor_names(), help="what foretells the next layer")
+    parser.add_argument("--prefetch", default="off", help="what foretells the next layer: gate, lookahead or standin")
     parser.add_argument("--fetch", type=int, help="experts to ask for ahead of each layer (as many as a token uses)")
     parser.add_argument("--recall", type=float, default=0.75, help="of the stand-in predictor")
     parser.add_argument("--seed", type=int, default=0, help="of the stand-in predictor and of --synthetic")
