@@ -33,10 +33,10 @@ Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::s
     for (int32_t expert : experts) {
       const ExpertId id = impl.core.id_of(layer, expert);
       if (impl.core.slots().find(id) >= 0) continue;
-      throw Error(ErrorKind::kInvalid,
-                  "expert " + std::to_string(expert) + " of layer " + std::to_string(layer) +
-                      " was never filled; fill() every expert before a forward",
-                  {layer, expert, "", -1});
+      throw Error(
+          ErrorKind::kInvalid,
+          describe(impl.source, id) + " was never filled; fill() every expert before a forward",
+          place_of(impl.source, id));
     }
   }
   const Stopwatch decision(impl.stats_of(layer, part.phase).decision_nanoseconds);

@@ -193,12 +193,13 @@ void Loader::submit(std::vector<Ended>& refused) {
   } catch (const std::bad_alloc&) {
     error = no_memory_;
   }
-  for (int32_t slot : to_submit_) {
-    if (!error) break;
-    Read& read = reads_[slot];
-    read.state = Read::State::kNone;
-    if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
-    refused.push_back({slot, 0, refusal(*error, read.expert)});
+  if (error) {
+    for (int32_t slot : to_submit_) {
+      Read& read = reads_[slot];
+      read.state = Read::State::kNone;
+      if (read.staging >= 0) free_staging_.push_back(std::exchange(read.staging, -1));
+      refused.push_back({slot, 0, refusal(*error, read.expert)});
+    }
   }
   to_submit_.clear();
   requests_.clear();
@@ -400,7 +401,6 @@ void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& r
   done_(std::move(ended));
   for (Ended& over : refused) done_(std::move(over));
   refused.clear();
-  reader_->flush();
 }
 
 Error Loader::read_error(int32_t slot, const ReadResult& result) const {

@@ -89,6 +89,14 @@ int64_t reads_ahead(const PoolOptions& options) {
   return 1 + (options.reader.depth / 4 + chunks - 1) / chunks;
 }
 
+// Its experts have names, as those of any source.
+Source nothing_to_read(int32_t layers, int32_t experts) {
+  Source source;
+  source.layers = layers;
+  source.experts = experts;
+  return source;
+}
+
 std::unique_ptr<SlotMemory> make_memory(const PoolOptions& options, const Source& source) {
   if (options.reader.backend == "mmap" && !source.files.empty()) return make_mapped_memory(source);
   return make_arena_memory({.slots = options.slots,
@@ -131,7 +139,7 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
 
 Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, int32_t layers,
                  int32_t experts)
-    : Impl(given, given_runtime, Source{}, nullptr, layers, experts) {
+    : Impl(given, given_runtime, nothing_to_read(layers, experts), nullptr, layers, experts) {
   if (options.slots != layers * experts) {
     throw_invalid("a pool without a source holds every expert: slots must be " +
                   std::to_string(layers * experts) + ", got " + std::to_string(options.slots));
@@ -346,8 +354,7 @@ void Pool::fill(int32_t layer, int32_t expert, std::span<const std::byte> record
   impl.check_open();
   const int32_t slot = impl.core.fill(id);
   if (slot < 0) {
-    throw_invalid("expert " + std::to_string(expert) + " of layer " + std::to_string(layer) +
-                  " is in use; fill() it when no forward runs");
+    throw_invalid(describe(impl.source, id) + " is in use; fill() it when no forward runs");
   }
   lock.unlock();
   std::memcpy(impl.memory->record(slot, id), record.data(), record.size());

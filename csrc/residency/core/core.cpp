@@ -170,16 +170,13 @@ int32_t Core::evict(int32_t layer, std::span<const int32_t> experts) {
   return evicted;
 }
 
-int32_t Core::evict_all() {
+void Core::evict_all() {
   const SlotTable& slots = residents_.slots();
-  int32_t evicted = 0;
   for (int32_t slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot].state != SlotState::kReady || !slots.reusable(slot)) continue;
     residents_.evict(slot, Phase::kNone);
-    ++evicted;
+    effects_.freed = true;
   }
-  effects_.freed |= evicted > 0;
-  return evicted;
 }
 
 int32_t Core::fill(ExpertId id) {

@@ -84,9 +84,9 @@ class Core {
   void begin_sequence(int32_t layer) { residents_.slots().policy().begin_sequence(layer); }
   void warm_up();
 
-  // Gives up what is READY and unpinned of these experts, or of all; returns how many.
+  // Gives up what is READY and unpinned of these experts, and returns how many; or of all.
   int32_t evict(int32_t layer, std::span<const int32_t> experts);
-  int32_t evict_all();
+  void evict_all();
   // Of a core that reads nothing: a slot to put the expert's record into, to be followed by
   // filled(); -1: it is in use.
   int32_t fill(ExpertId id);
