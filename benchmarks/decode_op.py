@@ -1,5 +1,6 @@
 """Claim: one row through a layer's experts takes hardly longer than reading their bytes: 0.9 of a plain read's speed in bf16
-and int8 and 0.85 in int4 on one thread, 0.8 on all.
+and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpoint's codes keep up with those of their like: mxfp4 and nvfp4 with
+0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16.
 
 Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes. The
 plain read adds up the same records in the same pages with the same threads; op and read take turns, half a layer apart, so
@@ -8,6 +9,7 @@ that neither finds what the other has just read.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import time
@@ -24,6 +26,14 @@ from torch_mesh._C import features
 GROUP_SIZE = 64
 ONE_THREAD = {"bf16": 0.9, "int8": 0.9, "int4": 0.85}
 ALL_THREADS = 0.8
+# Format, group size, its like with group size, and the share of that one's bytes per second.
+CODES = (
+    ("mxfp4", 32, "lut4", 32, 0.95),
+    ("nvfp4", 16, "lut4", 32, 0.95),
+    ("fp8", 128, "bf16", 0, 0.85),
+    ("fp8", 32, "bf16", 0, 0.85),
+    ("int4_fp16", 64, "int4", 64, 0.95),
+)
 
 
 # A record is read this many turns after it was computed with, and the other way round: far enough apart for it to be in no
@@ -62,6 +72,22 @@ def bytes_per_second(layer: ResidentLayer, pairs: int) -> dict[str, list[float]]
     return {"op": speeds["op"][:pairs], "read": speeds["read"][LAG:]}
 
 
+def op_speeds(layers: dict[str, ResidentLayer], pairs: int) -> dict[str, list[float]]:
+    """GB/s of layers that take turns."""
+    x = torch.randn(1, HIDDEN).to(torch.bfloat16)
+    topk_weights = torch.full((1, TOP_K), 1 / TOP_K)
+
+    def speed(layer: ResidentLayer, turns: Iterator[list[int]]) -> float:
+        ids = torch.tensor([next(turns)])
+        begin = time.perf_counter()
+        layer(x, ids, topk_weights)
+        return TOP_K * layer.record_bytes / 1e9 / (time.perf_counter() - begin)
+
+    return harness.interleave(
+        {name: functools.partial(speed, layer, experts_in_turn(0)) for name, layer in layers.items()}, pairs
+    )
+
+
 def measure(options: Any) -> Report:
     generator = torch.Generator().manual_seed(options.seed)
     expert = random_expert(generator)
@@ -83,6 +109,24 @@ def measure(options: Any) -> Report:
                 )
             )
             report.details[f"{weights}, {threads}"] = speeds
+        for weights, group_size, like, its_group, at_least in CODES:
+            layers = {
+                "codes": ResidentLayer(weights, group_size, threads, [expert]),
+                "like": ResidentLayer(like, its_group, threads, [expert]),
+            }
+            op_speeds(layers, options.pairs // 10)
+            speeds = op_speeds(layers, options.pairs)
+            report.add(
+                harness.paired_row(
+                    f"{weights} (group {group_size}), {threads} thread" + "s" * (threads > 1),
+                    speeds["codes"],
+                    "GB/s",
+                    like,
+                    speeds["like"],
+                    at_least=at_least,
+                )
+            )
+            report.details[f"{weights} {group_size}, {threads}"] = speeds
     report.notes += [
         f"medians of {options.pairs} interleaved pairs; bytes are those of the packed records, scales included",
         f"seed {options.seed}, kernels {features()['isa']}",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from codes import pack_random_codes
 from synthetic import WEIGHT_STD, Shape
 
 import torch_mesh
@@ -18,7 +19,7 @@ from torch_mesh import _C, _testing
 from torch_mesh.families import ExpertTensors, Geometry
 from torch_mesh.pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
-from torch_mesh.store.manifest import open_store
+from torch_mesh.store.manifest import OF_CODES, open_store
 
 SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
@@ -57,7 +58,7 @@ class ResidentLayer:
         self.pool = ExpertPool(
             _geometry(shape), 1, shape.experts, config, weights=weights, group_size=group_size, exact=False
         )
-        records = [pack(expert, weights, group_size) for expert in experts]
+        records = [pack(expert, weights, group_size, shape) for expert in experts]
         for expert in range(shape.experts):
             self.pool.engine.fill(0, expert, records[expert % len(records)].numpy())
         self.record_bytes = records[0].numel()
@@ -75,8 +76,14 @@ def _geometry(shape: Shape) -> Geometry:
     return Geometry(shape.experts, shape.hidden, shape.intermediate, has_gate=True, has_bias=False, activation="silu")
 
 
-def pack(expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: int) -> torch.Tensor:
+def pack(
+    expert: tuple[torch.Tensor, torch.Tensor], weights: str, group_size: int, shape: Shape = SHAPE
+) -> torch.Tensor:
+    """The record; for formats that nothing is rounded to one of random codes, drawn anew for each expert."""
     gate_up, down = expert
+    if weights in OF_CODES:
+        generator = torch.Generator().manual_seed(int(gate_up[0, 0].view(torch.int16)) % (1 << 16))
+        return pack_random_codes(weights, group_size, shape.hidden, shape.intermediate, generator, std=WEIGHT_STD)
     gate, up = gate_up.chunk(2)
     return pack_expert(ExpertTensors(gate, up, down, None, None, None), weights, group_size)
 

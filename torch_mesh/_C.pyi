@@ -1,5 +1,6 @@
 """The control plane: what Python asks of the engine outside of a forward. The data plane is torch.ops.torch_mesh."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -188,10 +189,56 @@ class RawView(TypedDict):
     row_stride: int
     column_stride: int
 
+class RawPlace(TypedDict):
+    """Where in the pieces of a raw expert something begins; bytes."""
+
+    piece: int
+    offset: int
+
+class RawScales(RawPlace):
+    type: str  # 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'
+    rows: int
+    columns: int
+    row_bytes: int
+    column_bytes: int
+
+class RawZeros(RawPlace):
+    value: int
+    bytes: int
+
+class RawCodes(RawPlace, total=False):
+    """One matrix in codes and scales, as ``torch_mesh.store.sources.layout.Codes`` says it; scales count rows from ``first_row`` before the matrix's."""
+
+    order: str
+    flip: int
+    run: int
+    run_bytes: int
+    row_bytes: int
+    first_row: int
+    scales: RawScales
+    factor: RawPlace
+    divisor: RawPlace
+    in_turn: RawPlace
+    zeros: RawZeros
+
+def pack_raw(
+    pieces: Sequence[bytes | bytearray],
+    raw_dtype: str,
+    raw_views: Mapping[str, RawView | RawCodes],
+    format: str,
+    group_size: int,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+    bias: bool,
+) -> bytes:
+    """The record of an expert that a raw ``Source`` describes, of its pieces in memory. Raises ValueError for pieces that are too short, and for
+    scales and codes that the format cannot hold."""
+
 class Source:
     """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums`` uint64 [layers, experts] or None.
 
-    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32') and ``raw_views`` with keys among
+    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone where weights are in codes) and ``raw_views`` with keys among
     gate, up, down, gate_bias, up_bias, down_bias; all experts of the model share them.
     Raises ValueError if an extent does not lie within its file.
     """
@@ -203,7 +250,7 @@ class Source:
         checksums: npt.NDArray[np.uint64] | None,
         store_id: bytes,
         raw_dtype: str | None = None,
-        raw_views: dict[str, RawView] | None = None,
+        raw_views: Mapping[str, RawView | RawCodes] | None = None,
     ) -> None: ...
     @property
     def staging_bytes(self) -> int:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .config import MeshConfig
 from .modules import patched_modules
 from .packed_weight import PackedLinearWeight, PackedWeight
+from .store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"
 
@@ -23,7 +24,8 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
     """
     pool = next(patched_modules(model))._mesh_pool
     # Without the store, which is of this model's weights: another model that is opened with the config would want it for its own.
-    found = config.replace(weights=pool.weights, group_size=pool.group_size or config.group_size, store=None)
+    group_size = pool.group_size if has_chosen_groups(pool.weights) else config.group_size
+    found = config.replace(weights=pool.weights, group_size=group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
     vars(model)[_REPLACED] = replaced
     for part in patched_models(model):

@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import values
-from .store.manifest import GROUP_SIZES, WEIGHTS
+from .store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
 from .values import Values, count, one_of, parse_size, path, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
@@ -209,9 +209,9 @@ class MeshConfig(QuantizationConfigMixin):
     )
     weights: str = _field(
         "auto",
-        one_of("auto", *WEIGHTS),
+        one_of("auto", *WEIGHTS, *OF_CODES),
         'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). lut4 has the bytes of int4, a seventh less error and '
-        "somewhat more arithmetic.",
+        "somewhat more arithmetic. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
         of_checkpoint=True,
     )
     dense: str = _field(

@@ -34,9 +34,26 @@ from .store.checkpoint import (
     meta_model,
     read_config,
 )
-from .store.convert import WITHOUT_TORCH_MESH, checked_group_size, convert, convert_store, nearest_weights
+from .store.convert import (
+    WITHOUT_TORCH_MESH,
+    checked_group_size,
+    convert,
+    convert_store,
+    weights_of_checkpoint,
+    write_rest,
+)
 from .store.header import weight_files
-from .store.manifest import FORMAT_VERSIONS, MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
+from .store.manifest import (
+    FORMAT_VERSIONS,
+    MANIFEST_NAME,
+    WEIGHTS,
+    Manifest,
+    Store,
+    has_chosen_groups,
+    is_store,
+    open_store,
+    read_manifest,
+)
 from .store.progress import progress_bar
 from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
@@ -121,43 +138,45 @@ class _Opened(OfRecords):
     def _made(self, make: Callable[..., Written], fingerprint: str, name: str, config: MeshConfig) -> Records:
         """Those of a store that ``make`` writes as ``config`` says, unless the cache has it."""
         weights = format_of(config)
-        text = f"{FORMAT_VERSIONS[weights]} {fingerprint} {weights} {config.group_size}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        folder = config.store or cache_folder() / "stores" / f"{name}-{weights}-{digest}"
+        folder = config.store or _cached(f"{name}-{weights}", f"{fingerprint} {weights} {config.group_size}", weights)
         with progress_bar(f"Converting {name} to {weights}") as progress:
             store = make(folder, weights, config.group_size, progress=progress).store
         return _records_of(store, self._layers, config)
 
 
+def _cached(name: str, source: str, weights: str) -> Path:
+    """The folder of the cache for what is made of ``source``."""
+    digest = hashlib.blake2b(f"{FORMAT_VERSIONS[weights]} {source}".encode(), digest_size=8).hexdigest()
+    return cache_folder() / "stores" / f"{name}-{digest}"
+
+
 class _OfCheckpoint(_Opened):
     """Of a checkpoint: read from its own files, or from a store that they are converted to."""
 
-    raw = True  # whether bf16 can be read as it is
-
     def __init__(
-        self, experts: CheckpointExperts, model: PreTrainedModel, layers: list[ExpertsLayer], config: MeshConfig
+        self,
+        experts: CheckpointExperts,
+        model: PreTrainedModel,
+        layers: list[ExpertsLayer],
+        config: MeshConfig,
+        weights: str,
+        group_size: int,
     ) -> None:
         self._experts = experts
         self._folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
-        weights = format_of(config)
-        self._raw = self.raw and weights == "bf16" and config.store is None
+        self._raw = self._is_own(weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
-        super().__init__(
-            layers,
-            config,
-            weights,
-            checked_group_size(weights, config.group_size),
-            exact=weights == "bf16" and from_bf16,
-        )
+        super().__init__(layers, config, weights, group_size, exact=weights == "bf16" and from_bf16)
 
     def prepare(self) -> None:
         self.set_records(self._as_they_are() if self._raw else self._converted(self.config))
 
     def other_records(self, weights: str) -> Records:
-        as_it_is = self.raw and weights == "bf16"
-        return self._as_they_are() if as_it_is else self._converted(other_config(self.config, weights))
+        if self._is_own(weights, 0):
+            return self._as_they_are()
+        return self._converted(other_config(self.config, weights))
 
     def check_other(self, weights: str) -> None:
         every, own = len(find_experts(meta_model(read_config(self._folder)))), len(self._layers)
@@ -167,14 +186,21 @@ class _OfCheckpoint(_Opened):
                 f"{self._folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
             )
 
+    def _is_own(self, weights: str, group_size: int) -> bool:
+        """Whether the checkpoint's files can be read as such records."""
+        return weights == "bf16"
+
     def _as_they_are(self) -> Records:
         if self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
             warnings.warn(
                 f"The experts of {self._experts.folder} are {self._experts.dtype} and are rounded to bf16.",
                 stacklevel=2,
             )
+        return self._of_files("bf16", 0)
+
+    def _of_files(self, weights: str, group_size: int) -> Records:
         count = len(self._layers)
-        return Records("bf16", 0, count, list(range(count)), self._experts.source_arguments(), store=None)
+        return Records(weights, group_size, count, list(range(count)), self._experts.source_arguments(), store=None)
 
     def _converted(self, config: MeshConfig) -> Records:
         make = functools.partial(convert, self._experts.folder, name=self._name)
@@ -182,10 +208,8 @@ class _OfCheckpoint(_Opened):
 
 
 class _OfQuantised(_OfCheckpoint):
-    """Of a checkpoint that another tool has quantised. It opens as what it is converted to, the rest of the model included: what transformers
-    reads of that rest is in ``checkpoint_files``, which are the store's once the records are there."""
-
-    raw = False
+    """Of a checkpoint that another tool has quantised: read from its own files where a record holds its codes, or else from what they are
+    converted to. What transformers reads of the rest of the model is in ``checkpoint_files``, which come to name unquantised ones."""
 
     def __init__(
         self,
@@ -196,18 +220,33 @@ class _OfQuantised(_OfCheckpoint):
         checkpoint_files: list[str],
     ) -> None:
         experts = find_checkpoint_experts(folder, model)
-        if config.weights == "auto":
-            weights, group_size = nearest_weights(experts)
-            config = config.replace(weights=weights, group_size=group_size or config.group_size)
-        super().__init__(experts, model, layers, config)
-        self._files = checkpoint_files
+        self._model, self._files = model, checkpoint_files
+        if config.weights in WEIGHTS:
+            weights, group_size = config.weights, checked_group_size(config.weights, config.group_size)
+        else:
+            weights, group_size = weights_of_checkpoint(experts, config.weights)
+            config = config.replace(weights=weights)
+        if has_chosen_groups(weights):
+            config = config.replace(group_size=group_size)
+        super().__init__(experts, model, layers, config, weights, group_size)
 
     def prepare(self) -> None:
         super().prepare()
         store = self._records.store
-        assert store is not None
-        check_other_files(store, self.config.verify)
-        self._files[:] = [str(path) for path in weight_files(store.folder)]
+        if store is not None:
+            check_other_files(store, self.config.verify)
+            self._files[:] = [str(path) for path in weight_files(store.folder)]
+        elif self._experts.rest_is_quantised:
+            folder = _cached(f"{self._name}-rest", self._experts.fingerprint, "bf16")
+            with progress_bar(f"Dequantising the rest of {self._name}") as progress:
+                self._files[:] = map(str, write_rest(self._experts, self._model, folder, progress))
+
+    def _is_own(self, weights: str, group_size: int) -> bool:
+        kept = self._experts.kept
+        return kept is not None and (weights, group_size) == (kept.weights, kept.group_size)
+
+    def _as_they_are(self) -> Records:
+        return self._of_files(self.weights, self.group_size)
 
 
 class _OfStore(_Opened):
@@ -252,7 +291,8 @@ def _find_origin(
     _check_files(folder, checkpoint_files)
     if find_quantisation(folder) is not None:
         return _OfQuantised(model, folder, layers, config, checkpoint_files)
-    return _OfCheckpoint(find_checkpoint_experts(folder, model), model, layers, config)
+    experts, weights = find_checkpoint_experts(folder, model), format_of(config)
+    return _OfCheckpoint(experts, model, layers, config, weights, checked_group_size(weights, config.group_size))
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:
@@ -286,7 +326,7 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
             f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or "
             "give the original checkpoint."
         )
-    if manifest.group_size and config.group_size != manifest.group_size:
+    if has_chosen_groups(manifest.weights) and config.group_size != manifest.group_size:
         raise ValueError(
             f"group_size={config.group_size}, but the experts in {folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."

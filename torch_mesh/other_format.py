@@ -13,7 +13,17 @@ from .families import ExpertsLayer, common_geometry
 from .pool import ExpertPool
 from .store.manifest import Store
 
-BITS = {"bf16": 16, "int8": 8, "int4": 4, "lut4": 4}
+BITS = {
+    "bf16": 16,
+    "int8": 8,
+    "int4": 4,
+    "lut4": 4,
+    "int8_fp16": 8,
+    "int4_fp16": 4,
+    "mxfp4": 4,
+    "nvfp4": 4,
+    "fp8": 8,
+}
 
 
 def format_of(config: MeshConfig) -> str:

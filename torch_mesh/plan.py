@@ -33,9 +33,9 @@ from .store.checkpoint import (
     read_config,
     shape_of,
 )
-from .store.convert import checked_group_size, describe_nearest
+from .store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from .store.header import weight_files
-from .store.manifest import Shape, is_store, open_store
+from .store.manifest import WEIGHTS, Shape, has_chosen_groups, is_store, open_store
 from .synthetic import synthetic_trace
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
@@ -311,20 +311,22 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
-    raw = config.weights in ("auto", "bf16") and config.store is None and not experts.weights
+    own = "bf16" if not experts.weights else None if experts.kept is None else experts.kept.weights
+    raw = own is not None and config.weights in ("auto", own) and config.store is None
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
             "store=, or use io='auto'."
         )
     weights, group_size = config.weights, config.group_size
-    if weights == "auto":
-        choice = experts.nearest()
-        weights, group_size = choice.weights, choice.group_size
+    if weights in WEIGHTS:
+        group_size = checked_group_size(weights, group_size)
+    else:
+        weights, group_size = weights_of_checkpoint(experts, weights)
     return _sizes(
         shape_of(layers),
         weights,
-        checked_group_size(weights, group_size or config.group_size),
+        group_size,
         _dense_bytes(model, layers, config, _dense_dtype(model, experts)),
         layers_left_alone(model),
         staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
@@ -336,6 +338,14 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
 def _conversion(experts: CheckpointExperts, config: MeshConfig) -> str:
     if not experts.weights:
         return ""
+    kept = experts.kept
+    if kept is not None and config.weights in ("auto", kept.weights):
+        if config.store is not None:
+            return f"{experts.format} experts are converted to {kept.weights}, which holds their codes and scales as they are"
+        return (
+            f"{experts.format} experts are read as they are, in {experts.reads_per_expert} reads each, and packed to {kept.weights} when they "
+            "come; torch-mesh convert makes that one read"
+        )
     if config.weights == "auto":
         return describe_nearest(experts)
     return f"{experts.format} experts are converted to {config.weights}"
@@ -396,7 +406,10 @@ def _stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 def _bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
     """Of a record in that format."""
-    return sizes.shape.record_bytes(weights, checked_group_size(weights, sizes.group_size or config.group_size))
+    if weights == sizes.weights:
+        return sizes.expert_bytes
+    groups = sizes.group_size if has_chosen_groups(sizes.weights) else None
+    return sizes.shape.record_bytes(weights, checked_group_size(weights, groups or config.group_size))
 
 
 def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <limits>
 #include <map>
 #include <optional>
 #include <span>
@@ -29,26 +30,98 @@ ScalarType raw_type(const std::string& name) {
   invalid("raw_dtype is '" + name + "'; allowed: 'bf16', 'fp16', 'fp32'");
 }
 
+template <typename T>
+T number(const py::dict& table, const char* name, T otherwise) {
+  return table.contains(name) ? table[name].cast<T>() : otherwise;
+}
+
+RawPlace place_from(const py::dict& table, int32_t pieces) {
+  const RawPlace place{table["piece"].cast<int32_t>(), table["offset"].cast<int64_t>()};
+  if (place.piece < 0 || place.piece >= pieces) {
+    invalid("raw_views names piece " + std::to_string(place.piece) + "; there are " +
+            std::to_string(pieces));
+  }
+  return place;
+}
+
+CodeOrder order_from(const std::string& name) {
+  if (name == "bytes") return CodeOrder::kBytes;
+  if (name == "pairs") return CodeOrder::kPairs;
+  if (name == "halves") return CodeOrder::kHalves;
+  invalid("the order of codes is '" + name + "'; allowed: 'bytes', 'pairs', 'halves'");
+}
+
+ScaleType scale_type_from(const std::string& name) {
+  if (name == "bf16") return ScaleType::kBf16;
+  if (name == "fp16") return ScaleType::kFp16;
+  if (name == "fp32") return ScaleType::kFp32;
+  if (name == "e8m0") return ScaleType::kE8m0;
+  if (name == "e4m3") return ScaleType::kE4m3;
+  invalid("the scales are '" + name + "'; allowed: 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'");
+}
+
+RawCodes codes_from(const py::dict& table, int32_t pieces) {
+  RawCodes codes;
+  codes.codes = place_from(table, pieces);
+  CodesView& view = codes.view;
+  view.order = order_from(table["order"].cast<std::string>());
+  view.flip = number<uint8_t>(table, "flip", 0);
+  view.run = table["run"].cast<int32_t>();
+  view.run_bytes = table["run_bytes"].cast<int64_t>();
+  view.row_bytes = table["row_bytes"].cast<int64_t>();
+  view.first_row = number<int32_t>(table, "first_row", 0);
+  const auto scales = table["scales"].cast<py::dict>();
+  codes.scales = place_from(scales, pieces);
+  view.scales.type = scale_type_from(scales["type"].cast<std::string>());
+  view.scales.rows = scales["rows"].cast<int32_t>();
+  view.scales.columns = scales["columns"].cast<int32_t>();
+  view.scales.row_bytes = scales["row_bytes"].cast<int64_t>();
+  view.scales.column_bytes = scales["column_bytes"].cast<int64_t>();
+  if (view.run < 2 || view.first_row < 0 || view.scales.rows < 1 || view.scales.columns < 1) {
+    invalid("codes in runs of " + std::to_string(view.run) + " from row " +
+            std::to_string(view.first_row) + " with scales for " +
+            std::to_string(view.scales.rows) + " x " + std::to_string(view.scales.columns) +
+            " weights; allowed: runs of 2 or more, rows from 0, scales for 1 x 1 or more");
+  }
+  const auto optional = [&](const char* name) {
+    return table.contains(name) ? place_from(table[name].cast<py::dict>(), pieces) : RawPlace{};
+  };
+  codes.factor = optional("factor");
+  codes.divisor = optional("divisor");
+  codes.in_turn = optional("in_turn");
+  codes.zeros = optional("zeros");
+  if (codes.zeros.piece >= 0) {
+    const auto zeros = table["zeros"].cast<py::dict>();
+    view.zeros_bytes = zeros["bytes"].cast<int64_t>();
+    view.zero = zeros["value"].cast<uint8_t>();
+  }
+  return codes;
+}
+
 RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t pieces) {
   RawViews result;
   result.type = raw_type(dtype);
-  const std::map<std::string, RawView*> known = {
-      {"gate", &result.gate},       {"up", &result.up},
-      {"down", &result.down},       {"gate_bias", &result.gate_bias},
-      {"up_bias", &result.up_bias}, {"down_bias", &result.down_bias}};
+  const std::map<std::string, std::pair<RawView*, RawCodes*>> known = {
+      {"gate", {&result.gate, &result.gate_codes}}, {"up", {&result.up, &result.up_codes}},
+      {"down", {&result.down, &result.down_codes}}, {"gate_bias", {&result.gate_bias, nullptr}},
+      {"up_bias", {&result.up_bias, nullptr}},      {"down_bias", {&result.down_bias, nullptr}}};
   for (const auto& [key, value] : views) {
     const auto name = key.cast<std::string>();
     const auto found = known.find(name);
     if (found == known.end()) invalid("raw_views has no matrix named '" + name + "'");
-    const auto view = value.cast<py::dict>();
-    *found->second = RawView{.piece = view["piece"].cast<int32_t>(),
-                             .offset = view["offset"].cast<int64_t>(),
-                             .row_stride = view["row_stride"].cast<int64_t>(),
-                             .column_stride = view["column_stride"].cast<int64_t>()};
-    if (found->second->piece < 0 || found->second->piece >= pieces) {
-      invalid("raw_views['" + name + "'] names piece " + std::to_string(found->second->piece) +
-              "; there are " + std::to_string(pieces));
+    const auto [floats, codes] = found->second;
+    const auto table = value.cast<py::dict>();
+    if (codes != nullptr && table.contains("scales")) {
+      *codes = codes_from(table, pieces);
+      result.quantised = true;
+      continue;
     }
+    RawPlace place = place_from(table, pieces);
+    if (place.offset > std::numeric_limits<int64_t>::max() / 4) {
+      invalid("raw_views['" + name + "'] has an offset beyond any file");
+    }
+    place.offset *= scalar_bytes(result.type);
+    *floats = {place, table["row_stride"].cast<int64_t>(), table["column_stride"].cast<int64_t>()};
   }
   return result;
 }
@@ -89,41 +162,90 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   return result;
 }
 
-// The last element that a view touches must lie within its piece, for every expert.
-void check_view(const Source& source, const RawView& view, ScalarType type, int64_t rows,
-                int64_t columns, const char* name) {
-  if (view.piece < 0) invalid(std::string("raw_views lacks '") + name + "'");
-  if (view.offset < 0 || view.row_stride < 0 || view.column_stride < 0) {
-    invalid(std::string("raw_views['") + name + "'] has a negative offset or stride");
+// Where a strided range ends that begins at `offset`: steps and their counts, the last one's bytes.
+struct Range {
+  const char* name;
+  int32_t piece;
+  __int128 end;
+
+  Range(const char* name_, const RawPlace& place) : name(name_), piece(place.piece) {
+    if (piece < 0) invalid(std::string("raw_views lacks '") + name + "'");
+    end = place.offset;
+    negative_ = place.offset < 0;
   }
-  const __int128 last = static_cast<__int128>(view.offset) +
-                        static_cast<__int128>(rows - 1) * view.row_stride +
-                        static_cast<__int128>(columns - 1) * view.column_stride;
-  const __int128 bytes = (last + 1) * scalar_bytes(type);
-  for (int32_t layer = 0; layer < source.layers; ++layer) {
-    for (int32_t expert = 0; expert < source.experts; ++expert) {
-      const int64_t have = source.expert(layer, expert)[view.piece].bytes;
-      if (bytes > have) {
-        invalid(std::string("'") + name + "' of layer " + std::to_string(layer) + ", expert " +
-                std::to_string(expert) + " has " + std::to_string(have) +
-                " bytes on disk; its shape needs " + std::to_string(static_cast<int64_t>(bytes)));
-      }
+  Range& steps(int64_t count, int64_t bytes) {
+    negative_ |= bytes < 0;
+    end += static_cast<__int128>(count) * bytes;
+    return *this;
+  }
+  void within(std::span<const int64_t> piece_bytes) const {
+    if (negative_) {
+      invalid(std::string("raw_views['") + name + "'] has a negative offset or stride");
     }
+    const int64_t have = piece_bytes[static_cast<size_t>(piece)];
+    if (end <= have) return;
+    invalid(std::string("'") + name + "' has " + std::to_string(have) +
+            " bytes on disk; its shape needs " + std::to_string(static_cast<int64_t>(end)));
   }
+
+ private:
+  bool negative_;
+};
+
+void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t columns,
+                  const char* name, std::span<const int64_t> piece_bytes) {
+  const int64_t bytes = scalar_bytes(type);
+  const __int128 most = std::numeric_limits<int64_t>::max() / bytes;
+  if (view.row_stride > most || view.column_stride > most) {
+    invalid(std::string("raw_views['") + name + "'] has a stride beyond any file");
+  }
+  Range(name, view.place)
+      .steps(rows - 1, view.row_stride * bytes)
+      .steps(columns - 1, view.column_stride * bytes)
+      .steps(1, bytes)
+      .within(piece_bytes);
 }
 
-void check_views(const PySource& source, const RecordLayout& layout) {
-  const auto check = [&](const RawView& view, int64_t rows, int64_t columns, const char* name) {
-    check_view(source.source, view, source.views.type, rows, columns, name);
+void check_codes(const RawCodes& codes, int64_t rows, int64_t columns, const char* name,
+                 std::span<const int64_t> piece_bytes) {
+  const CodesView& view = codes.view;
+  // The last run may be cut off, but for halves, which have no end before their whole.
+  const int64_t last = (columns - 1) % view.run + 1;
+  const int64_t last_bytes = view.order == CodeOrder::kBytes   ? last
+                             : view.order == CodeOrder::kPairs ? (last + 1) / 2
+                                                               : view.run / 2;
+  Range(name, codes.codes)
+      .steps(rows - 1, view.row_bytes)
+      .steps((columns - 1) / view.run, view.run_bytes)
+      .steps(1, last_bytes)
+      .within(piece_bytes);
+  const ScalesView& scales = view.scales;
+  Range(name, codes.scales)
+      .steps((view.first_row + rows - 1) / scales.rows, scales.row_bytes)
+      .steps((columns - 1) / scales.columns, scales.column_bytes)
+      .steps(1, scale_bytes(scales.type))
+      .within(piece_bytes);
+  const auto optional = [&](const RawPlace& place, int64_t count, int64_t bytes) {
+    if (place.piece >= 0) Range(name, place).steps(count, bytes).within(piece_bytes);
   };
-  const RawViews& views = source.views;
-  if (layout.gated) check(views.gate, layout.intermediate, layout.hidden, "gate");
-  check(views.up, layout.intermediate, layout.hidden, "up");
-  check(views.down, layout.hidden, layout.intermediate, "down");
-  if (!layout.bias) return;
-  if (layout.gated) check(views.gate_bias, layout.intermediate, 1, "gate_bias");
-  check(views.up_bias, layout.intermediate, 1, "up_bias");
-  check(views.down_bias, layout.hidden, 1, "down_bias");
+  optional(codes.factor, 1, 4);
+  optional(codes.divisor, 1, 4);
+  optional(codes.zeros, 1, view.zeros_bytes);
+  optional(codes.in_turn, columns, 4);
+}
+
+CodesView codes_view(const RawCodes& codes, std::span<const std::byte* const> pieces) {
+  const auto at = [&](const RawPlace& place) {
+    return place.piece < 0 ? nullptr : pieces[static_cast<size_t>(place.piece)] + place.offset;
+  };
+  CodesView view = codes.view;
+  view.data = at(codes.codes);
+  view.scales.data = at(codes.scales);
+  view.factor = at(codes.factor);
+  view.divisor = at(codes.divisor);
+  view.zeros = at(codes.zeros);
+  view.in_turn = at(codes.in_turn);
+  return view;
 }
 
 }  // namespace
@@ -138,28 +260,102 @@ std::array<uint8_t, 16> store_id_from(const py::bytes& bytes) {
   return id;
 }
 
+void RawViews::check(const RecordLayout& layout, std::span<const int64_t> piece_bytes) const {
+  const auto matrix = [&](const RawView& floats, const RawCodes& codes, int64_t rows,
+                          int64_t columns, const char* name) {
+    if (quantised) return check_codes(codes, rows, columns, name, piece_bytes);
+    check_floats(floats, type, rows, columns, name, piece_bytes);
+  };
+  if (layout.gated) matrix(gate, gate_codes, layout.intermediate, layout.hidden, "gate");
+  matrix(up, up_codes, layout.intermediate, layout.hidden, "up");
+  matrix(down, down_codes, layout.hidden, layout.intermediate, "down");
+  if (!layout.bias) return;
+  const auto bias = [&](const RawView& view, int64_t rows, const char* name) {
+    check_floats(view, type, rows, 1, name, piece_bytes);
+  };
+  if (layout.gated) bias(gate_bias, layout.intermediate, "gate_bias");
+  bias(up_bias, layout.intermediate, "up_bias");
+  bias(down_bias, layout.hidden, "down_bias");
+}
+
+void RawViews::pack(const RecordLayout& layout, std::span<const std::byte* const> pieces,
+                    std::byte* record) const {
+  const auto floats = [&](const RawView& raw) -> MatrixView {
+    if (raw.place.piece < 0) return {};
+    return {pieces[static_cast<size_t>(raw.place.piece)] + raw.place.offset, type, raw.row_stride,
+            raw.column_stride};
+  };
+  if (!quantised) {
+    pack_record(layout,
+                ExpertViews{.gate = layout.gated ? floats(gate) : MatrixView{},
+                            .up = floats(up),
+                            .down = floats(down),
+                            .gate_bias = floats(gate_bias),
+                            .up_bias = floats(up_bias),
+                            .down_bias = floats(down_bias)},
+                record);
+    return;
+  }
+  pack_record(layout,
+              ExpertCodes{.gate = layout.gated ? codes_view(gate_codes, pieces) : CodesView{},
+                          .up = codes_view(up_codes, pieces),
+                          .down = codes_view(down_codes, pieces),
+                          .gate_bias = floats(gate_bias),
+                          .up_bias = floats(up_bias),
+                          .down_bias = floats(down_bias)},
+              record);
+}
+
 PackRecord PySource::packing(const RecordLayout& layout) const {
   if (!source.raw) return {};
-  check_views(*this, layout);
+  std::vector<int64_t> bytes(static_cast<size_t>(source.pieces));
+  for (int32_t layer = 0; layer < source.layers; ++layer) {
+    for (int32_t expert = 0; expert < source.experts; ++expert) {
+      const Extent* extents = source.expert(layer, expert);
+      for (int32_t piece = 0; piece < source.pieces; ++piece) bytes[piece] = extents[piece].bytes;
+      try {
+        views.check(layout, bytes);
+      } catch (const Error& error) {
+        invalid("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": " +
+                error.what());
+      }
+    }
+  }
   return [views = views, layout](int32_t, std::span<const std::byte* const> pieces,
-                                 std::byte* record) {
-    const auto view = [&](const RawView& raw) -> MatrixView {
-      if (raw.piece < 0) return {};
-      return {pieces[raw.piece] + raw.offset * scalar_bytes(views.type), views.type, raw.row_stride,
-              raw.column_stride};
-    };
-    pack_record(layout,
-                ExpertViews{.gate = layout.gated ? view(views.gate) : MatrixView{},
-                            .up = view(views.up),
-                            .down = view(views.down),
-                            .gate_bias = view(views.gate_bias),
-                            .up_bias = view(views.up_bias),
-                            .down_bias = view(views.down_bias)},
-                record);
-  };
+                                 std::byte* record) { views.pack(layout, pieces, record); };
+}
+
+py::bytes pack_raw(const std::vector<py::buffer>& buffers, const std::string& dtype,
+                   const py::dict& given, const std::string& format, int32_t group_size,
+                   int32_t hidden, int32_t intermediate, bool gated, bool bias) {
+  const RecordLayout layout =
+      RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
+  const RawViews views = raw_views_from(dtype, given, static_cast<int32_t>(buffers.size()));
+  std::vector<py::buffer_info> infos;
+  std::vector<const std::byte*> pieces;
+  std::vector<int64_t> bytes;
+  for (const py::buffer& buffer : buffers) {
+    const py::buffer_info& info = infos.emplace_back(buffer.request());
+    if (info.itemsize != 1 || info.ndim != 1 || (info.size > 1 && info.strides[0] != 1)) {
+      invalid("pieces must be contiguous buffers of bytes");
+    }
+    pieces.push_back(static_cast<const std::byte*>(info.ptr));
+    bytes.push_back(info.size);
+  }
+  views.check(layout, bytes);
+  PyObject* record = PyBytes_FromStringAndSize(nullptr, layout.bytes);
+  if (record == nullptr) throw py::error_already_set();
+  auto result = py::reinterpret_steal<py::bytes>(record);
+  auto* to = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(record));
+  py::gil_scoped_release released;
+  views.pack(layout, pieces, to);
+  return result;
 }
 
 void define_source(py::module_& module) {
+  module.def("pack_raw", &pack_raw, py::arg("pieces"), py::arg("raw_dtype"), py::arg("raw_views"),
+             py::arg("format"), py::arg("group_size"), py::arg("hidden"), py::arg("intermediate"),
+             py::arg("gated"), py::arg("bias"));
   py::class_<PySource>(module, "Source")
       .def(py::init(&make_source), py::arg("files"), py::arg("extents"), py::arg("checksums"),
            py::arg("store_id"), py::arg("raw_dtype") = py::none(),

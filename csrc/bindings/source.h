@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/matrix_view.h"
 #include "residency/pool.h"
@@ -13,17 +15,35 @@
 
 namespace torch_mesh {
 
-// One matrix inside the pieces of a raw expert.
-struct RawView {
-  int32_t piece = -1;
+// Where in the pieces of a raw expert something begins, in bytes.
+struct RawPlace {
+  int32_t piece = -1;  // there is none
   int64_t offset = 0;
+};
+
+// One matrix inside the pieces of a raw expert; strides count elements.
+struct RawView {
+  RawPlace place;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
 };
 
+// One matrix in codes and scales: a view without its pointers, and where these point to.
+struct RawCodes {
+  CodesView view;
+  RawPlace codes, scales, factor, divisor, zeros, in_turn;
+};
+
 struct RawViews {
   ScalarType type = ScalarType::kBf16;
+  bool quantised = false;  // gate, up and down are in codes
   RawView gate, up, down, gate_bias, up_bias, down_bias;
+  RawCodes gate_codes, up_codes, down_codes;
+
+  // Throws Error(kInvalid) where pieces of these sizes are too short for the layout.
+  void check(const RecordLayout& layout, std::span<const int64_t> piece_bytes) const;
+  void pack(const RecordLayout& layout, std::span<const std::byte* const> pieces,
+            std::byte* record) const;
 };
 
 struct PySource {

@@ -5,9 +5,9 @@
 #include "kernels/table-inl.h"
 
 namespace torch_mesh {
-
 constinit const KernelTable kAvx512Table =
-    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<PairInt8Dot>, Prefetching<PairInt4Dot>,
-               Prefetching<PairLut4Dot>>("avx512", {4, 4, 4}, 8);
+    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<PairInt8Dot>, PrefetchingPairNibbles,
+               Prefetching<ExpandedFp8Dot>>(
+        "avx512", {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .panels = 8});
 
 }  // namespace torch_mesh

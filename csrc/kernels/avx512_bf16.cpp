@@ -26,6 +26,8 @@ struct NativeBf16Dot {
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
-    make_table<NativeBf16Dot, VnniInt8Dot, VnniInt4Dot, VnniLut4Dot>("avx512_bf16", {8, 8, 8}, 0);
+    make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, Prefetching<ExpandedFp8Dot>>(
+        "avx512_bf16",
+        {.gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false});
 
 }  // namespace torch_mesh

@@ -5,9 +5,9 @@
 #include "kernels/vnni_dots-inl.h"
 
 namespace torch_mesh {
-
 constinit const KernelTable kAvx512VnniTable =
-    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, Prefetching<VnniInt4Dot>,
-               Prefetching<VnniLut4Dot>>("avx512_vnni", {4, 8, 8}, 8);
+    make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
+               Prefetching<ExpandedFp8Dot>>(
+        "avx512_vnni", {.gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8});
 
 }  // namespace torch_mesh

@@ -2,9 +2,17 @@
 #pragma once
 
 #include "kernels/kernel_table.h"
+#include "kernels/rounding-inl.h"
 
 namespace torch_mesh {
 namespace {
+
+// A Dot that asks for the weights ahead of their use. The prefetchers of Intel's cores stop at the
+// end of a 4 KiB page, and one row's products are too short to hide the reads that follow.
+template <typename Dot>
+struct Prefetching : Dot {
+  static constexpr int32_t kPrefetchBytes = 4096;
+};
 
 inline uint32_t word_at(const std::byte* from) {
   uint32_t word;
@@ -31,6 +39,42 @@ struct Lut4Nibbles {
   }
 };
 
+struct Fp4Nibbles {
+  static Words operands(Words nibbles) { return look_up_bytes(kFp4Levels, nibbles); }
+  static Words zeros(const std::byte*) { return broadcast_word(kFp4Zero); }
+};
+
+// What a group's scales are, one after the other: how many bytes, and what they load as in units of
+// kUnit.
+struct Bf16Scales {
+  static constexpr int32_t kBytes = 2;
+  static constexpr float kUnit = 1;
+  static Floats load(const std::byte* from) { return load_bf16(from); }
+};
+
+struct HalfScales {
+  static constexpr int32_t kBytes = 2;
+  static constexpr float kUnit = 1;
+  static Floats load(const std::byte* from) { return load_half(from); }
+};
+
+// Of E2M1, whose levels are twice its numbers.
+struct E8m0Scales {
+  static constexpr int32_t kBytes = 1;
+  static constexpr float kUnit = 0.5f;
+  static Floats load(const std::byte* from) { return as_floats(shift_left<23>(load_bytes(from))); }
+};
+
+constexpr float kE4m3Unit = 256;
+
+// Of E2M1 too; the block's header has a factor for all of them.
+struct E4m3Scales {
+  static constexpr int32_t kBytes = 1;
+  static constexpr float kUnit = 0.5f * kE4m3Unit;
+  static constexpr int32_t kHeaderBytes = block_header_bytes(Format::kNvfp4, 16, kBlockColumns);
+  static Floats load(const std::byte* from) { return load_unsigned_e4m3(from); }
+};
+
 // bf16 is the upper half of fp32: two values unfold by a shift and a mask.
 struct ExpandedBf16Dot {
   using Sum = Floats;
@@ -47,6 +91,17 @@ struct ExpandedBf16Dot {
   static Row row(const std::byte* word) { return unfold(broadcast_word(word_at(word))); }
   static Sum add(Sum sum, const Row& row, const Weights& weights) {
     return multiply_add(row.high, weights.high, multiply_add(row.low, weights.low, sum));
+  }
+};
+
+// In units of kE4m3Unit.
+struct ExpandedFp8Dot : ExpandedBf16Dot {
+  static constexpr int32_t kColumnBytes = 2;
+
+  static Weights weights(const std::byte* pairs) {
+    Weights values;
+    load_e4m3_pairs(pairs, values.low, values.high);
+    return values;
   }
 };
 

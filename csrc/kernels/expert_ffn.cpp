@@ -14,9 +14,7 @@ namespace {
 constexpr int32_t kMaxTaskColumns = kMaxGroup;
 
 // A task covers whole groups of the hidden activations, so that it can quantise them itself.
-int32_t task_columns(const RecordLayout& layout) {
-  return std::max(kBlockColumns, layout.group_size);
-}
+int32_t task_columns(const RecordLayout& layout) { return operand_columns(layout.down); }
 
 // One block's part of a bias, padded; nullptr where there is none.
 class BlockBias {

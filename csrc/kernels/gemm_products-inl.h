@@ -33,10 +33,50 @@ inline void gemm_bf16(const BlockProducts& products) {
   }
 }
 
+// Words of bf16, which holds every number of E4M3.
+inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte* to) {
+  const Floats unit = broadcast(kE4m3Unit);
+  for (int32_t i = 0; i < words * kBlockColumns; i += kLanes) {
+    const auto pair = ExpandedFp8Dot::weights(pairs + i * 2);
+    const Words low = shift_right<16>(as_words(pair.low * unit));
+    store_words(to + i * 4, low | (as_words(pair.high * unit) & broadcast_word(0xffff0000)));
+  }
+}
+
+inline void gemm_fp8(const BlockProducts& products) {
+  constexpr int32_t kMostDepth = 128;
+  alignas(64) std::byte unfolded[kMostDepth * kBlockColumns * 2];
+  alignas(64) std::byte gathered[kTileRows * kMostDepth * 2];
+  alignas(64) float part[kTileRows * kBlockColumns];
+  const OperandShape& shape = products.shape;
+  const std::byte* pairs = fp8_pairs(products);
+  const int32_t rows = products.rows.count;
+  const int32_t most = shape.group_size == 0 ? kMostDepth : shape.group_size;
+  for (int32_t k = 0; k < shape.depth_padded; k += most) {
+    const int32_t depth = shape.depth_padded - k < most ? shape.depth_padded - k : most;
+    unfold_fp8_to_bf16(pairs + int64_t{k} * kBlockColumns, depth / 2, unfolded);
+    for (int32_t r = 0; r < rows; ++r) {
+      __builtin_memcpy(gathered + r * depth * 2, operand_row(products, r) + int64_t{k} * 2,
+                       static_cast<size_t>(depth) * 2);
+    }
+    products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
+                             reinterpret_cast<const uint16_t*>(gathered),
+                             reinterpret_cast<const uint16_t*>(unfolded), part);
+    const Fp8Step step(products, k);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const Floats scale = step.scales_of(c);
+      for (int32_t r = 0; r < rows; ++r) {
+        float* sums = products.sums + r * kBlockColumns + c;
+        store(sums, multiply_add(load(part + r * kBlockColumns + c), scale, load(sums)));
+      }
+    }
+  }
+}
+
 // int8 words are gemm's own operands. Words of nibbles unfold into two of them, which stay
 // unsigned: s8 holds them too.
-template <typename Dot>
-inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* unfolded) {
+template <typename Dot, typename Scales>
+inline const std::byte* gemm_words(const IntegerGroup<Dot, Scales>& group, std::byte* unfolded) {
   if constexpr (Dot::kRowWords == 1) {
     return group.words;
   } else {
@@ -53,8 +93,8 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot>& group, std::byte* un
 }
 
 // 128 times the sum of each column of gemm_words, which gemm's u8 rows add.
-template <typename Dot>
-inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
+template <typename Dot, typename Scales>
+inline void gemm_surplus(const IntegerGroup<Dot, Scales>& group, uint32_t* surplus) {
   alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
   const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
@@ -64,13 +104,13 @@ inline void gemm_surplus(const IntegerGroup<Dot>& group, uint32_t* surplus) {
     }
     // int8 goes to gemm as it is stored, wherever the Dot puts its zero.
     if constexpr (Dot::kRowWords == 1) {
-      sum = Dot::correct(sum, Dot::zeros(group.scales + c * 2), group.count * 4);
+      sum = Dot::correct(sum, Dot::zeros(group.scales_of(c)), group.count * 4);
     }
     store_words(surplus + c, shift_left<7>(sum));
   }
 }
 
-template <typename Dot>
+template <typename Dot, typename Scales>
 inline void gemm_integer(const BlockProducts& products) {
   alignas(64) std::byte unfolded[kMaxGroup * kBlockColumns];
   alignas(64) std::byte gathered[kTileRows * kMaxGroup];
@@ -78,9 +118,10 @@ inline void gemm_integer(const BlockProducts& products) {
   alignas(64) uint32_t surplus[kBlockColumns];
   const int32_t size = products.shape.group_size;
   const int32_t count = products.rows.count;
+  const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
-    const IntegerGroup<Dot> group(products, g);
-    const GroupRows rows = group_rows(products, g);
+    const IntegerGroup<Dot, Scales> group(products, g);
+    const GroupRows rows = group_rows(products, g, unit);
     for (int32_t r = 0; r < count; ++r) {
       __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
     }
@@ -93,9 +134,10 @@ inline void gemm_integer(const BlockProducts& products) {
         Words sum =
             subtract_words(load_words(exact + r * kBlockColumns + c), load_words(surplus + c));
         if constexpr (Dot::kRowWords == 2) {
-          sum = Dot::correct(sum, Dot::zeros(group.scales + c * 2), rows.sum[r]);
+          sum = Dot::correct(sum, Dot::zeros(group.scales_of(c)), rows.sum[r]);
         }
-        add_scaled(products.sums + r * kBlockColumns + c, sum, rows.scale[r], group.scales + c * 2);
+        add_scaled<Scales>(products.sums + r * kBlockColumns + c, sum, rows.scale[r],
+                           group.scales_of(c));
       }
     }
   }

@@ -20,7 +20,7 @@ inline constexpr int32_t kTileRows = 32;
 inline constexpr int32_t kMaxGroup = 128;
 
 // Activations in the operand form of the products, one row after the other:
-//   bf16:     depth_padded values
+//   floats:   depth_padded values of bf16
 //   integers: depth_padded bytes (value + 128), the float scale of each group, the int32 sum of
 //   each group
 struct OperandShape {
@@ -75,9 +75,10 @@ struct KernelTable {
   // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
   // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
-  // From this many rows at once on, bf16 goes by panels, which give the same bits; nullptr: none.
+  // From this many rows at once on, formats of float products go by panels, which give the same
+  // bits; nullptr: none. By Format.
   int32_t panel_rows;
-  void (*bf16_panels)(const BlockProducts& products);
+  void (*panels[kFormats])(const BlockProducts& products);
 
   void (*products[kFormats])(const BlockProducts& products);  // by Format
 
@@ -95,8 +96,7 @@ struct KernelTable {
   void (*attend)(const AttentionPart& part);
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even).
-  // By Format.
+  // even). By Format; nullptr: it is made of codes.
   void (*pack_group[kFormats])(const float* panel, int32_t depth, std::byte* group);
 };
 

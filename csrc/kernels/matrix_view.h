@@ -1,7 +1,10 @@
 // Weights as they stand in a checkpoint or a tensor, before packing; and rows of activations.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "store/record.h"
 
 namespace torch_mesh {
 
@@ -18,9 +21,48 @@ struct MatrixView {
   int64_t column_stride = 0;
 };
 
+// How codes of a checkpoint stand in its bytes: one in each; two, the first of them in the lower
+// nibble; or the first half of a run in the lower nibbles and the second in the upper ones.
+enum class CodeOrder : uint8_t { kBytes, kPairs, kHalves };
+
+// One for each `rows` x `columns` weights.
+struct ScalesView {
+  const std::byte* data = nullptr;
+  ScaleType type = ScaleType::kBf16;
+  int32_t rows = 1;
+  int32_t columns = 1;
+  int64_t row_bytes = 0;  // from one to that of the next rows
+  int64_t column_bytes = 0;
+};
+
+// A matrix in codes and scales, as a checkpoint holds it. data == nullptr: there is none.
+struct CodesView {
+  const std::byte* data = nullptr;  // of its first row
+  CodeOrder order = CodeOrder::kBytes;
+  uint8_t flip = 0;       // bits of each code that are the other way round in records
+  int32_t run = 0;        // input features that stand beside one another
+  int64_t run_bytes = 0;  // from one run to the next
+  int64_t row_bytes = 0;  // from one output feature to the next
+  int32_t first_row = 0;  // which of the outputs that `scales` begins with is the first one here
+  ScalesView scales;
+  const std::byte* factor = nullptr;   // a float that multiplies all scales; nullptr: 1
+  const std::byte* divisor = nullptr;  // one that divides them
+  // Zero points, every byte of which says that codes are symmetric; nullptr: there are none.
+  const std::byte* zeros = nullptr;
+  int64_t zeros_bytes = 0;
+  uint8_t zero = 0;
+  const std::byte* in_turn = nullptr;  // int32: the group of each input, one group after another
+};
+
 // One expert. `gate` is absent in a record that is not gated. A bias is a matrix of one column.
 struct ExpertViews {
   MatrixView gate, up, down;
+  MatrixView gate_bias, up_bias, down_bias;
+};
+
+// The same, quantised.
+struct ExpertCodes {
+  CodesView gate, up, down;
   MatrixView gate_bias, up_bias, down_bias;
 };
 

@@ -63,7 +63,7 @@ inline void quantise_group(const float* values, int32_t count, uint8_t* bytes, f
 
 inline void store_operands(const float* values, int32_t column, int32_t count,
                            const OperandShape& shape, std::byte* row) {
-  if (shape.format == Format::kBf16) {
+  if (has_float_products(shape.format)) {
     auto* to = reinterpret_cast<uint16_t*>(row) + column;
     for (int32_t i = 0; i < count; i += kLanes) store_uint16(to + i, bf16_bits(load(values + i)));
     return;

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pack_codes.h"
 
 namespace torch_mesh {
 namespace {
@@ -66,14 +67,6 @@ void pack_block(const KernelTable& table, const PackedMatrix& matrix, const Matr
   }
 }
 
-// Writes every `halves`-th block of the matrix, beginning with block `half`.
-void pack_half(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
-               int32_t half, int32_t halves, std::byte* blocks) {
-  for (int32_t b = half; b < matrix.blocks; b += halves) {
-    pack_block(table, matrix, view, b / halves * kBlockColumns, blocks + b * matrix.block_bytes);
-  }
-}
-
 void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, std::byte* to) {
   for (int32_t i = 0; i < count; i += kMaxGroup) {
     float line[kMaxGroup];
@@ -83,14 +76,16 @@ void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, 
   }
 }
 
-void check_present(const char* name, const MatrixView& view, bool wanted) {
+template <typename View>
+void check_present(const char* name, const View& view, bool wanted) {
   if ((view.data != nullptr) == wanted) return;
   throw Error(ErrorKind::kInvalid, std::string("pack: ") + name +
                                        (wanted ? " is missing, and the record's layout has it"
                                                : " was given, and the record's layout has none"));
 }
 
-void check_views(const RecordLayout& layout, const ExpertViews& views) {
+template <typename Views>
+void check_views(const RecordLayout& layout, const Views& views) {
   check_present("gate", views.gate, layout.gated);
   check_present("up", views.up, true);
   check_present("down", views.down, true);
@@ -99,16 +94,29 @@ void check_views(const RecordLayout& layout, const ExpertViews& views) {
   check_present("down_bias", views.down_bias, layout.bias);
 }
 
-}  // namespace
+void check_rounds(Format format) {
+  if (!is_made_of_codes(format)) return;
+  throw Error(ErrorKind::kInvalid,
+              std::string("nothing is rounded to ") + format_name(format) +
+                  ", which holds the codes of a checkpoint as they are; allowed for other weights: "
+                  "bf16, int8, int4, lut4");
+}
 
-void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
-                 const KernelTable& table) {
-  check_views(layout, views);
+// Packs each projection by pack_block(matrix, view, first row, block), then the biases.
+template <typename Views, typename PackBlock>
+void pack_projections(const RecordLayout& layout, const Views& views, std::byte* record,
+                      const KernelTable& table, const PackBlock& pack_block) {
   const int32_t halves = layout.halves();
   std::byte* gate_up = record + layout.gate_up_offset;
-  if (layout.gated) pack_half(table, layout.gate_up, views.gate, 0, halves, gate_up);
-  pack_half(table, layout.gate_up, views.up, halves - 1, halves, gate_up);
-  pack_half(table, layout.down, views.down, 0, 1, record + layout.down_offset);
+  const auto pack_half = [&](const PackedMatrix& matrix, const auto& view, int32_t half,
+                             int32_t all, std::byte* blocks) {
+    for (int32_t b = half; b < matrix.blocks; b += all) {
+      pack_block(matrix, view, b / all * kBlockColumns, blocks + b * matrix.block_bytes);
+    }
+  };
+  if (layout.gated) pack_half(layout.gate_up, views.gate, 0, halves, gate_up);
+  pack_half(layout.gate_up, views.up, halves - 1, halves, gate_up);
+  pack_half(layout.down, views.down, 0, 1, record + layout.down_offset);
 
   int64_t end = layout.down_offset + layout.down.bytes();
   if (layout.bias) {
@@ -122,8 +130,28 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
   std::memset(record + end, 0, static_cast<size_t>(layout.bytes - end));
 }
 
+}  // namespace
+
+void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
+                 const KernelTable& table) {
+  check_rounds(layout.format);
+  check_views(layout, views);
+  pack_projections(layout, views, record, table,
+                   [&](const PackedMatrix& matrix, const MatrixView& view, int32_t first_row,
+                       std::byte* block) { pack_block(table, matrix, view, first_row, block); });
+}
+
+void pack_record(const RecordLayout& layout, const ExpertCodes& codes, std::byte* record) {
+  check_views(layout, codes);
+  if (layout.gated) check_codes(layout.gate_up, codes.gate);
+  check_codes(layout.gate_up, codes.up);
+  check_codes(layout.down, codes.down);
+  pack_projections(layout, codes, record, kernel_table(), pack_codes);
+}
+
 void pack_blocks(const PackedMatrix& matrix, const MatrixView& view, int32_t begin, int32_t end,
                  std::byte* blocks) {
+  check_rounds(matrix.format);
   for (int32_t b = begin; b < end; ++b) {
     pack_block(kernel_table(), matrix, view, b * kBlockColumns, blocks + b * matrix.block_bytes);
   }

@@ -14,10 +14,15 @@ namespace torch_mesh {
 // instruction set packs the same bits. Integer scales minimise the squared error of each group over
 // a set of candidates on the bf16 grid. A weight that is not finite makes its group's scale NaN, so
 // that it shows in the output instead of vanishing. Throws Error(kInvalid) when a view is missing,
-// or present and not part of the layout.
+// or present and not part of the layout, and for a format that is made of codes.
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record);
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
                  const KernelTable& table);
+
+// The same of codes and scales, none of which changes. Throws Error(kInvalid) for what the layout's
+// format cannot hold: scales of another type or of more weights than a group has, and those and
+// codes that stand for no number.
+void pack_record(const RecordLayout& layout, const ExpertCodes& codes, std::byte* record);
 
 // Packs blocks [begin, end) of a matrix on its own; `blocks` is where block 0 stands. Blocks are
 // independent: ranges may be packed by different threads.

@@ -11,27 +11,27 @@ inline Words add_pairs(Words sum, Words pairs) {
   return add_words(sum, multiply_int16_pairs(pairs, broadcast_word(0x00010001)));
 }
 
-// s8 x s8 as |activation| x (weight with the activation's sign): two products of at most 127 * 127
-// fit into 16 bits. Packed weights are in [-127, 127], so that they can be negated.
+// s8 x s8 as |weight| x (activation with the weight's sign): two products of at most 128 * 127 fit
+// into 16 bits. Activations are in [-127, 127], so that they can be negated.
 struct PairInt8Dot {
   using Sum = Words;
   struct Weights {
-    Words bytes;
-  };
-  struct Row {
     Words magnitudes;
     Signs signs;
   };
+  struct Row {
+    Words bytes;
+  };
   static constexpr int kRowWords = 1;
 
-  static Weights weights(const std::byte* words) { return {load_words(words)}; }
-  static Row row(const std::byte* word) {
-    const Words bytes = broadcast_word(signed_bytes(word_at(word)));
+  static Weights weights(const std::byte* words) {
+    const Words bytes = load_words(words);
     return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)};
   }
+  static Row row(const std::byte* word) { return {broadcast_word(signed_bytes(word_at(word)))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
-    return add_pairs(sum,
-                     multiply_byte_pairs(row.magnitudes, negate_bytes(weights.bytes, row.signs)));
+    return add_pairs(
+        sum, multiply_byte_pairs(weights.magnitudes, negate_bytes(row.bytes, weights.signs)));
   }
   static Words zeros(const std::byte*) { return broadcast_word(0); }
   static Words correct(Words sum, Words, int32_t) { return sum; }
@@ -66,8 +66,8 @@ struct PairNibbleDot {
     return subtract_words(sum, times_row_sum(zeros, row_sum));
   }
 };
-using PairInt4Dot = PairNibbleDot<EvenNibbles>;
-using PairLut4Dot = PairNibbleDot<Lut4Nibbles>;
+template <typename Nibbles>
+using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 
 }  // namespace
 }  // namespace torch_mesh

@@ -1,6 +1,6 @@
-// Many rows of bf16 without AVX512-BF16: a stretch of a block is unfolded to fp32 once, into a
-// panel that stays in L1, and multiplied with all rows. Adds in the order of products-inl.h and so
-// gives the same bits.
+// Many rows of bf16 without AVX512-BF16, and of fp8: a step of a block is unfolded to fp32 once,
+// into a panel that stays in L1, and multiplied with all rows. Adds in the order of products-inl.h
+// and so gives the same bits.
 #pragma once
 
 #include "kernels/products-inl.h"
@@ -8,19 +8,20 @@
 namespace torch_mesh {
 namespace {
 
-constexpr int32_t kPanelDepth = 64;  // 16 KiB of weights
-constexpr int kPanelSteps = 4;       // unrolled
+constexpr int kPanelUnroll = 4;
 
 struct Panel {
   const std::byte* next;  // the words of the next panel
-  alignas(64) float weights[kPanelDepth][kBlockColumns];
-  alignas(64) float rows[kTileRows][kPanelDepth];
+  int32_t depth;
+  alignas(64) float weights[kStepDepth][kBlockColumns];  // 16 KiB
+  alignas(64) float rows[kTileRows][kStepDepth];
 };
 
-inline void unfold_bf16(const std::byte* words, Panel& panel) {
-  for (int32_t k = 0; k < kPanelDepth; k += 2) {
+template <typename Dot>
+inline void unfold(const std::byte* words, Panel& panel) {
+  for (int32_t k = 0; k < panel.depth; k += 2) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const auto pair = ExpandedBf16Dot::weights(words + (k / 2 * kBlockColumns + c) * 4);
+      const auto pair = Dot::weights(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>());
       store(panel.weights[k] + c, pair.low);
       store(panel.weights[k + 1] + c, pair.high);
     }
@@ -36,54 +37,73 @@ inline void add_panel_rows(const float* weights, const float* rows,
     for (int v = 0; v < kVectors; ++v)
       weight[v] = load(weights + step * kBlockColumns + v * kLanes);
     for (int r = 0; r < kRows; ++r) {
-      const Floats value = broadcast(rows[r * kPanelDepth + step]);
+      const Floats value = broadcast(rows[r * kStepDepth + step]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(value, weight[v], sums[r][v]);
     }
   }
 }
 
-template <int kRows>
-inline void panel_tile(const Panel& panel, int32_t first, float* sums) {
+template <int kRows, typename Step>
+inline void panel_tile(const Panel& panel, const Step& step, int32_t first, float* sums) {
   constexpr int kVectors = vectors_at_once(kPanelTile, kRows);
   constexpr int kPasses = kBlockColumns / (kVectors * kLanes);
   // The products hide the reads of the next panel, one cache line a step, which would wait at every
   // page otherwise: the processor's own prefetchers do not look beyond it.
-  const std::byte* next = panel.next + int64_t{first / kPanelTile.rows} * kPanelDepth * 64;
+  const std::byte* next = panel.next + int64_t{first / kPanelTile.rows} * kStepDepth * 64;
   for (int pass = 0; pass < kPasses; ++pass) {
     const int32_t c = pass * kVectors * kLanes;
     Floats tile[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
       float* from = sums + (first + r) * kBlockColumns + c;
-      for (int v = 0; v < kVectors; ++v) tile[r][v] = load(from + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) tile[r][v] = step.begin(from + v * kLanes);
     }
-    for (int32_t k = 0; k < kPanelDepth; k += kPanelSteps) {
-      for (int line = pass; line < kPanelSteps; line += kPasses) {
+    for (int32_t k = 0; k < panel.depth; k += kPanelUnroll) {
+      for (int line = pass; line < kPanelUnroll; line += kPasses) {
         __builtin_prefetch(next + (k + line) * 64);
       }
-      add_panel_rows<kPanelSteps>(panel.weights[k] + c, panel.rows[first] + k, tile);
+      add_panel_rows<kPanelUnroll>(panel.weights[k] + c, panel.rows[first] + k, tile);
     }
-    for (int r = 0; r < kRows; ++r) {
-      float* to = sums + (first + r) * kBlockColumns + c;
-      for (int v = 0; v < kVectors; ++v) store(to + v * kLanes, tile[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t column = c + v * kLanes;
+      for (int r = 0; r < kRows; ++r) {
+        step.end(sums + (first + r) * kBlockColumns + column, tile[r][v], column);
+      }
     }
   }
 }
 
+template <typename Dot, typename Step>
+inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
+                       const Step& step, Panel& panel) {
+  panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
+  unfold<Dot>(words, panel);
+  for (int32_t r = 0; r < products.rows.count; ++r) {
+    const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
+    for (int32_t k = 0; k < panel.depth; k += kLanes) {
+      store(panel.rows[r] + k, load_bf16(row + k * 2));
+    }
+  }
+  for_each_tile<kPanelTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
+    panel_tile<at_once.value>(panel, step, first, products.sums);
+  });
+}
+
 inline void bf16_panels(const BlockProducts& products) {
   Panel panel;
-  for (int32_t begin = 0; begin < products.shape.depth_padded; begin += kPanelDepth) {
-    const std::byte* words = products.block + int64_t{begin} * kBlockColumns * 2;
-    panel.next = words + int64_t{kPanelDepth} * kBlockColumns * 2;
-    unfold_bf16(words, panel);
-    for (int32_t r = 0; r < products.rows.count; ++r) {
-      const std::byte* row = operand_row(products, r) + int64_t{begin} * 2;
-      for (int32_t k = 0; k < kPanelDepth; k += kLanes) {
-        store(panel.rows[r] + k, load_bf16(row + k * 2));
-      }
-    }
-    for_each_tile<kPanelTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-      panel_tile<at_once.value>(panel, first, products.sums);
-    });
+  panel.depth = kStepDepth;
+  for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
+    const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
+    panel_step<ExpandedBf16Dot>(products, depth, words, Unscaled{}, panel);
+  }
+}
+
+inline void fp8_panels(const BlockProducts& products) {
+  const std::byte* pairs = fp8_pairs(products);
+  Panel panel;
+  panel.depth = fp8_step_depth(products.shape.group_size);
+  for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
+    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns,
+                               Fp8Step(products, depth), panel);
   }
 }
 

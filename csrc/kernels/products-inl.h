@@ -6,6 +6,7 @@
 //   Weights  one word of kLanes columns, unfolded into operands
 //   Row      the activations that meet this word, broadcast to all columns
 //   kRowWords  how many 32-bit words of activations that is
+//   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   correct(sum, zeros, row_sum)   takes out what these have added
@@ -23,7 +24,7 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-constexpr int32_t kLineColumns = 16;  // words in a cache line
+constexpr int32_t kLineBytes = 64;  // of cache
 
 constexpr int32_t vectors_at_once(const TileShape& tile, int32_t rows) {
   const int32_t all = kBlockColumns / kLanes;
@@ -31,12 +32,14 @@ constexpr int32_t vectors_at_once(const TileShape& tile, int32_t rows) {
   return all < room ? all : room;
 }
 
-// A Dot that asks for the weights ahead of their use. The prefetchers of Intel's cores stop at the
-// end of a 4 KiB page, and one row's products are too short to hide the reads that follow.
 template <typename Dot>
-struct Prefetching : Dot {
-  static constexpr int32_t kPrefetchBytes = 4096;
-};
+constexpr int32_t column_bytes() {
+  if constexpr (requires { Dot::kColumnBytes; }) {
+    return Dot::kColumnBytes;
+  } else {
+    return 4;
+  }
+}
 
 template <typename Dot>
 inline void prefetch_ahead(const std::byte* words) {
@@ -52,8 +55,8 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
     typename Dot::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
     for (int v = 0; v < kVectors; ++v) {
-      const std::byte* at = words + (j * kBlockColumns + v * kLanes) * 4;
-      if (v * kLanes % kLineColumns == 0) prefetch_ahead<Dot>(at);
+      const std::byte* at = words + (j * kBlockColumns + v * kLanes) * column_bytes<Dot>();
+      if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
       const auto weights = Dot::weights(at);
       for (int r = 0; r < kRows; ++r) sums[r][v] = Dot::add(sums[r][v], row[r], weights);
     }
@@ -73,7 +76,8 @@ inline const std::byte* operand_row(const BlockProducts& products, int32_t r) {
   return rows.data + index * products.shape.row_bytes;
 }
 
-inline GroupRows group_rows(const BlockProducts& products, int32_t group) {
+// `unit` is what the sums of this block are multiplied with besides its scales.
+inline GroupRows group_rows(const BlockProducts& products, int32_t group, float unit) {
   GroupRows rows;
   const OperandShape& shape = products.shape;
   const int32_t groups = shape.depth_padded / shape.group_size;
@@ -82,36 +86,62 @@ inline GroupRows group_rows(const BlockProducts& products, int32_t group) {
     rows.bytes[r] = row + group * shape.group_size;
     const std::byte* scale = row + shape.depth_padded + group * 4;
     __builtin_memcpy(&rows.scale[r], scale, 4);
+    rows.scale[r] *= unit;
     __builtin_memcpy(&rows.sum[r], scale + groups * 4, 4);
   }
   return rows;
 }
 
+template <typename Scales>
+constexpr int32_t header_bytes() {
+  if constexpr (requires { Scales::kHeaderBytes; }) {
+    return Scales::kHeaderBytes;
+  } else {
+    return 0;
+  }
+}
+
+// Both floats of the header, which are 1 where they do nothing.
+template <typename Scales>
+inline float block_unit(const BlockProducts& products) {
+  if constexpr (header_bytes<Scales>() > 0) {
+    float factor[2];
+    __builtin_memcpy(factor, products.block, sizeof(factor));
+    return Scales::kUnit * (factor[0] / factor[1]);
+  } else {
+    return Scales::kUnit;
+  }
+}
+
 // The parts of one group of an integer block.
-template <typename Dot>
+template <typename Dot, typename Scales>
 struct IntegerGroup {
   static constexpr int32_t kWeightsPerWord = Dot::kRowWords * 4;
 
-  const std::byte* scales;  // bf16
+  const std::byte* scales;
   const std::byte* words;
   int32_t count;  // of words per column
 
   IntegerGroup(const BlockProducts& products, int32_t group) {
     const int32_t size = products.shape.group_size;
     count = size / kWeightsPerWord;
-    scales = products.block + static_cast<int64_t>(group) * kBlockColumns * (2 + count * 4);
-    words = scales + kBlockColumns * 2;
+    scales = products.block + header_bytes<Scales>() +
+             static_cast<int64_t>(group) * kBlockColumns * (Scales::kBytes + count * 4);
+    words = scales + kBlockColumns * Scales::kBytes;
   }
+
+  const std::byte* scales_of(int32_t column) const { return scales + column * Scales::kBytes; }
 };
 
+template <typename Scales>
 inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
-  const Floats scale = broadcast(row_scale) * load_bf16(scales);
+  const Floats scale = broadcast(row_scale) * Scales::load(scales);
   store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
 }
 
-template <typename Dot, int kRows>
-inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, int32_t first,
-                         float* sums) {
+template <int kRows, typename Dot, typename Scales>
+inline void integer_tile(const IntegerGroup<Dot, Scales>& group, const GroupRows& rows,
+                         int32_t first, float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
@@ -121,11 +151,11 @@ inline void integer_tile(const IntegerGroup<Dot>& group, const GroupRows& rows, 
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
-      const Words zeros = Dot::zeros(group.scales + column * 2);
+      const Words zeros = Dot::zeros(group.scales_of(column));
       for (int r = 0; r < kRows; ++r) {
         const Words corrected = Dot::correct(exact[r][v], zeros, rows.sum[first + r]);
-        add_scaled(sums + (first + r) * kBlockColumns + column, corrected, rows.scale[first + r],
-                   group.scales + column * 2);
+        add_scaled<Scales>(sums + (first + r) * kBlockColumns + column, corrected,
+                           rows.scale[first + r], group.scales_of(column));
       }
     }
   }
@@ -140,48 +170,112 @@ inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
   }
 }
 
-template <typename Dot>
+template <typename Dot, typename Scales>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
+  const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < groups; ++g) {
-    const IntegerGroup<Dot> group(products, g);
-    const GroupRows rows = group_rows(products, g);
+    const IntegerGroup<Dot, Scales> group(products, g);
+    const GroupRows rows = group_rows(products, g, unit);
     for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-      integer_tile<Dot, at_once.value>(group, rows, first, products.sums);
+      integer_tile<at_once.value>(group, rows, first, products.sums);
     });
   }
 }
 
-// bf16 has no groups of its own. 32 words are 8 KiB of the block: they stay in L1 while the tiles
-// go over them.
-constexpr int32_t kBf16Words = 32;
+// Floats go in steps of 32 words. Of bf16 these are 8 KiB of the block: they stay in L1 while the
+// tiles go over them.
+constexpr int32_t kStepWords = 32;
+constexpr int32_t kStepDepth = 2 * kStepWords;
 
-template <typename Dot, int kRows>
-inline void bf16_tile(const std::byte* words, const std::byte* const* rows, float* sums) {
+// bf16 has no groups: a step goes on with the sums that are there.
+struct Unscaled {
+  static Floats begin(const float* sums) { return load(sums); }
+  static void end(float* sums, Floats tile, int32_t) { store(sums, tile); }
+};
+
+// A step of fp8 with its scales.
+struct Fp8Step {
+  const std::byte* scales;
+  int32_t group_size;
+
+  Fp8Step(const BlockProducts& products, int32_t depth) : group_size(products.shape.group_size) {
+    const int64_t group = group_size == 0 ? 0 : depth / group_size;
+    scales = products.block + group * (group_size == 32 ? kBlockColumns : 4);
+  }
+
+  Floats scales_of(int32_t column) const {
+    if (group_size == 0) return load(reinterpret_cast<const float*>(scales) + column);
+    if (group_size == 32) return as_floats(shift_left<23>(load_bytes(scales + column)));
+    float scale;
+    __builtin_memcpy(&scale, scales, sizeof(scale));
+    return broadcast(scale);
+  }
+
+  static Floats begin(const float*) { return broadcast(0.0f); }
+  void end(float* sums, Floats tile, int32_t column) const {
+    store(sums, multiply_add(tile * broadcast(kE4m3Unit), scales_of(column), load(sums)));
+  }
+};
+
+constexpr int32_t fp8_step_depth(int32_t group_size) {
+  return group_size == 32 ? group_size : kStepDepth;
+}
+
+inline const std::byte* fp8_pairs(const BlockProducts& products) {
+  const OperandShape& shape = products.shape;
+  return products.block + block_header_bytes(shape.format, shape.group_size, shape.depth_padded);
+}
+
+template <typename Dot, int kRows, typename Step>
+inline void float_tile(const std::byte* words, int32_t count, const Step& step,
+                       const std::byte* const* rows, float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Floats tile[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v)
-        tile[r][v] = load(sums + r * kBlockColumns + c + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) {
+        tile[r][v] = step.begin(sums + r * kBlockColumns + c + v * kLanes);
+      }
     }
-    add_words_of_block<Dot>(words + c * 4, kBf16Words, rows, tile);
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v)
-        store(sums + r * kBlockColumns + c + v * kLanes, tile[r][v]);
+    add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t column = c + v * kLanes;
+      for (int r = 0; r < kRows; ++r) {
+        step.end(sums + r * kBlockColumns + column, tile[r][v], column);
+      }
     }
   }
 }
 
+template <typename Dot, typename Step>
+inline void float_step(const BlockProducts& products, int32_t depth, int32_t words,
+                       const std::byte* at, const Step& step) {
+  const std::byte* rows[kTileRows];
+  for (int32_t r = 0; r < products.rows.count; ++r) {
+    rows[r] = operand_row(products, r) + int64_t{depth} * 2;
+  }
+  for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
+    float_tile<Dot, at_once.value>(at, words, step, rows + first,
+                                   products.sums + first * kBlockColumns);
+  });
+}
+
 template <typename Dot>
 inline void bf16_products(const BlockProducts& products) {
-  for (int32_t word = 0; word < products.shape.depth_padded / 2; word += kBf16Words) {
-    const std::byte* rows[kTileRows];
-    for (int32_t r = 0; r < products.rows.count; ++r) rows[r] = operand_row(products, r) + word * 4;
-    const std::byte* words = products.block + static_cast<int64_t>(word) * kBlockColumns * 4;
-    for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-      bf16_tile<Dot, at_once.value>(words, rows + first, products.sums + first * kBlockColumns);
-    });
+  for (int32_t depth = 0; depth < products.shape.depth_padded; depth += kStepDepth) {
+    const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
+    float_step<Dot>(products, depth, kStepWords, words, Unscaled{});
+  }
+}
+
+template <typename Dot>
+inline void fp8_products(const BlockProducts& products) {
+  const std::byte* pairs = fp8_pairs(products);
+  const int32_t deep = fp8_step_depth(products.shape.group_size);
+  for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
+    float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
+                    Fp8Step(products, depth));
   }
 }
 

@@ -52,13 +52,11 @@ struct ScalarNibbleDot {
     return sum - zeros * static_cast<uint32_t>(row_sum);
   }
 };
-using ScalarInt4Dot = ScalarNibbleDot<EvenNibbles>;
-using ScalarLut4Dot = ScalarNibbleDot<Lut4Nibbles>;
 
 }  // namespace
 
 constinit const KernelTable kScalarTable =
-    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarInt4Dot, ScalarLut4Dot>("scalar", {4, 4, 4},
-                                                                             0);
+    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarNibbleDot, ExpandedFp8Dot>(
+        "scalar", {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .panels = 0});
 
 }  // namespace torch_mesh

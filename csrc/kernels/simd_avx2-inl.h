@@ -77,6 +77,23 @@ inline Words load_uint16(const void* from) {
 }
 inline Floats load_half(const void* from) { return _mm256_cvtph_ps(load_eight_halves(from)); }
 
+inline Words load_bytes(const void* from) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+}
+// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3Unit of it.
+inline Floats load_unsigned_e4m3(const void* from) {
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
+}
+inline Floats upper_e4m3(__m128i pairs) {
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(pairs, 1), _mm_set1_epi16(-0x4080)));
+}
+inline void load_e4m3_pairs(const void* from, Floats& low, Floats& high) {
+  const __m128i pairs = load_eight_halves(from);
+  low = upper_e4m3(_mm_slli_epi16(pairs, 8));
+  high = upper_e4m3(pairs);
+}
+
 // Words in [0, 65535].
 inline __m128i narrow_to_uint16(Words words) {
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

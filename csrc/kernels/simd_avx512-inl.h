@@ -72,6 +72,23 @@ inline Words load_uint16(const void* from) {
   return _mm512_cvtepu16_epi32(load_sixteen_halves(from));
 }
 inline Floats load_half(const void* from) { return _mm512_cvtph_ps(load_sixteen_halves(from)); }
+inline Words load_bytes(const void* from) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3Unit of it.
+inline Floats load_unsigned_e4m3(const void* from) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+}
+inline Floats upper_e4m3(__m256i pairs) {
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(pairs, 1), _mm256_set1_epi16(-0x4080)));
+}
+inline void load_e4m3_pairs(const void* from, Floats& low, Floats& high) {
+  const __m256i pairs = load_sixteen_halves(from);
+  low = upper_e4m3(_mm256_slli_epi16(pairs, 8));
+  high = upper_e4m3(pairs);
+}
+
 inline void store_uint16(void* to, Words words) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));
 }

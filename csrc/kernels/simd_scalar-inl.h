@@ -88,8 +88,7 @@ inline uint32_t look_up_bytes(const uint8_t (&table)[16], uint32_t bytes) {
 }
 
 // IEEE half precision. A subnormal half is its integer times 2^-24.
-inline float load_half(const void* from) {
-  const uint32_t bits = load_uint16(from);
+inline float half_value(uint32_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16;
   const uint32_t magnitude = bits & 0x7fffu;
   if (magnitude >= 0x7c00) return as_floats(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
@@ -97,6 +96,19 @@ inline float load_half(const void* from) {
     return as_floats(sign | as_words(static_cast<float>(magnitude) * 0x1p-24f));
   }
   return as_floats(sign | ((magnitude << 13) + 0x38000000));
+}
+inline float load_half(const void* from) { return half_value(load_uint16(from)); }
+
+inline uint32_t load_bytes(const void* from) { return *static_cast<const uint8_t*>(from); }
+// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3Unit of it.
+inline float e4m3_part(uint32_t byte) {
+  return half_value((byte & 0x80) << 8 | (byte & 0x7f) << 7);
+}
+inline float load_unsigned_e4m3(const void* from) { return e4m3_part(load_bytes(from) & 0x7f); }
+inline void load_e4m3_pairs(const void* from, float& low, float& high) {
+  const uint32_t pair = load_uint16(from);
+  low = e4m3_part(pair & 0xff);
+  high = e4m3_part(pair >> 8);
 }
 
 }  // namespace

@@ -27,31 +27,50 @@ inline void block_products_bf16(const BlockProducts& products) {
   bf16_products<Dot>(products);
 }
 
-inline void block_panels_bf16(const BlockProducts& products) {
+template <typename Dot>
+inline void block_products_fp8(const BlockProducts& products) {
   clear_sums(products);
-  bf16_panels(products);
+  if (products.gemm != nullptr) return gemm_fp8(products);
+  fp8_products<Dot>(products);
 }
 
-template <typename Dot>
+template <void (*kPanels)(const BlockProducts&)>
+inline void block_panels(const BlockProducts& products) {
+  clear_sums(products);
+  kPanels(products);
+}
+
+template <typename Dot, typename Scales = Bf16Scales>
 inline void block_products_integer(const BlockProducts& products) {
   clear_sums(products);
-  if (products.gemm != nullptr) return gemm_integer<Dot>(products);
-  integer_products<Dot>(products);
+  if (products.gemm != nullptr) return gemm_integer<Dot, Scales>(products);
+  integer_products<Dot, Scales>(products);
 }
 
-struct GemmRows {
-  int32_t bf16, int8, nibbles;
+// From how many rows on; `panels` of 0: none.
+struct ManyRows {
+  int32_t gemm_floats, gemm_int8, gemm_nibbles;
+  int32_t panels;
+  bool bf16_panels = true;
 };
 
-// `panel_rows` of 0: bf16 has no panels.
-template <typename Bf16, typename Int8, typename Int4, typename Lut4>
-constexpr KernelTable make_table(const char* name, GemmRows gemm_rows, int32_t panel_rows) {
+// Nibbles is a Dot of what they stand for.
+template <typename Bf16, typename Int8, template <typename> typename Nibbles, typename Fp8>
+constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
+  using Int4 = Nibbles<EvenNibbles>;
+  using Fp4 = Nibbles<Fp4Nibbles>;
+  const int32_t nibbles = rows.gemm_nibbles;
   return {name,
-          {gemm_rows.bf16, gemm_rows.int8, gemm_rows.nibbles, gemm_rows.nibbles},
-          panel_rows,
-          panel_rows > 0 ? block_panels_bf16 : nullptr,
+          {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
+           nibbles, rows.gemm_floats},
+          rows.panels,
+          {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,
+           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+           rows.panels > 0 ? block_panels<fp8_panels> : nullptr},
           {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>,
-           block_products_integer<Lut4>},
+           block_products_integer<Nibbles<Lut4Nibbles>>, block_products_integer<Int8, HalfScales>,
+           block_products_integer<Int4, HalfScales>, block_products_integer<Fp4, E8m0Scales>,
+           block_products_integer<Fp4, E4m3Scales>, block_products_fp8<Fp8>},
           to_floats,
           store_operands,
           activate,

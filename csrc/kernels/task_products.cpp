@@ -7,7 +7,7 @@ namespace {
 
 void prepare_row(const KernelTable& table, const PackedMatrix& matrix, const OperandShape& shape,
                  const std::byte* x, ScalarType type, std::byte* row) {
-  const int32_t step = std::max(kBlockColumns, matrix.group_size);
+  const int32_t step = operand_columns(matrix);
   alignas(64) float values[kMaxGroup];
   for (int32_t k = 0; k < matrix.depth_padded; k += step) {
     const int32_t count = std::clamp(matrix.depth - k, 0, step);
@@ -19,10 +19,19 @@ void prepare_row(const KernelTable& table, const PackedMatrix& matrix, const Ope
 
 }  // namespace
 
+int32_t operand_columns(const PackedMatrix& matrix) {
+  return has_float_products(matrix.format) ? kBlockColumns
+                                           : std::max(kBlockColumns, matrix.group_size);
+}
+
+bool has_gemm(const Runtime& runtime, Format format) {
+  return has_float_products(format) ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
+}
+
 OperandShape operand_shape(const PackedMatrix& matrix) {
-  const bool bf16 = matrix.format == Format::kBf16;
-  const int64_t bytes =
-      bf16 ? int64_t{2} * matrix.depth_padded : matrix.depth_padded + int64_t{8} * matrix.groups();
+  const int64_t bytes = has_float_products(matrix.format)
+                            ? int64_t{2} * matrix.depth_padded
+                            : matrix.depth_padded + int64_t{8} * matrix.groups();
   return {matrix.format, matrix.group_size, matrix.depth_padded, round_up(bytes, 64)};
 }
 
@@ -40,13 +49,11 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
 TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
                            const PackedMatrix& matrix, int32_t rows)
     : product_(table.products[static_cast<int>(matrix.format)]),
-      panels_(table.bf16_panels),
+      panels_(table.panels[static_cast<int>(matrix.format)]),
       runtime_(runtime) {
-  const bool has_gemm =
-      matrix.format == Format::kBf16 ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
-  use_gemm_ = has_gemm && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
-  const bool has_panels = matrix.format == Format::kBf16 && panels_ != nullptr && !use_gemm_;
-  panel_rows_ = has_panels ? table.panel_rows : INT32_MAX;
+  use_gemm_ =
+      has_gemm(runtime, matrix.format) && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
+  panel_rows_ = panels_ != nullptr && !use_gemm_ ? table.panel_rows : INT32_MAX;
 }
 
 TaskProducts::~TaskProducts() {

@@ -13,6 +13,10 @@
 namespace torch_mesh {
 
 OperandShape operand_shape(const PackedMatrix& matrix);
+// How many activations are brought into that form at a time: whole groups.
+int32_t operand_columns(const PackedMatrix& matrix);
+
+bool has_gemm(const Runtime& runtime, Format format);
 
 // Rows [begin, end) of x in the operand form of products with `matrix`. Rows are independent.
 void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const void* x,

@@ -1,4 +1,5 @@
 // The inverse of packing, one weight at a time: slow, obvious, and independent of the kernels.
+#include <cmath>
 #include <cstring>
 
 #include "kernels/pack.h"
@@ -6,42 +7,96 @@
 namespace torch_mesh {
 namespace {
 
+template <typename T>
+T read_as(const std::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
 float bf16_at(const std::byte* from) {
-  uint16_t half;
-  std::memcpy(&half, from, sizeof(half));
-  const uint32_t bits = uint32_t{half} << 16;
+  const uint32_t bits = uint32_t{read_as<uint16_t>(from)} << 16;
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-int32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
+// A number with a sign, `exponent_bits` and `mantissa_bits`; not for those that have none.
+float small_float(uint32_t bits, int exponent_bits, int mantissa_bits) {
+  const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);
+  const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1));
+  const int lowest = 2 - (1 << (exponent_bits - 1)) - mantissa_bits;
+  const float magnitude =
+      exponent == 0
+          ? std::ldexp(static_cast<float>(mantissa), lowest)
+          : std::ldexp(static_cast<float>(mantissa | 1u << mantissa_bits), lowest + exponent - 1);
+  return (bits >> (exponent_bits + mantissa_bits) & 1) != 0 ? -magnitude : magnitude;
+}
+
+float e4m3_at(const std::byte* from) { return small_float(static_cast<uint32_t>(*from), 4, 3); }
+
+float scale_at(ScaleType type, const std::byte* from) {
+  switch (type) {
+    case ScaleType::kBf16:
+      return bf16_at(from);
+    case ScaleType::kFp16:
+      return small_float(read_as<uint16_t>(from), 5, 10);
+    case ScaleType::kFp32:
+      return read_as<float>(from);
+    case ScaleType::kE8m0:
+      return std::ldexp(1.0f, static_cast<int>(*from) - 127);
+    case ScaleType::kE4m3:
+      return e4m3_at(from);
+  }
+  return 0;
+}
+
+uint32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
   const auto byte = static_cast<uint8_t>(words[(k / 8 * kBlockColumns + column) * 4 + k % 4]);
   return k % 8 < 4 ? byte & 15 : byte >> 4;
 }
 
 // What the scale multiplies.
-int32_t quantised_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
-                     int32_t column) {
-  if (format == Format::kInt8) {
-    return static_cast<int8_t>(words[(k / 4 * kBlockColumns + column) * 4 + k % 4]);
+float quantised_at(Format format, const std::byte* scale, const std::byte* words, int32_t k,
+                   int32_t column) {
+  switch (format) {
+    case Format::kInt8:
+    case Format::kInt8Fp16:
+      return static_cast<int8_t>(words[(k / 4 * kBlockColumns + column) * 4 + k % 4]);
+    case Format::kMxfp4:
+    case Format::kNvfp4:
+      return small_float(nibble_at(words, k, column), 2, 1);
+    case Format::kLut4: {
+      const auto zero = static_cast<int32_t>(lut4_zero(static_cast<uint32_t>(*scale)));
+      return static_cast<float>(kLut4Levels[nibble_at(words, k, column)] - zero);
+    }
+    default:
+      return static_cast<float>(static_cast<int32_t>(nibble_at(words, k, column)) - 8);
   }
-  const int32_t nibble = nibble_at(words, k, column);
-  if (format == Format::kInt4) return nibble - 8;
-  const auto zero = static_cast<int32_t>(lut4_zero(static_cast<uint32_t>(*scale)));
-  return kLut4Levels[nibble] - zero;
+}
+
+float fp8_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
+  const std::byte* pairs = block + matrix.header_bytes;
+  const float value = e4m3_at(pairs + (int64_t{k / 2} * kBlockColumns + column) * 2 + k % 2);
+  const int32_t scale = matrix.group_size == 0     ? column
+                        : matrix.group_size == 128 ? k / 128
+                                                   : k / 32 * kBlockColumns + column;
+  return value * scale_at(matrix.scale_type(), block + scale * scale_bytes(matrix.scale_type()));
 }
 
 float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
   if (matrix.format == Format::kBf16) {
     return bf16_at(block + (int64_t{k / 2} * kBlockColumns + column) * 4 + k % 2 * 2);
   }
-  const std::byte* group = block + k / matrix.group_size * matrix.group_bytes;
+  if (matrix.format == Format::kFp8) return fp8_at(matrix, block, k, column);
+  const std::byte* group = block + matrix.header_bytes + k / matrix.group_size * matrix.group_bytes;
   const std::byte* words = group + matrix.scales_bytes();
-  const std::byte* scale = group + column * 2;
-  const int32_t quantised =
-      quantised_at(matrix.format, scale, words, k % matrix.group_size, column);
-  return bf16_at(scale) * static_cast<float>(quantised);
+  const std::byte* at = group + column * scale_bytes(matrix.scale_type());
+  float scale = scale_at(matrix.scale_type(), at);
+  if (matrix.format == Format::kNvfp4) {
+    scale = scale * read_as<float>(block) / read_as<float>(block + sizeof(float));
+  }
+  return scale * quantised_at(matrix.format, at, words, k % matrix.group_size, column);
 }
 
 void unpack_matrix(const PackedMatrix& matrix, int32_t halves, const std::byte* blocks, float* to) {

@@ -56,8 +56,8 @@ struct VnniNibbleDot {
     return subtract_words(sum, times_row_sum(zeros, row_sum));
   }
 };
-using VnniInt4Dot = VnniNibbleDot<EvenNibbles>;
-using VnniLut4Dot = VnniNibbleDot<Lut4Nibbles>;
+template <typename Nibbles>
+using PrefetchingVnniNibbles = Prefetching<VnniNibbleDot<Nibbles>>;
 
 }  // namespace
 }  // namespace torch_mesh

@@ -15,39 +15,79 @@ void check_size(const char* name, int32_t value) {
                                        "; it must be between 1 and " + std::to_string(kMaxSize));
 }
 
-void check_group(int32_t group_size) {
-  if (group_size == 32 || group_size == 64 || group_size == 128) return;
-  throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
-                                       "; integer formats know 32, 64 and 128");
-}
+// By Format.
+constexpr const char* kNames[kFormats] = {"bf16",      "int8",  "int4",  "lut4", "int8_fp16",
+                                          "int4_fp16", "mxfp4", "nvfp4", "fp8"};
 
 constexpr int64_t weight_bits(Format format) {
-  return format == Format::kBf16 ? 16 : format == Format::kInt8 ? 8 : 4;
+  switch (format) {
+    case Format::kBf16:
+      return 16;
+    case Format::kInt8:
+    case Format::kInt8Fp16:
+    case Format::kFp8:
+      return 8;
+    default:
+      return 4;
+  }
+}
+
+int32_t checked_group(Format format, int32_t group_size) {
+  switch (format) {
+    case Format::kBf16:
+      return 0;
+    case Format::kMxfp4:
+      return 32;
+    case Format::kNvfp4:
+      return 16;
+    case Format::kFp8:
+      if (group_size == 0 || group_size == 32 || group_size == 128) return group_size;
+      throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
+                                           "; fp8 knows 0 (a scale for each output), 32 and 128");
+    default:
+      if (group_size == 32 || group_size == 64 || group_size == 128) return group_size;
+      throw Error(ErrorKind::kInvalid, "group_size is " + std::to_string(group_size) +
+                                           "; integer formats know 32, 64 and 128");
+  }
 }
 
 }  // namespace
+
+ScaleType PackedMatrix::scale_type() const {
+  switch (format) {
+    case Format::kMxfp4:
+      return ScaleType::kE8m0;
+    case Format::kNvfp4:
+      return ScaleType::kE4m3;
+    case Format::kInt8Fp16:
+    case Format::kInt4Fp16:
+      return ScaleType::kFp16;
+    case Format::kFp8:
+      return group_size == 32 ? ScaleType::kE8m0 : ScaleType::kFp32;
+    default:
+      return ScaleType::kBf16;
+  }
+}
 
 PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t columns, int32_t depth,
                                 int32_t halves) {
   check_size("out_features", columns);
   check_size("in_features", depth);
-  if (format == Format::kBf16) {
-    group_size = 0;
-  } else {
-    check_group(group_size);
-  }
+  group_size = checked_group(format, group_size);
   PackedMatrix matrix{};
   matrix.format = format;
   matrix.group_size = group_size;
   matrix.columns = columns;
   matrix.depth = depth;
   matrix.blocks = halves * static_cast<int32_t>(round_up(columns, kBlockColumns) / kBlockColumns);
-  const int32_t step = group_size > kBlockColumns ? group_size : kBlockColumns;
+  const bool grouped = !has_float_products(format);
+  const int32_t step = grouped && group_size > kBlockColumns ? group_size : kBlockColumns;
   matrix.depth_padded = static_cast<int32_t>(round_up(depth, step));
-  const int64_t group_depth = group_size == 0 ? matrix.depth_padded : group_size;
+  matrix.header_bytes = block_header_bytes(format, group_size, matrix.depth_padded);
+  const int64_t group_depth = grouped ? group_size : matrix.depth_padded;
   matrix.group_bytes =
       matrix.scales_bytes() + group_depth * kBlockColumns * weight_bits(format) / 8;
-  matrix.block_bytes = matrix.group_bytes * matrix.groups();
+  matrix.block_bytes = matrix.header_bytes + matrix.group_bytes * (grouped ? matrix.groups() : 1);
   return matrix;
 }
 
@@ -78,26 +118,15 @@ RecordLayout RecordLayout::make(Format format, int32_t group_size, int32_t hidde
 }
 
 Format format_from_name(std::string_view name) {
-  if (name == "bf16") return Format::kBf16;
-  if (name == "int8") return Format::kInt8;
-  if (name == "int4") return Format::kInt4;
-  if (name == "lut4") return Format::kLut4;
-  throw Error(ErrorKind::kInvalid, "unknown weight format \"" + std::string(name) +
-                                       "\"; there are \"bf16\", \"int8\", \"int4\" and \"lut4\"");
+  std::string known;
+  for (int format = 0; format < kFormats; ++format) {
+    if (name == kNames[format]) return static_cast<Format>(format);
+    known += std::string(format == 0 ? "" : ", ") + kNames[format];
+  }
+  throw Error(ErrorKind::kInvalid,
+              "unknown weight format \"" + std::string(name) + "\"; there are " + known);
 }
 
-const char* format_name(Format format) {
-  switch (format) {
-    case Format::kBf16:
-      return "bf16";
-    case Format::kInt8:
-      return "int8";
-    case Format::kInt4:
-      return "int4";
-    case Format::kLut4:
-      return "lut4";
-  }
-  return "unknown";
-}
+const char* format_name(Format format) { return kNames[static_cast<int>(format)]; }
 
 }  // namespace torch_mesh

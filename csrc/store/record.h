@@ -18,6 +18,17 @@
 // which is the operand order of VNNI, AVX512-BF16, AMX and torch's brgemm. In a gated record gate
 // block j stands beside up block j: blocks are g0 u0 g1 u1 ... Columns are zero-padded to 64 and
 // depth to max(64, group).
+//
+// These hold the codes of a checkpoint that was quantised before (docs/decisions/0044):
+//   int8_fp16, int4_fp16: as int8 and int4, with fp16 scales
+//   mxfp4: words as int4's, a nibble being an E2M1 number; 64 E8M0 scales, a byte each, per 32.
+//          Byte 0, 2^-127, counts as zero in products; 255 is in no record.
+//   nvfp4: the same with 64 E4M3 scales, which have no sign, per 16. A block begins with 64 bytes:
+//          a float that multiplies its scales, and one that divides them (1 where none does).
+//   fp8:   E4M3 bytes, two k-values of a column beside each other: [K/2][64] pairs. A block begins
+//          with its scales, filled up to 64 bytes:
+//            group 128: a float for each 128 k-values of the block; group 0: one for each column;
+//            group 32:  64 E8M0 bytes for each 32 k-values
 #pragma once
 
 #include <cstddef>
@@ -26,9 +37,34 @@
 
 namespace torch_mesh {
 
-enum class Format : uint8_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kLut4 = 3 };
+enum class Format : uint8_t {
+  kBf16,
+  kInt8,
+  kInt4,
+  kLut4,
+  kInt8Fp16,
+  kInt4Fp16,
+  kMxfp4,
+  kNvfp4,
+  kFp8,
+};
 
-inline constexpr int kFormats = 4;
+inline constexpr int kFormats = 9;
+
+enum class ScaleType : uint8_t { kBf16, kFp16, kFp32, kE8m0, kE4m3 };
+
+constexpr int64_t scale_bytes(ScaleType type) {
+  return type == ScaleType::kFp32                               ? 4
+         : type == ScaleType::kE8m0 || type == ScaleType::kE4m3 ? 1
+                                                                : 2;
+}
+
+// Multiplied as floats, by activations in bf16; the others by activations in int8.
+constexpr bool has_float_products(Format format) {
+  return format == Format::kBf16 || format == Format::kFp8;
+}
+// Nothing is rounded to these: they are made of codes and scales that are there already.
+constexpr bool is_made_of_codes(Format format) { return format > Format::kLut4; }
 
 inline constexpr int32_t kBlockColumns = 64;
 inline constexpr int64_t kRecordAlignment = 4096;
@@ -44,23 +80,45 @@ alignas(16) inline constexpr uint8_t kLut4Levels[16] = {0,  7,  12, 16, 20, 23, 
 inline constexpr uint32_t kLut4Zeros = 4;  // a power of two: the scale's lowest bits choose
 constexpr uint32_t lut4_zero(uint32_t scale_bits) { return 32 - 2 * (scale_bits % kLut4Zeros); }
 
+// E2M1 in the same terms: twice each number, above kFp4Zero.
+alignas(16) inline constexpr uint8_t kFp4Levels[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                       12, 11, 10, 9,  8,  6,  4,  0};
+inline constexpr uint32_t kFp4Zero = 12;
+
+// What stands before a block's first group.
+constexpr int64_t block_header_bytes(Format format, int32_t group_size, int32_t depth_padded) {
+  if (format == Format::kNvfp4) return 64;
+  if (format != Format::kFp8) return 0;
+  if (group_size == 0) return kBlockColumns * 4;
+  const int64_t groups = (depth_padded + group_size - 1) / group_size;
+  return round_up(groups * (group_size == 32 ? kBlockColumns : 4), 64);
+}
+
 struct PackedMatrix {
   Format format;
-  int32_t group_size;    // 0 for bf16
+  int32_t group_size;    // k-values that share a scale; 0: bf16, and fp8 with a scale per column
   int32_t columns;       // output features, without padding; of one half in a gated gate_up
   int32_t depth;         // input features, without padding
   int32_t blocks;        // 64-column blocks, gate and up counted both
-  int32_t depth_padded;  // a multiple of max(64, group_size)
-  int64_t group_bytes;   // scales and words of one group; the whole block for bf16
+  int32_t depth_padded;  // a multiple of 64, and of the group of an integer format
+  int64_t header_bytes;  // of a block, before its first group
+  int64_t group_bytes;   // scales and words of one group; all words of the block for bf16 and fp8
   int64_t block_bytes;
 
-  int32_t groups() const { return group_size == 0 ? 1 : depth_padded / group_size; }
-  int64_t scales_bytes() const { return format == Format::kBf16 ? 0 : kBlockColumns * 2; }
+  int32_t groups() const {
+    return group_size == 0 ? 1 : (depth_padded + group_size - 1) / group_size;
+  }
+  // Of a group, before its words.
+  int64_t scales_bytes() const {
+    return has_float_products(format) ? 0 : kBlockColumns * scale_bytes(scale_type());
+  }
+  ScaleType scale_type() const;
   int64_t bytes() const { return blocks * block_bytes; }
 
   // `halves` matrices of `columns` x `depth` side by side, block by block. Throws Error(kInvalid)
   // for a size or group that the format does not know: group_size is one of 32, 64, 128 for
-  // integers and ignored for bf16; sizes are in [1, 2^20].
+  // integers, of 0, 32, 128 for fp8, and ignored for bf16 (0), mxfp4 (32) and nvfp4 (16); sizes are
+  // in [1, 2^20].
   static PackedMatrix make(Format format, int32_t group_size, int32_t columns, int32_t depth,
                            int32_t halves = 1);
 };
@@ -87,8 +145,7 @@ struct RecordLayout {
                            bool gated, bool bias);
 };
 
-Format format_from_name(
-    std::string_view name);  // "bf16", "int8", "int4", "lut4"; else Error(kInvalid)
+Format format_from_name(std::string_view name);  // Error(kInvalid) for what is none
 const char* format_name(Format format);
 
 }  // namespace torch_mesh

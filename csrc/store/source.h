@@ -10,13 +10,14 @@
 
 namespace torch_mesh {
 
-inline constexpr int32_t kMaxPieces = 6;  // gate, up, down and their biases
+// Gate, up, down and their biases; of quantised ones codes, scales, zero points and order of each.
+inline constexpr int32_t kMaxPieces = 16;
 
 struct Source {
   std::vector<File> files;
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
-  int32_t pieces = 1;   // extents per expert: 1 in a store, 2 to 6 in a raw checkpoint
+  int32_t pieces = 1;   // extents per expert: 1 in a store, 2 to kMaxPieces in a raw checkpoint
 
   // [layers][experts][pieces], row-major.
   std::vector<Extent> extents;

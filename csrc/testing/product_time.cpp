@@ -16,10 +16,6 @@ namespace {
 
 constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
 
-bool has_gemm(const Runtime& runtime, Format format) {
-  return format == Format::kBf16 ? runtime.gemm_bf16 != nullptr : runtime.gemm_u8s8 != nullptr;
-}
-
 }  // namespace
 
 std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
@@ -27,7 +23,7 @@ std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::s
   const Format format = format_from_name(name);
   const KernelTable& table = kernel_table(isa);
   std::map<std::string, int32_t> ways{{"few", 0}};
-  if (format == Format::kBf16 && table.bf16_panels != nullptr) ways["panels"] = table.panel_rows;
+  if (table.panels[static_cast<int>(format)] != nullptr) ways["panels"] = table.panel_rows;
   if (has_gemm(runtime, format)) ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
   return ways;
 }

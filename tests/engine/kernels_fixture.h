@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "codes_fixture.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/kernel_table.h"
 #include "kernels/pack.h"
@@ -89,6 +90,12 @@ class Bytes {
 inline constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGelu,
                                               Activation::kGeluTanh, Activation::kSwigluOai};
 
+inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4,
+                                             Format::kLut4};
+inline constexpr Format kAllFormats[] = {Format::kBf16,  Format::kInt8,     Format::kInt4,
+                                         Format::kLut4,  Format::kInt8Fp16, Format::kInt4Fp16,
+                                         Format::kMxfp4, Format::kNvfp4,    Format::kFp8};
+
 struct Shape {
   Format format = Format::kBf16;
   int32_t group = 64;
@@ -99,7 +106,8 @@ struct Shape {
   Activation activation = Activation::kSilu;
 
   RecordLayout layout() const {
-    return RecordLayout::make(format, group, hidden, intermediate, gated, bias);
+    const int32_t known = format == Format::kFp8 && group == 64 ? 0 : group;
+    return RecordLayout::make(format, known, hidden, intermediate, gated, bias);
   }
 };
 
@@ -119,7 +127,16 @@ struct Weights {
         down(random.normals(int64_t{layout.hidden} * layout.intermediate, 0.05f)),
         gate_bias(random.normals(layout.intermediate)),
         up_bias(random.normals(layout.intermediate)),
-        down_bias(random.normals(layout.hidden)) {}
+        down_bias(random.normals(layout.hidden)) {
+    if (!is_made_of_codes(layout.format)) return;
+    const auto below = [&](int32_t end) { return random.below(end); };
+    const auto matrix = [&](int32_t rows, int32_t depth) {
+      codes.emplace_back(layout.format, layout.group_size, rows, depth, below);
+    };
+    matrix(layout.intermediate, layout.hidden);
+    matrix(layout.intermediate, layout.hidden);
+    matrix(layout.hidden, layout.intermediate);
+  }
 
   ExpertViews views() const {
     const auto matrix = [](const std::vector<float>& values, int64_t columns) {
@@ -138,12 +155,25 @@ struct Weights {
 
   Bytes pack(const KernelTable& table) const {
     Bytes record(layout.bytes);
-    pack_record(layout, views(), record.data(), table);
+    if (codes.empty()) {
+      pack_record(layout, views(), record.data(), table);
+      return record;
+    }
+    const ExpertViews floats = views();
+    ExpertCodes all;
+    all.up = codes[1].view();
+    all.down = codes[2].view();
+    all.gate_bias = floats.gate_bias;
+    all.up_bias = floats.up_bias;
+    all.down_bias = floats.down_bias;
+    if (layout.gated) all.gate = codes[0].view();
+    pack_record(layout, all, record.data());
     return record;
   }
 
   RecordLayout layout;
   std::vector<float> gate, up, down, gate_bias, up_bias, down_bias;
+  std::vector<Codes> codes;  // gate, up, down of a format that is made of them
 };
 
 // What unpack_record gives.

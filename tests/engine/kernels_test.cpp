@@ -12,7 +12,7 @@ std::vector<Shape> shapes() {
   const int32_t intermediates[] = {1, 64, 100, 768};
   const int32_t groups[] = {32, 64, 128};
   int32_t n = 0;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kAllFormats) {
     for (int32_t hidden : hiddens) {
       for (int32_t intermediate : intermediates) {
         // Walks through groups, halves, biases and activations with periods that meet in all
@@ -34,9 +34,7 @@ bool rounds_alike(const KernelTable& table, Format format) {
   return format != Format::kBf16 || std::string_view(table.name) != "avx512_bf16";
 }
 
-double typical_error(Format format) {
-  return format == Format::kBf16 ? 0.006 : format == Format::kInt8 ? 0.03 : 0.03;
-}
+double typical_error(Format format) { return has_float_products(format) ? 0.006 : 0.03; }
 
 TEST(ExpertFfn, EveryTableAgreesWithScalar) {
   Random random;
@@ -87,6 +85,34 @@ TEST(ExpertFfn, SumsOfTheLargestOperandsAreExact) {
   }
 }
 
+// The same of codes, which go one further than what is rounded.
+TEST(ExpertFfn, SumsOfTheLargestCodesAreExact) {
+  Random random;
+  for (Format format : kAllFormats) {
+    if (!is_made_of_codes(format)) continue;
+    const Shape shape{format, 128, 256, 128};
+    SCOPED_TRACE(name_of(shape));
+    for (uint8_t code : {0x80, 0x7f, 0xff, 0x77, 0x88, 0x00, 0x7e, 0xfe}) {
+      if (format == Format::kFp8 && (code & 0x7f) == 0x7f) continue;
+      Weights weights(shape.layout(), random);
+      for (Codes& codes : weights.codes) {
+        std::fill(codes.codes().begin(), codes.codes().end(), std::byte{code});
+      }
+      const Bytes record = weights.pack(kScalarTable);
+      for (int32_t count : {1, 4, 40}) {
+        Rows rows(shape.layout(), count, random);
+        for (int32_t r = 0; r < rows.all(); ++r) {
+          std::fill_n(rows.row(r), shape.hidden, r % 2 == 0 ? 1.0f : -1.0f);
+        }
+        const auto expected = run_ffn(kScalarTable, shape, record, rows);
+        for (const KernelTable* table : all_tables()) {
+          EXPECT_TRUE(same_bits(run_ffn(*table, shape, record, rows), expected)) << table->name;
+        }
+      }
+    }
+  }
+}
+
 TEST(ExpertFfn, AgreesWithFloat64) {
   Random random;
   for (const Shape& shape : shapes()) {
@@ -108,7 +134,7 @@ TEST(ExpertFfn, AgreesWithFloat64) {
 // Gate and up beyond swigluoai's limit on both sides, about every second one.
 TEST(ExpertFfn, ClampsWhatIsBeyondTheLimit) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kRoundedFormats) {
     const Shape shape{format, 32, 200, 100, true, true, Activation::kSwigluOai};
     SCOPED_TRACE(name_of(shape));
     Weights weights(shape.layout(), random);
@@ -137,7 +163,7 @@ TEST(ExpertFfn, RefusesAnActivationOfGateAndUpWithoutAGate) {
 // Row counts run through every tile shape; few rows and many use the same order of additions.
 TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kAllFormats) {
     const Shape shape{format, 64, 200, 100};
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     const Rows rows(shape.layout(), 40, random);
@@ -158,7 +184,7 @@ TEST(ExpertFfn, ARowDoesNotDependOnTheOthers) {
 
 TEST(ExpertFfn, TheOrderOfTasksDoesNotMatter) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kAllFormats) {
     const Shape shape{format, 128, 200, 300};
     const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
     const Rows rows(shape.layout(), 5, random);
@@ -211,7 +237,7 @@ void expect_spoils_itself_alone(const Shape& shape, Random& random) {
 
 TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kAllFormats) {
     for (Activation activation : {Activation::kSilu, Activation::kSwigluOai}) {
       expect_spoils_itself_alone({format, 64, 200, 100, true, false, activation}, random);
     }
@@ -220,7 +246,7 @@ TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
 
 TEST(ExpertFfn, AWeightThatIsNotFiniteShows) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kInt8, Format::kInt4, Format::kLut4}) {
+  for (Format format : kRoundedFormats) {
     for (float bad : {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF}) {
       const Shape shape{format, 32, 100, 70};
       Weights weights(shape.layout(), random);
@@ -341,8 +367,8 @@ TEST(Linear, AgreesWithFloat64) {
               // What rounding the activation may do at most: half of a bf16 ulp, or of a
               // quantisation step.
               rounding +=
-                  std::abs(weight) *
-                  (shape.format == Format::kBf16 ? std::abs(row[k]) * 0x1p-8 : amax / 127 * 0.51);
+                  std::abs(weight) * (has_float_products(shape.format) ? std::abs(row[k]) * 0x1p-8
+                                                                       : amax / 127 * 0.51);
             }
             ASSERT_NEAR(out[r * stride + c], sum, rounding) << table->name;
           }
@@ -401,7 +427,12 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
     cases.push_back({Format::kInt8, group, 200, 300});
     cases.push_back({Format::kInt4, group, 200, 300});
     cases.push_back({Format::kLut4, group, 200, 300});
+    cases.push_back({Format::kInt8Fp16, group, 200, 300});
+    cases.push_back({Format::kInt4Fp16, group, 200, 300});
+    cases.push_back({Format::kFp8, group, 200, 300});
   }
+  cases.push_back({Format::kMxfp4, 32, 200, 300});
+  cases.push_back({Format::kNvfp4, 16, 200, 300});
   cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
   for (const Shape& shape : cases) {
     SCOPED_TRACE(name_of(shape));
@@ -416,7 +447,7 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
         EXPECT_EQ(gemm_calls > 0, count >= threshold);
         EXPECT_EQ(gemm_releases > 0, count >= threshold);
         const auto plain = run_ffn(*table, shape, record, rows);
-        if (shape.format != Format::kBf16) {
+        if (!has_float_products(shape.format)) {
           EXPECT_TRUE(same_bits(products, plain));
         } else {
           const std::vector<double> wide(plain.begin(), plain.end());

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantised import KINDS, Tensors, change_config, write_deepseek_v4, write_gpt_oss, write_quantised
-from safetensors.torch import save_file
+from quantised import KINDS, Tensors, change_config, rewrite, write_deepseek_v4, write_gpt_oss, write_quantised
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
@@ -85,12 +87,68 @@ def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None
 def test_families_with_names_of_their_own(write: Callable[[Path], object], own: Any, tmp_path: Path) -> None:
     write(tmp_path / "raw")
     read = _load(tmp_path / "raw", own(dequantize=True))
-    with pytest.warns(UserWarning, match="converts .*FP4.* experts to bf16, which holds every value exactly"):
-        model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
-    assert torch.equal(_logits(model), _logits(torch_mesh.patch(read, weights="bf16", resident=0.5)))
+    expected = _logits(torch_mesh.patch(read, weights="bf16", resident=0.5))
+    model = _load(tmp_path / "raw", MeshConfig(weights="bf16", resident=0.5))
+    assert torch.equal(_logits(model), expected)
+    model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
+    assert model.config.quantization_config.weights == "mxfp4"
+    _assert_close(_logits(model), expected, 0.03)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "ct_int4", "awq", "modelopt_file"])
+# What attention is in, and whether experts are a tensor each or one for all of a layer.
+@pytest.mark.parametrize(
+    "kind", ["fp8_blocks", "mxfp8", "ct_fp8_channel", "ct_int4", "modelopt_nvfp4", "gptq", "gpt_oss"]
+)
+def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, cache: Path) -> None:
+    raw = tmp_path / "raw"
+    if kind == "gpt_oss":
+        write_gpt_oss(raw)
+    else:
+        write_quantised(raw, KINDS[kind]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = _load(raw, MeshConfig(resident=0.5))
+    pool = next(patched_modules(model))._mesh_pool
+    assert pool.store is None and not list(cache.glob("stores/*/mesh_manifest.json"))
+    # Only what has to be dequantised was written.
+    rest = {name for path in cache.glob("stores/*-rest-*/*.safetensors") for name in load_file(path)}
+    assert not any(".experts." in name for name in rest) and bool(rest) == (kind != "gpt_oss")
+    stored = _load(raw, MeshConfig(resident=0.5, store=str(tmp_path / "store")))
+    assert next(patched_modules(stored))._mesh_pool.store is not None
+    logits = _logits(model)
+    assert torch.equal(logits, _logits(stored))
+    assert torch.equal(logits, _logits(_load(raw, MeshConfig(resident=0.5))))  # which finds the rest in the cache
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits, _logits(_load(tmp_path / "saved", MeshConfig(resident=0.25))))
+    torch_mesh.unpatch(model, lossy=True)
+    _assert_close(_logits(model), logits, 0.03)
+
+
+def test_damaged_codes_end_the_forward_that_needs_them(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
+    name = "model.layers.1.mlp.experts.2.up_proj.weight_scale"
+    rewrite(tmp_path / "raw", lambda tensors: tensors.update({name: torch.full_like(tensors[name], 255)}))
+    model = _load(tmp_path / "raw", MeshConfig(resident=0.5))
+    with pytest.raises(
+        ValueError, match="cannot pack expert 2 of layer 1: mxfp4 cannot hold a scale that is not a finite"
+    ):
+        model(input_ids=torch.arange(90)[None])
+
+
+def test_a_format_of_codes_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["awq"]())
+    with pytest.raises(
+        ValueError, match="weights='mxfp4' holds the codes of a checkpoint as they are, .* has AWQ experts"
+    ):
+        _load(tmp_path / "raw", MeshConfig(weights="mxfp4", resident=0.5))
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="weights='fp8' .* nothing is rounded to it: give one of 'bf16', 'int8'"):
+        _load(tmp_path / "plain", MeshConfig(weights="fp8", resident=0.5))
+    with pytest.raises(ValueError, match="nothing is rounded to it"):
+        torch_mesh.patch(tiny_model("qwen3_moe"), weights="nvfp4")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "awq"])
 def test_auto_takes_the_nearest_format(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     values = write_quantised(tmp_path / "raw", made)
@@ -153,7 +211,10 @@ def test_stand_ins_come_from_the_same_checkpoint(tmp_path: Path) -> None:
     model = _load(tmp_path / "int8", MeshConfig(resident=0.5, lossy={"fallback": "lut4"}))
     pool = next(patched_modules(model))._mesh_pool
     # "auto" takes groups of its own, by which the stand-ins are counted, too.
-    assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 32
+    assert pool.group_size == pool.fallback.group_size == model.config.quantization_config.group_size == 64
+    write_quantised(tmp_path / "fp8", KINDS["mxfp8"]())
+    model = _load(tmp_path / "fp8", MeshConfig(resident=0.5, lossy={"fallback": "int4"}))
+    assert torch.isfinite(_logits(model)).all()
 
 
 def test_a_checkpoint_that_says_nothing_of_its_dtype(tmp_path: Path) -> None:

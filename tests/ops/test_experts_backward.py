@@ -13,6 +13,10 @@ SPECS = [
     for activation in ACTIVATIONS
 ]
 SPECS += [
+    Spec(weights="mxfp4", group_size=32, bias=True, activation="swigluoai"),
+    Spec(weights="nvfp4", group_size=16),
+    Spec(weights="fp8", group_size=128),
+    Spec(weights="int4_fp16"),
     Spec(weights="bf16", gated=False, bias=True),
     Spec(weights="int4", gated=False),
     Spec(weights="int8", bias=True),

@@ -10,12 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyExperts, engine_options, ops, relative_error, routing, spec_with
+from tiny_pools import (
+    ACTIVATIONS,
+    TOLERANCE,
+    OpenPool,
+    Spec,
+    TinyExperts,
+    engine_options,
+    ops,
+    relative_error,
+    routing,
+    spec_with,
+)
 
 from torch_mesh import _C
 
-# The weights' own rounding is in the reference; what is left is that of activations, twice.
-TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ODD = [
     Spec(weights="bf16", hidden=72, intermediate=40),
@@ -33,11 +42,25 @@ ODD = [
     Spec(weights="int8", hidden=129, intermediate=31, group_size=64, bias=True, activation="swigluoai"),
     Spec(weights="int4", hidden=71, intermediate=130, group_size=128, activation="swigluoai"),
     Spec(weights="lut4", hidden=200, intermediate=72, group_size=32, bias=True, activation="swigluoai"),
+    Spec(weights="int8_fp16", hidden=129, intermediate=31, group_size=64),
+    Spec(weights="int4_fp16", hidden=71, intermediate=130, group_size=32, gated=False),
+    Spec(weights="mxfp4", hidden=200, intermediate=72, group_size=32, bias=True, activation="swigluoai"),
+    Spec(weights="mxfp4", hidden=65, intermediate=1, group_size=32),
+    Spec(weights="nvfp4", hidden=71, intermediate=130, group_size=16),
+    Spec(weights="fp8", hidden=264, intermediate=136, group_size=128, experts=2),
+    Spec(weights="fp8", hidden=71, intermediate=130, group_size=0, bias=True),
+    Spec(weights="fp8", hidden=129, intermediate=31, group_size=32, gated=False),
 ]
 
 
 def _name(spec: Spec) -> str:
-    parts = [spec.weights, f"{spec.hidden}x{spec.intermediate}", f"e{spec.experts}", str(spec.activation)]
+    parts = [
+        spec.weights,
+        f"g{spec.group_size}",
+        f"{spec.hidden}x{spec.intermediate}",
+        f"e{spec.experts}",
+        str(spec.activation),
+    ]
     return "-".join(parts + ["bias"] * spec.bias + ["ungated"] * (not spec.gated))
 
 

@@ -7,9 +7,16 @@ import torch
 from tiny_pools import OpenPool, Spec, TinyPool, ops, relative_error
 from torch import Tensor
 
+from torch_mesh.store.manifest import FORMAT_VERSIONS
+
 SPECS = [Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4", "lut4") for bias in (False, True)]
 SPECS.append(Spec(weights="int8", gated=False, activation=None))
-TOLERANCE = {"bf16": 1e-5, "int8": 0.02, "int4": 0.02, "lut4": 0.02}
+SPECS += [
+    Spec(weights="fp8", group_size=32),
+    Spec(weights="mxfp4", group_size=32, bias=True),
+    Spec(weights="nvfp4", group_size=16),
+]
+TOLERANCE = {weights: 1e-5 if weights in ("bf16", "fp8") else 0.02 for weights in FORMAT_VERSIONS}
 
 
 def _name(spec: Spec) -> str:

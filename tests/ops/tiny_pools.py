@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from codes import pack_random_codes
 from torch import Tensor
 
 from torch_mesh import _C, _testing
-from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.manifest import FORMAT_VERSIONS, OF_CODES, Shape, Store, group_sizes
 from torch_mesh.store.writer import StorePlan, write_store
 
 ops = torch.ops.torch_mesh
@@ -33,6 +34,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "swigluoai": swigluoai,
 }
+
+# What products with their weights may differ by from those in float64: by the roundings of activations, twice.
+TOLERANCE = {weights: 0.006 if weights in ("bf16", "fp8") else 0.025 for weights in FORMAT_VERSIONS}
+
 
 # Values of torch.ops.torch_mesh.residency.
 EMPTY, LOADING, READY = 0, 1, 2
@@ -102,7 +107,9 @@ class TinyExperts:
                 ),
                 modules=tuple(f"layers.{layer}.experts" for layer in range(spec.layers)),
                 weights=spec.weights,
-                group_size=0 if spec.weights == "bf16" else spec.group_size,
+                group_size=spec.group_size
+                if spec.group_size in group_sizes(spec.weights)
+                else group_sizes(spec.weights)[0],
                 source_name="tiny",
                 source_fingerprint="tiny",
             )
@@ -215,9 +222,21 @@ def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
     def bias(size: int) -> Tensor | None:
         return torch.randn(size, generator=generator) if spec.bias else None
 
+    gate_bias = bias(spec.intermediate) if spec.gated else None
+    biases = (gate_bias, bias(spec.intermediate), bias(spec.hidden))
+    if spec.weights in OF_CODES:
+        named = zip(("gate_bias", "up_bias", "down_bias"), biases, strict=True)
+        return pack_random_codes(
+            spec.weights,
+            spec.group_size,
+            spec.hidden,
+            spec.intermediate,
+            generator,
+            std=(1.5 * spec.hidden**-0.5, 1.5 * spec.intermediate**-0.5),
+            gated=spec.gated,
+            biases={name: values for name, values in named if values is not None} if spec.bias else None,
+        )
     gate = matrix(spec.intermediate, spec.hidden) if spec.gated else None
     up = matrix(spec.intermediate, spec.hidden)
     down = matrix(spec.hidden, spec.intermediate)
-    gate_bias = bias(spec.intermediate) if spec.gated else None
-    biases = (gate_bias, bias(spec.intermediate), bias(spec.hidden))
     return ops.pack(gate, up, down, *biases, spec.weights, spec.group_size)

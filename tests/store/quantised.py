@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
 
@@ -31,6 +32,12 @@ class Kind:
     nearest: tuple[str, int]
     suffix: str = ".weight"  # that the names of its tensors take the place of
     files: Mapping[str, Any] = field(default_factory=dict)
+    rounded: bool = False  # though it is of integers
+
+    @property
+    def kept(self) -> bool:
+        """Whether a record holds its codes as they are."""
+        return self.nearest[0] != "bf16" and not self.rounded
 
 
 def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
@@ -78,6 +85,17 @@ def _fp8(block: tuple[int, int], scale_fmt: str | None = None) -> Callable[[torc
         return parts, Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
 
     return quantise
+
+
+def _fp8_blocks(weight: torch.Tensor) -> Quantised:
+    """In blocks of 128 x 128, the last of which a matrix may cut off; transformers' own quantiser takes none such."""
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = blocks.abs().amax(dim=(1, 3)) / 448
+    spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale_inv": scale}, codes.float() * spread
 
 
 def _mxfp8(weight: torch.Tensor) -> Quantised:
@@ -231,11 +249,9 @@ def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantised]:
     return quantise
 
 
-def _of_library(
-    preset: str, form: str, nearest: tuple[str, int], *, transformers: bool = False, **changes: Any
-) -> Kind:
+def _of_library(preset: str, form: str, nearest: tuple[str, int], *, rounded: bool = False, **changes: Any) -> Kind:
     config, quantise = _compressed(preset, form, **changes)
-    return Kind(config, quantise, nearest)
+    return Kind(config, quantise, nearest, rounded=rounded)
 
 
 def _gptq_config(**fields: Any) -> dict[str, Any]:
@@ -249,6 +265,12 @@ KINDS: dict[str, Callable[[], Kind]] = {
         {"quant_method": "fp8", "weight_block_size": [64, 64], "fmt": "e4m3"},
         _fp8((64, 64)),
         ("int8", 32),
+        rounded=True,
+    ),
+    "fp8_blocks": lambda: Kind(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        _fp8_blocks,
+        ("fp8", 128),
     ),
     "fp8_powers_of_two": lambda: Kind(
         {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"},
@@ -258,44 +280,54 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "mxfp8": lambda: Kind(
         {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
         _mxfp8,
-        ("bf16", 0),
+        ("fp8", 32),
     ),
-    "ct_fp8_channel": lambda: _of_library("FP8_DYNAMIC", "float-quantized", ("int8", 32)),
+    "ct_fp8_channel": lambda: _of_library("FP8_DYNAMIC", "float-quantized", ("fp8", 0)),
     "ct_int4": lambda: _of_library("W4A16", "pack-quantized", ("int4", 32), group_size=32),
     "ct_int4_channel": lambda: _of_library(
         "W4A16", "pack-quantized", ("int4", 64), group_size=None, strategy="channel"
     ),
     "ct_int4_asymmetric": lambda: _of_library(
-        "W4A16_ASYM", "pack-quantized", ("int8", 32), group_size=32, strategy="group"
+        "W4A16_ASYM", "pack-quantized", ("int8", 32), rounded=True, group_size=32, strategy="group"
     ),
-    "ct_int8_packed": lambda: _of_library("W8A16", "pack-quantized", ("int8", 32), group_size=None, strategy="channel"),
-    "ct_int8": lambda: _of_library("W8A8", "int-quantized", ("int8", 32)),
-    "ct_mxfp4": lambda: _of_library("MXFP4A16", "mxfp4-pack-quantized", ("bf16", 0)),
-    "ct_mxfp8": lambda: _of_library("MXFP8A16", "mxfp8-quantized", ("bf16", 0)),
-    "ct_nvfp4": lambda: _of_library("NVFP4A16", "nvfp4-pack-quantized", ("int8", 32)),
+    "ct_int8_packed": lambda: _of_library("W8A16", "pack-quantized", ("int8", 64), group_size=None, strategy="channel"),
+    "ct_int8": lambda: _of_library("W8A8", "int-quantized", ("int8", 64)),
+    "ct_mxfp4": lambda: _of_library("MXFP4A16", "mxfp4-pack-quantized", ("mxfp4", 32)),
+    "ct_mxfp8": lambda: _of_library("MXFP8A16", "mxfp8-quantized", ("fp8", 32)),
+    "ct_nvfp4": lambda: _of_library("NVFP4A16", "nvfp4-pack-quantized", ("nvfp4", 16)),
     "modelopt_nvfp4": lambda: Kind(
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, _modelopt_nvfp4, ("int8", 32)
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, _modelopt_nvfp4, ("nvfp4", 16)
     ),
     "modelopt_file": lambda: Kind(
         {},
         _modelopt_nvfp4,
-        ("int8", 32),
+        ("nvfp4", 16),
         files={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}},
     ),
-    "modelopt_fp8": lambda: Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, _modelopt_fp8, ("int8", 32)),
-    "gptq": lambda: Kind(_gptq_config(), _gptq(symmetric=True), ("int4", 32)),
-    "gptq_v2": lambda: Kind(_gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4", 32)),
-    "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32)),
-    "gptq_ordered": lambda: Kind(_gptq_config(desc_act=True), _gptq(symmetric=True, ordered=True), ("int8", 32)),
+    "modelopt_fp8": lambda: Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, _modelopt_fp8, ("fp8", 128)),
+    "gptq": lambda: Kind(_gptq_config(), _gptq(symmetric=True), ("int4_fp16", 32)),
+    "gptq_v2": lambda: Kind(
+        _gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4_fp16", 32)
+    ),
+    "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32), rounded=True),
+    "gptq_ordered": lambda: Kind(
+        _gptq_config(desc_act=True), _gptq(symmetric=True, ordered=True), ("int8", 32), rounded=True
+    ),
     "auto_round": lambda: Kind(
         {"quant_method": "auto-round", "bits": 4, "sym": True, "packing_format": "auto_round:auto_gptq"},
         _gptq(symmetric=True),
-        ("int4", 32),
+        ("int4_fp16", 32),
     ),
-    "awq": lambda: Kind({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq, ("int8", 32)),
-    "bnb_nf4": lambda: Kind(_BNB, _bnb("nf4", nested=False), ("int8", 32)),
-    "bnb_nested": lambda: Kind(_BNB | {"bnb_4bit_use_double_quant": True}, _bnb("nf4", nested=True), ("int8", 32)),
-    "bnb_fp4": lambda: Kind(_BNB | {"bnb_4bit_quant_type": "fp4"}, _bnb("fp4", nested=False), ("int8", 32)),
+    "awq": lambda: Kind(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq, ("int8", 32), rounded=True
+    ),
+    "bnb_nf4": lambda: Kind(_BNB, _bnb("nf4", nested=False), ("int8", 32), rounded=True),
+    "bnb_nested": lambda: Kind(
+        _BNB | {"bnb_4bit_use_double_quant": True}, _bnb("nf4", nested=True), ("int8", 32), rounded=True
+    ),
+    "bnb_fp4": lambda: Kind(
+        _BNB | {"bnb_4bit_quant_type": "fp4"}, _bnb("fp4", nested=False), ("int8", 32), rounded=True
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that another tool has quantised: what their weights are read as, and what becomes of them."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -20,15 +21,16 @@ from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertTensors, find_experts
 from torch_mesh.plan import find_sizes
 from torch_mesh.store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.convert import convert, nearest_weights
+from torch_mesh.store.convert import convert, weights_of_checkpoint
 from torch_mesh.store.header import read_header, read_range
 from torch_mesh.store.inspect import describe
-from torch_mesh.store.manifest import open_store
+from torch_mesh.store.manifest import Store, open_store
 from torch_mesh.store.sources import layout
 from torch_mesh.store.sources.fp8 import ScaledFp8
 from torch_mesh.store.sources.layout import Misfit, scale_values
 from torch_mesh.store.verify import read_record
 
+KEPT = [kind for kind in KINDS if KINDS[kind]().kept]
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -54,8 +56,41 @@ def test_values_are_those_of_the_format_exactly(kind: str, written: Any) -> None
             for part, name in PROJECTIONS.items():
                 expected = values[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"]
                 assert torch.equal(getattr(read, part), expected), (layer, expert, part)
-    with pytest.warns(UserWarning, match="auto"):
-        assert nearest_weights(experts) == KINDS[kind]().nearest
+    with contextlib.nullcontext() if kind in KEPT else pytest.warns(UserWarning, match="auto"):
+        assert weights_of_checkpoint(experts, "auto") == KINDS[kind]().nearest
+
+
+def _expect_records_of(store: Store, values: Callable[[int, int, str], torch.Tensor]) -> None:
+    manifest, shape = store.manifest, store.manifest.shape
+    sizes = (shape.hidden, shape.intermediate, shape.gated, shape.bias)
+    for layer, expert in store.records():
+        record = torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
+        unpacked = torch.ops.torch_mesh.unpack(record, manifest.weights, manifest.group_size, *sizes)
+        gate, up = unpacked[0].split(shape.intermediate)
+        for part, found in {"gate": gate, "up": up, "down": unpacked[1]}.items():
+            assert torch.equal(found, values(layer, expert, part)), (layer, expert, part)
+
+
+# Blocks and groups that divide no matrix, as well as those that do.
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 384, "moe_intermediate_size": 320}])
+@pytest.mark.parametrize("kind", KEPT)
+def test_records_hold_codes_and_scales_as_they_are(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    values = write_quantised(tmp_path / "raw", KINDS[kind](), **sizes)
+    store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
+    assert store.manifest.weights == KINDS[kind]().nearest[0]
+    _expect_records_of(
+        store, lambda layer, e, part: values[f"model.layers.{layer}.mlp.experts.{e}.{PROJECTIONS[part]}.weight"]
+    )
+
+
+def test_a_format_of_codes_is_for_those_that_have_them(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "raw", KINDS["ct_mxfp4"]())
+    with pytest.raises(ValueError, match=r"weights='nvfp4' holds .* has MXFP4 experts: give one of 'mxfp4', 'bf16'"):
+        convert(tmp_path / "raw", tmp_path / "store", "nvfp4")
+    by_name = convert(tmp_path / "raw", tmp_path / "by name", "mxfp4").store
+    by_itself = convert(tmp_path / "raw", tmp_path / "by itself", "auto").store
+    for layer, expert in by_name.records():
+        assert read_record(by_name, layer, expert) == read_record(by_itself, layer, expert)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,21 +108,31 @@ def test_a_store_has_the_rest_unquantised(kind: str, written: Any, tmp_path: Pat
 
 
 def test_gpt_oss_in_blocks_is_read_exactly(tmp_path: Path) -> None:
-    values = write_gpt_oss(tmp_path)
-    model = meta_model(read_config(tmp_path))
-    experts = find_checkpoint_experts(tmp_path, model)
+    raw = tmp_path / "raw"
+    values = write_gpt_oss(raw)
+    model = meta_model(read_config(raw))
+    experts = find_checkpoint_experts(raw, model)
     for number, layer in enumerate(find_experts(model)):
         own = {name: values[f"{layer.path}.{name}"] for name in layer.parameter_names}
         for expert in range(layer.num_experts):
             read, expected = experts.read_expert(number, expert), layer.expert(expert, own)
             for part, tensor in vars(expected).items():
                 assert torch.equal(getattr(read, part), tensor), part
-    assert experts.nearest().weights == "bf16" and experts.nearest().exact
+    assert experts.nearest().weights == "mxfp4" and experts.nearest().exact
+    layers = find_experts(model)
+
+    def expected_part(number: int, expert: int, part: str) -> torch.Tensor:
+        layer = layers[number]
+        own = {name: values[f"{layer.path}.{name}"] for name in layer.parameter_names}
+        return getattr(layer.expert(expert, own), part)
+
+    _expect_records_of(convert(raw, tmp_path / "store", "auto").store, expected_part)
 
 
 def test_fp4_experts_beside_fp8_are_read_exactly(tmp_path: Path) -> None:
-    values = write_deepseek_v4(tmp_path)
-    experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
+    raw = tmp_path / "raw"
+    values = write_deepseek_v4(raw)
+    experts = find_checkpoint_experts(raw, meta_model(read_config(raw)))
     for layer in range(experts.shape.layers):
         for expert in range(experts.shape.experts):
             read = experts.read_expert(layer, expert)
@@ -95,7 +140,12 @@ def test_fp4_experts_beside_fp8_are_read_exactly(tmp_path: Path) -> None:
                 assert torch.equal(
                     getattr(read, part), values[f"model.layers.{layer}.ffn.experts.{expert}.{name}.weight"]
                 )
-    assert experts.nearest().weights == "bf16" and experts.nearest().exact
+    assert experts.nearest().weights == "mxfp4" and experts.nearest().exact
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    _expect_records_of(
+        convert(raw, tmp_path / "store", "auto").store,
+        lambda layer, expert, part: values[f"model.layers.{layer}.ffn.experts.{expert}.{names[part]}.weight"],
+    )
 
 
 def test_blocks_that_a_matrix_cuts_off(tmp_path: Path) -> None:
@@ -238,6 +288,31 @@ DAMAGE = [
     ("bnb_nested", ".weight.nested_quant_map", GONE, "is not there"),
     ("bnb_nested", ".weight.nested_absmax", lambda t: t.repeat(2), "belongs to"),
 ]
+
+
+# Of records that hold codes.
+DAMAGE_OF_CODES = [
+    ("fp8_blocks", ".weight_scale_inv", _filled(torch.nan), "a scale that is not a finite number"),
+    ("fp8_blocks", ".weight", _codes(0x7F), "a weight that is not a number"),
+    ("mxfp8", ".weight_scale_inv", _filled(255), "a scale that is not a finite number"),
+    ("ct_int4", ".weight_scale", _filled(torch.inf), "a scale that is not a finite number"),
+    ("ct_nvfp4", ".weight_global_scale", _filled(0), "a factor that is no finite number"),
+    ("modelopt_nvfp4", ".weight_scale", _codes(0x81), "a scale below zero"),
+    ("gptq", ".qzeros", _filled(0x77777776), "zero points"),
+    ("gptq", ".g_idx", lambda t: t.flip(0), "groups in an order of their own"),
+]
+
+
+@pytest.mark.parametrize(("kind", "suffix", "change", "problem"), DAMAGE_OF_CODES)
+def test_damaged_codes_are_named(
+    kind: str, suffix: str, change: Any, problem: str, written: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(written(kind)[0], tmp_path / "raw")
+    rewrite(tmp_path / "raw", lambda tensors: _changed(suffix, change)(EXPERT, tensors))
+    with pytest.raises(StoreError, match=f"expert 2 of layer 1: .* cannot hold {problem}") as caught:
+        convert(tmp_path / "raw", tmp_path / "store", "auto")
+    assert caught.value.file == str(tmp_path / "raw" / "model.safetensors")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("stem", [EXPERT, ATTENTION])

@@ -10,7 +10,7 @@ from rich.filesize import decimal as format_bytes
 from torch_mesh.cli.options import positive
 from torch_mesh.store.convert import convert
 from torch_mesh.store.hub import local_folder
-from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
+from torch_mesh.store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -25,16 +25,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("destination", help="the folder to write")
     parser.add_argument(
         "--weights",
-        choices=("auto", *WEIGHTS),
+        choices=("auto", *WEIGHTS, *OF_CODES),
         required=True,
-        help="format of the experts' weights; auto: the one nearest to the checkpoint's, which it names",
+        help="format of the experts' weights; auto: the one that holds the checkpoint's as they are, or is nearest to them",
     )
     parser.add_argument(
         "--group-size",
         type=int,
         choices=GROUP_SIZES,
         default=64,
-        help="weights that share one scale, for all but bf16 and auto (default: %(default)s)",
+        help="weights that share one scale, for int8, int4 and lut4 (default: %(default)s)",
     )
     parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")

@@ -73,8 +73,9 @@ def choose_experts(
     experts = layers[0].num_experts
     wanted = config.gpu.experts
     there = format_on_gpu(config, weights)
+    group_there = group_size if there == weights else checked_group_size(there, config.group_size)
     size = _RecordSizes(
-        there=record_bytes(layers, there, checked_group_size(there, config.group_size)),
+        there=record_bytes(layers, there, group_there),
         up=record_bytes(layers, weights, group_size),
     )
     uses = _uses(config, stored_layers or len(layers), layers, places)

@@ -27,8 +27,10 @@ import torch
 import transformers
 from transformers import conversion_mapping, core_model_loading
 
+from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
+from torch_mesh.store.codes import RAW_DTYPES, KeptCodes, kept_codes
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.sources import Source, method_of, nearest, own_quantisation, source_of
@@ -37,7 +39,6 @@ from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 if TYPE_CHECKING:
     from torch_mesh._C import RawView
 
-RAW_DTYPES: Mapping[str, str] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
@@ -50,7 +51,8 @@ class CheckpointExperts:
     pieces gate, up, down and their biases are, and is the same for every expert. ``modules`` are the paths of the experts modules,
     ``names`` the tensors in the checkpoint that hold experts; all others are ``other_tensors``, by file.
 
-    Of a quantised checkpoint ``weights`` are all weights, which are what ``extents`` names and counts the bytes of, as if they were fp32.
+    Of a quantised checkpoint ``weights`` are all weights, which are what ``extents`` names and counts the bytes of, as if they were fp32; ``kept``
+    is how they lie in the files, where a record holds their codes and scales as they are.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class CheckpointExperts:
     headers: tuple[Header, ...]
     quantisation: Mapping[str, Any] | None = None
     weights: tuple[Weight, ...] = ()
+    kept: KeptCodes | None = None
 
     @property
     def format(self) -> str:
@@ -88,8 +91,16 @@ class CheckpointExperts:
     @property
     def reads_per_expert(self) -> int:
         """Of the pieces that one expert is in."""
+        if self.kept is not None:
+            return int(self.kept.extents.shape[2])
         pieces = self.extents[0, 0, :, 0].tolist()
         return sum(len(self.weights[index].parts) for index in pieces) if self.weights else len(pieces)
+
+    @property
+    def rest_is_quantised(self) -> bool:
+        """Whether any weight but the experts' is."""
+        of_experts = {weight.name for weight in self._of_experts()} if self.weights else set()
+        return any(not weight.is_plain and weight.name not in of_experts for weight in self.weights)
 
     @property
     def expert_files(self) -> tuple[Path, ...]:
@@ -98,9 +109,11 @@ class CheckpointExperts:
 
     def nearest(self) -> Nearest:
         """The format of ours that is nearest to what the experts are kept in."""
-        if not self.weights:
-            return nearest_to(self.dtype)
-        return nearest(self._of_experts())
+        if self.kept is not None:
+            return Nearest(
+                self.kept.weights, self.kept.group_size, True, "which holds their codes and scales as they are"
+            )
+        return nearest(self._of_experts()) if self.weights else nearest_to(self.dtype)
 
     def _of_experts(self) -> list[Weight]:
         return [self.weights[index] for index in sorted(set(self.extents[..., 0].flatten().tolist()))]
@@ -119,14 +132,30 @@ class CheckpointExperts:
 
     def source_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
+        kept = self.kept
         return {
             "files": list(self.files),
-            "extents": self.extents,
+            "extents": self.extents if kept is None else kept.extents,
             "checksums": None,
             "store_id": bytes(16),
-            "raw_dtype": self.dtype,
-            "raw_views": self.raw_views,
+            "raw_dtype": self.dtype if kept is None else kept.dtype,
+            "raw_views": self.raw_views if kept is None else kept.raw_views,
         }
+
+    def pack_kept(self, layer: int, expert: int) -> torch.Tensor:
+        """One expert's record of its codes and scales, read now. Raises ``StoreError`` for those that stand for no number."""
+        kept, shape = self.kept, self.shape
+        assert kept is not None
+        extents = kept.extents[layer, expert].tolist()
+        pieces = [read_range(self.files[file][0], offset, size) for file, offset, size in extents]
+        sizes = (shape.hidden, shape.intermediate, shape.gated, shape.bias)
+        try:
+            record = _C.pack_raw(pieces, kept.dtype, kept.raw_views, kept.weights, kept.group_size, *sizes)
+        except ValueError as problem:
+            file, offset, _ = extents[0]
+            where = f"expert {expert} of layer {layer}"
+            raise store_error(self.files[file][0], f"{where}: {problem}", offset) from None
+        return torch.frombuffer(bytearray(record), dtype=torch.uint8)
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
         """One expert's weights in the checkpoint's dtype, read now; ``gate``, ``up`` and ``down`` are views of what was read."""
@@ -247,6 +276,7 @@ def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Parameter
         headers=headers,
         quantisation=stacks.quantisation,
         weights=stacks.weights,
+        kept=kept_codes(stacks.weights, headers, extents, raw_views) if stacks.weights else None,
     )
 
 

@@ -29,11 +29,19 @@ from torch_mesh.store.checkpoint import (
     shape_of,
 )
 from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Tensor, encode_header, store_error, weight_files
-from torch_mesh.store.manifest import GROUP_SIZES, MAX_FILE_BYTES, WEIGHTS, Store, config_text, quantization_table
+from torch_mesh.store.manifest import (
+    GROUP_SIZES,
+    MAX_FILE_BYTES,
+    OF_CODES,
+    WEIGHTS,
+    Store,
+    config_text,
+    quantization_table,
+)
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.verify import read_record
-from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_store
+from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_folder, write_store
 
 _COPY_BYTES = 8 << 20
 _DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -70,15 +78,17 @@ def convert(
 ) -> Written:
     """Converts the checkpoint in the folder ``source`` to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4' or 'lut4', or 'auto', which is what is nearest to the source; ``group_size`` (32, 64 or 128) is
-    ignored for bf16 and 'auto'; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
+    ``weights`` is 'bf16', 'int8', 'int4' or 'lut4', 'auto', which is what is nearest to the source, or the format that holds its codes as they
+    are; ``group_size`` (32, 64 or 128) is for the integers that it names; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
     that is something else, and a disk without room.
     """
     source, destination = Path(source), Path(destination)
-    if weights != "auto":
+    if weights in WEIGHTS:
         group_size = checked_group_size(weights, group_size)
+    elif weights not in ("auto", *OF_CODES):
+        raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *OF_CODES)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
     fingerprint = _fingerprint(source)  # before the headers are read by which it is converted
@@ -89,8 +99,8 @@ def convert(
             f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
         )
         warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
-    if weights == "auto":
-        weights, group_size = nearest_weights(experts)
+    if weights not in WEIGHTS:
+        weights, group_size = weights_of_checkpoint(experts, weights)
     elif weights == "bf16" and not _fits_bf16(experts):
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(
@@ -193,10 +203,18 @@ def convert_store(
     return write_store(destination, plan, records, progress=progress)
 
 
-def nearest_weights(experts: CheckpointExperts) -> tuple[str, int]:
-    """What ``weights="auto"`` is for a checkpoint that is converted, and the group size; says why where another tool has quantised it."""
+def weights_of_checkpoint(experts: CheckpointExperts, weights: str) -> tuple[str, int]:
+    """What 'auto', or the name of a format of codes, is for a checkpoint, and the group size; says so where values are rounded.
+
+    Raises ``ValueError`` where the checkpoint's codes are no such format's.
+    """
     choice = experts.nearest()
-    if experts.weights:
+    if weights not in ("auto", choice.weights):
+        raise ValueError(
+            f"weights={weights!r} holds the codes of a checkpoint as they are, and {experts.folder} has {experts.format} experts: give one of "
+            f"{', '.join(map(repr, dict.fromkeys((choice.weights, *WEIGHTS))))}, or 'auto'."
+        )
+    if experts.weights and experts.kept is None:
         warnings.warn(f"{experts.folder}: {describe_nearest(experts)}. Name weights= for another format.", stacklevel=3)
     return choice.weights, choice.group_size
 
@@ -230,12 +248,21 @@ def _check_unchanged(source: Path, fingerprint: str) -> None:
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
-    """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones."""
+    """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones, and those that nothing is rounded to."""
+    if weights in OF_CODES:
+        raise ValueError(
+            f"weights={weights!r} holds the codes of a checkpoint that has them, and nothing is rounded to it: give one of "
+            f"{', '.join(map(repr, WEIGHTS))}."
+        )
     if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights!r} is unknown; it is one of {', '.join(map(repr, WEIGHTS))}.")
+        raise ValueError(unknown_weights(weights, WEIGHTS))
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size={group_size!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
     return 0 if weights == "bf16" else group_size
+
+
+def unknown_weights(weights: str, known: Iterable[str]) -> str:
+    return f"weights={weights!r} is unknown; it is one of {', '.join(map(repr, known))}."
 
 
 def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.Tensor:
@@ -255,6 +282,9 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
 def _pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
+    kept = experts.kept
+    if kept is not None and (kept.weights, kept.group_size) == (weights, group_size):
+        return experts.pack_kept(layer, expert)
     return pack_expert(experts.read_expert(layer, expert), weights, group_size)
 
 
@@ -293,6 +323,18 @@ def _files_beside_records(
     files.extend(_copied(path) for path in copied)
     files.extend(_dense_file(name, members) for name, members in dense)
     return files
+
+
+def write_rest(
+    experts: CheckpointExperts, model: PreTrainedModel, folder: Path, progress: Progress | None = None
+) -> list[Path]:
+    """All but the experts of a quantised checkpoint, dequantised, in safetensors files of ``folder``, which they are written to unless it is there.
+
+    Raises ``StoreError`` for damaged files and a disk without room.
+    """
+    files = [_dense_file(name, members) for name, members in _dense_files(experts, model, MAX_FILE_BYTES)]
+    write_folder(folder, files, progress)
+    return [folder / file.name for file in files]
 
 
 def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:

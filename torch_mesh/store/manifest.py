@@ -40,9 +40,23 @@ from torch_mesh.store.header import (
 
 MANIFEST_NAME = "mesh_manifest.json"
 # Of the manifest and of the packed layout of these weights, csrc/store/record.h. int8 had weight sums in version 1.
-FORMAT_VERSIONS = {"bf16": 1, "int8": 2, "int4": 1, "lut4": 1}
-WEIGHTS = tuple(FORMAT_VERSIONS)
-GROUP_SIZES = (32, 64, 128)
+FORMAT_VERSIONS = {
+    "bf16": 1,
+    "int8": 2,
+    "int4": 1,
+    "lut4": 1,
+    "int8_fp16": 1,
+    "int4_fp16": 1,
+    "mxfp4": 1,
+    "nvfp4": 1,
+    "fp8": 1,
+}
+WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that anything can be rounded to
+OF_CODES = tuple(
+    name for name in FORMAT_VERSIONS if name not in WEIGHTS
+)  # that a quantised checkpoint's codes fit as they are
+GROUP_SIZES = (32, 64, 128)  # that can be chosen
+_OTHER_GROUP_SIZES = {"bf16": (0,), "mxfp4": (32,), "nvfp4": (16,), "fp8": (0, 32, 128)}
 MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 16 << 20  # of a file beside the records: what one of its checksums covers
 _MAX_PATH = 512
@@ -101,7 +115,7 @@ class Manifest:
     source_name: str
     source_fingerprint: str
     weights: str
-    group_size: int  # 0 for bf16
+    group_size: int  # 0: none
     record_bytes: int
     shape: Shape
     modules: tuple[str, ...]
@@ -183,7 +197,17 @@ def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memor
 def quantization_table(weights: str, group_size: int) -> dict[str, Any]:
     """``quantization_config`` of a store's config.json, as the conversion writes it."""
     table: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
-    return table | ({"group_size": group_size} if group_size else {})
+    return table | ({"group_size": group_size} if has_chosen_groups(weights) else {})
+
+
+def group_sizes(weights: str) -> tuple[int, ...]:
+    """That records of a format can have; 0: no groups."""
+    return _OTHER_GROUP_SIZES.get(weights, GROUP_SIZES)
+
+
+def has_chosen_groups(weights: str) -> bool:
+    """Whether a config's ``group_size`` says something of such records."""
+    return weights not in _OTHER_GROUP_SIZES
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -275,8 +299,8 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if weights not in WEIGHTS:
-        raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(WEIGHTS)}")
+    if weights not in FORMAT_VERSIONS:
+        raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMAT_VERSIONS)}")
     if version != FORMAT_VERSIONS[weights]:
         raise store_error(
             path,
@@ -288,8 +312,8 @@ def _check_version(path: Path, table: dict[str, Any]) -> None:
 def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
     shape = _typed_shape(table["shape"])
     weights, group_size = table["weights"], _integer(table, "group_size", 0, max(GROUP_SIZES))
-    if group_size not in ((0,) if weights == "bf16" else GROUP_SIZES):
-        raise ValueError(f"'group_size' is {group_size} of {weights} records; it is one of {GROUP_SIZES}, or 0 of bf16")
+    if group_size not in group_sizes(weights):
+        raise ValueError(f"'group_size' is {group_size} of {weights} records; it is one of {group_sizes(weights)}")
     record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
     modules = table["modules"]
     if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):

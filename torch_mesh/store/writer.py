@@ -182,6 +182,34 @@ def write_store(
     return Written(existing or open_store(folder), existed=existing is not None)
 
 
+def write_folder(folder: Path, files: Sequence[NewFile], progress: Progress | None = None) -> None:
+    """Writes files to a folder of the cache: all of them or none. One that is there is what an earlier call has written.
+
+    Raises ``StoreError`` for a disk without room and a cache that cannot be written to.
+    """
+    if folder.is_dir():
+        return
+    with _lock_of(folder, None):
+        if folder.is_dir():  # by another process meanwhile
+            return
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        total, done = sum(file.size for file in files), 0
+        check_free_space(folder.parent, total)
+        partial.mkdir()
+        with full_disk_as_store_error(folder.parent, "Free some room and open the model again"):
+            for file in files:
+                with (partial / file.name).open("wb") as stream:
+                    for chunk in file.chunks():
+                        stream.write(chunk)
+                        done += len(chunk)
+                        if progress is not None:
+                            progress(done, total)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        partial.rename(folder)
+
+
 def remove_made_from(folder: str | os.PathLike[str], fingerprint: str) -> None:
     """Removes the store in ``folder``, or what there is of it beside that, if it was made from the source of this fingerprint.
 

@@ -59,7 +59,7 @@ class Awq(Layout):
         grouped *= scale.unsqueeze(-1)
         return values
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return in_int8("codes with zero points fit none of the 4-bit formats")
 
 

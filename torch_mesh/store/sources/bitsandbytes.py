@@ -78,7 +78,7 @@ class Bnb4(Layout):
         values[whole * size :].mul_(scale[-1])
         return values.view(shape)
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return in_int8("its table is that of none of the 4-bit formats")
 
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from torch_mesh.store.header import Tensor
+from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
     EXPONENTS,
     FLOATS,
     IN_BF16,
+    Codes,
     Layout,
     Misfit,
     Nearest,
+    Scales,
     Shape,
     check_dtype,
     check_rank,
@@ -23,6 +25,8 @@ from torch_mesh.store.sources.layout import (
     grid,
     in_int8,
     is_multiple,
+    mxfp4_codes,
+    scale_type,
     scale_values,
     scaled_in_groups,
 )
@@ -65,7 +69,22 @@ class ScaledFp8(Layout):
         across *= scale.unsqueeze(-2).unsqueeze(-1)
         return values
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        scale = parts["scale"]
+        rows, columns = shape[-2:]
+        size = DTYPE_BITS[scale.dtype] // 8
+        if scale.shape in ((), (1,)):
+            return _fp8_codes(128, columns, Scales(scale_type(scale), rows, columns, 0, 0))
+        block = self._block_of(shape, scale.shape)
+        scales = Scales(scale_type(scale), *block, size * scale.shape[-1], size)
+        whole_rows = block[1] >= columns
+        if (block[0] % 64 == 0 or block[0] >= rows) and (block[1] % 128 == 0 or whole_rows):
+            return _fp8_codes(128, columns, scales)
+        if whole_rows:
+            return _fp8_codes(0, columns, scales)
+        return _fp8_codes(32, columns, scales) if block[1] % 32 == 0 and scales.type == "e8m0" else None
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         if parts["scale"].dtype in EXPONENTS or self._powers_of_two:
             return IN_BF16
         return in_int8("bf16 would round by .16 % and take twice the bytes")
@@ -108,5 +127,12 @@ class Fp4InFp8(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        return mxfp4_codes(shape[-1])
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return IN_BF16
+
+
+def _fp8_codes(group_size: int, columns: int, scales: Scales) -> Codes:
+    return Codes("fp8", group_size, "bytes", columns, columns, columns, scales)

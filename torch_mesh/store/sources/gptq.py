@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from torch_mesh.store.header import Tensor
+from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
     FLOATS,
+    Codes,
     Layout,
     Misfit,
     Nearest,
+    Scales,
     Shape,
     check_dtype,
     check_rank,
     check_shape,
     in_int4,
     in_int8,
+    integer_codes,
     is_multiple,
+    scale_type,
     scale_values,
     unpack_words,
 )
@@ -78,11 +82,35 @@ class Gptq(Layout):
             return values
         return values.sub_(zeros[:, order]).mul_(scale[:, order])
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        groups = parts["scale"].shape[0]
-        plain = self._bits == 4 and self._symmetric and not self._ordered and is_multiple(shape[1], groups)
-        kept = in_int4(shape[1] // groups, parts["scale"].dtype == "BF16") if plain else None
-        return kept or in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        rows, columns = shape
+        scale = parts["scale"]
+        if self._bits == 2 or not self._is_plain(parts, shape) or rows % self._each:
+            return None
+        size = DTYPE_BITS[scale.dtype] // 8
+        scales = Scales(scale_type(scale), 1, columns // scale.shape[0], size, size * rows)
+        middle = 0x88 if self._bits == 4 else 0x80
+        return integer_codes(
+            self._bits,
+            scales,
+            columns,
+            run=self._each,
+            run_bytes=4 * rows,
+            row_bytes=4,
+            flip=0 if self._bits == 4 else 0x80,
+            in_turn="order" if "order" in parts else None,
+            zeros=middle - (0x11 if self._bits == 4 else 1) if self._one_less else middle,
+        )
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        if self._bits == 4 and self._is_plain(parts, shape):
+            kept = in_int4(shape[1] // parts["scale"].shape[0])
+            if kept is not None:
+                return kept
+        return in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+
+    def _is_plain(self, parts: Mapping[str, Tensor], shape: Shape) -> bool:
+        return self._symmetric and not self._ordered and is_multiple(shape[1], parts["scale"].shape[0])
 
 
 def _in_turn(columns: int, groups: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
 }
 FLOATS = ("BF16", "F16", "F32")
+SCALE_TYPES: Mapping[str, str] = {
+    "BF16": "bf16",
+    "F16": "fp16",
+    "F32": "fp32",
+    "U8": "e8m0",
+    "F8_E8M0": "e8m0",
+    "F8_E4M3": "e4m3",
+}
 EXPONENTS = ("U8", "F8_E8M0")  # one byte that is a power of two
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -55,6 +63,41 @@ class Nearest:
     why: str
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Of codes: one for each ``rows`` x ``columns`` weights, and how many bytes there are from one to the next."""
+
+    type: str  # 'bf16', 'fp16', 'fp32', 'e8m0', 'e4m3'
+    rows: int
+    columns: int
+    row_bytes: int
+    column_bytes: int
+    part: str = "scale"  # that they stand in
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How a weight's codes and scales stand in its parts, where a record holds them as they are; of a stack those of one expert.
+
+    ``run`` inputs stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half of them in the
+    lower bits and the second in the upper ones ('halves').
+    """
+
+    weights: str
+    group_size: int
+    order: str  # 'bytes', 'pairs', 'halves'
+    run: int
+    run_bytes: int
+    row_bytes: int
+    scales: Scales
+    offset: int = 0  # of the first code in the part 'codes'
+    flip: int = 0  # bits of each code that are the other way round in a record
+    factor: str | None = None  # the part that multiplies all scales
+    divisor: str | None = None  # that divides them
+    zeros: int | None = None  # what each byte of the part 'zeros' has to be, as codes are symmetric
+    in_turn: str | None = None  # the part that has to say that groups follow one another
+
+
 # Rounding to eight bits adds half a percent to what the source's own rounding to four or eight has cost already, which is 3 to 10 %;
 # groups of 32 have the least error for their bytes: docs/decisions/0040.
 _INT8 = Nearest("int8", 32, False, "which rounds by about half a percent of a weight's typical size")
@@ -66,13 +109,36 @@ def in_int8(what: str) -> Nearest:
     return replace(_INT8, why=f"{_INT8.why}; {what}")
 
 
-def in_int4(columns: int, exact: bool) -> Nearest | None:
-    """For symmetric codes of 4 bits with a scale for each ``columns``; None where no groups of ours lie within those."""
-    group = next((size for size in (128, 64, 32) if columns % size == 0), None)
+def in_int4(columns: int) -> Nearest | None:
+    """For symmetric codes of 4 bits with a scale of fp32 for each ``columns``; None where no groups of ours lie within those."""
+    group = group_within(columns)
     if group is None:
         return None
-    scales = "" if exact else ", with scales rounded to bf16"
-    return Nearest("int4", group, False, f"which has the same codes and groups{scales}")
+    return Nearest("int4", group, False, "which has the same codes and groups, with scales rounded to bf16")
+
+
+def group_within(columns: int) -> int | None:
+    """The largest group of ours that divides ``columns``."""
+    return next((size for size in (128, 64, 32) if columns % size == 0), None)
+
+
+def integer_codes(bits: int, scales: Scales, depth: int, **places: Any) -> Codes | None:
+    """Of symmetric integers. None where no record has such scales, or none of our groups lies within theirs."""
+    weights = {"bf16": f"int{bits}", "fp16": f"int{bits}_fp16"}.get(scales.type)
+    group = group_within(scales.columns) or (32 if scales.columns >= depth else None)
+    if weights is None or group is None:
+        return None
+    return Codes(weights, group, "pairs" if bits == 4 else "bytes", scales=scales, **places)
+
+
+def scale_type(scale: Tensor) -> str:
+    return SCALE_TYPES[scale.dtype]
+
+
+def mxfp4_codes(columns: int) -> Codes:
+    """E2M1 in pairs, and E8M0 for each 32."""
+    scales = Scales("e8m0", 1, 32, columns // 32, 1)
+    return Codes("mxfp4", 32, "pairs", columns, columns // 2, columns // 2, scales)
 
 
 def nearest_to(dtype: str) -> Nearest:
@@ -106,9 +172,13 @@ class Layout(ABC):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         """In fp32, each the nearest to what codes and scales say. Raises ``Misfit`` for scales and codes that are no numbers."""
 
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        """By headers alone. None where no record holds the weight's codes."""
+        return None
+
     @abstractmethod
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        """By headers alone."""
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        """What is nearest to its values, by headers alone."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +210,25 @@ class Weight:
         with torch.device("cpu"), _named(self.parts):
             return self.layout.values({role: self._read_part(role, expert) for role in self.parts}, shape)
 
-    def nearest(self) -> Nearest:
-        return self.layout.nearest({role: tensor for role, (_, tensor) in self.parts.items()}, self.shape)
+    def rounded(self) -> Nearest:
+        return self.layout.rounded(self._headers(), self.shape)
+
+    def codes_as_they_are(self) -> Codes | None:
+        return self.layout.codes(self._headers(), self.shape)
+
+    def part(self, role: str, expert: int | None) -> tuple[Path, Tensor]:
+        """Where a part stands, that of one expert in a stack, unless all of them share it."""
+        path, tensor = self.parts[role]
+        if expert is None or not tensor.shape or tensor.shape[0] != self.shape[0]:
+            return path, tensor
+        size = tensor.bytes // tensor.shape[0]
+        return path, replace(tensor, offset=tensor.offset + expert * size, bytes=size, shape=tensor.shape[1:])
+
+    def _headers(self) -> dict[str, Tensor]:
+        return {role: tensor for role, (_, tensor) in self.parts.items()}
 
     def _read_part(self, role: str, expert: int | None) -> torch.Tensor:
-        path, tensor = self.parts[role]
-        shape = tensor.shape
-        if expert is not None and shape and shape[0] == self.shape[0]:
-            size = tensor.bytes // shape[0]
-            tensor = replace(tensor, offset=tensor.offset + expert * size, bytes=size)
-            shape = shape[1:]
-        return read_tensor(path, tensor, shape)
+        return read_tensor(*self.part(role, expert))
 
 
 def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tensor]]) -> Weight:
@@ -167,11 +245,10 @@ def make_weight(name: str, layout: Layout, parts: Mapping[str, tuple[Path, Tenso
     return Weight(name, shape, layout, parts)
 
 
-def read_tensor(path: Path, tensor: Tensor, shape: Shape | None = None) -> torch.Tensor:
+def read_tensor(path: Path, tensor: Tensor) -> torch.Tensor:
     """``tensor`` of a file, read now. Raises ``StoreError`` if the file ends before it."""
     data = read_range(path, tensor.offset, tensor.bytes)
-    dtype = TORCH_DTYPES[tensor.dtype]
-    return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape if shape is None else shape)
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 @contextmanager

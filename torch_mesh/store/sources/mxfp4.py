@@ -10,6 +10,7 @@ from torch_mesh.store.header import Tensor
 from torch_mesh.store.sources.layout import (
     EXPONENTS,
     IN_BF16,
+    Codes,
     Layout,
     Misfit,
     Nearest,
@@ -18,6 +19,7 @@ from torch_mesh.store.sources.layout import (
     check_rank,
     check_shape,
     fp4_values,
+    mxfp4_codes,
     scale_values,
     scaled_in_groups,
 )
@@ -49,7 +51,10 @@ class Mxfp4Blocks(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         return scaled_in_groups(fp4_values(parts["codes"]).reshape(shape), scale_values(parts))
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        return mxfp4_codes(shape[-1])
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return IN_BF16
 
 
@@ -77,5 +82,8 @@ class PackedMxfp4(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        return mxfp4_codes(shape[-1])
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return IN_BF16

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from torch_mesh.store.header import Tensor
 from torch_mesh.store.sources.layout import (
+    Codes,
     Layout,
     Misfit,
     Nearest,
+    Scales,
     Shape,
     check_dtype,
     check_rank,
@@ -59,7 +62,13 @@ class Nvfp4(Layout):
         scale = scale / of_all if self._reciprocal else scale * of_all
         return scaled_in_groups(fp4_values(parts["codes"]), scale)
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        columns = shape[-1]
+        scales = Scales("e4m3", 1, 16, columns // 16, 1)
+        kept = Codes("nvfp4", 16, "pairs", columns, columns // 2, columns // 2, scales)
+        return replace(kept, divisor="global") if self._reciprocal else replace(kept, factor="global")
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return in_int8("the scale of the whole keeps the values from being exact in bf16")
 
     def _stem(self, name: str) -> str:

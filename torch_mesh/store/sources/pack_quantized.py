@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from torch_mesh.store.header import Tensor
+from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
     FLOATS,
+    Codes,
     Layout,
     Misfit,
     Nearest,
+    Scales,
     Shape,
     check_dtype,
     check_rank,
     check_shape,
     in_int4,
     in_int8,
+    integer_codes,
     is_multiple,
+    scale_type,
     scale_values,
     scaled_in_groups,
     unpack_words,
@@ -79,10 +83,14 @@ class PackedInt(Layout):
         grouped -= zeros.unsqueeze(-1)
         return scaled_in_groups(values, scale)
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        scale = parts["scale"]
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        if "zeros" in parts or "order" in parts:
+            return None
+        return _in_rows(self._bits, parts["scale"], shape, flip=0 if self._bits == 4 else 0x80)
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         if self._bits == 4 and "zeros" not in parts and "order" not in parts:
-            kept = in_int4(shape[1] // scale.shape[1], scale.dtype == "BF16")
+            kept = in_int4(shape[1] // parts["scale"].shape[1])
             if kept is not None:
                 return kept
         return in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
@@ -120,8 +128,21 @@ class ScaledInt8(Layout):
         grouped *= scale.unsqueeze(-1)
         return values
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        if "zeros" in parts:
+            return None
+        return _in_rows(8, parts["scale"], shape, flip=0)
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return in_int8("with another scale in each group")
+
+
+def _in_rows(bits: int, scale: Tensor, shape: Shape, flip: int) -> Codes | None:
+    of_rows, groups = scale.shape if len(scale.shape) == 2 else (1, 1)
+    size = DTYPE_BITS[scale.dtype] // 8
+    scales = Scales(scale_type(scale), 1, shape[1] // groups, size * groups if of_rows > 1 else 0, size)
+    row = shape[1] * bits // 8
+    return integer_codes(bits, scales, shape[1], run=shape[1], run_bytes=row, row_bytes=row, flip=flip)
 
 
 def group_order(order: torch.Tensor, groups: int) -> torch.Tensor:

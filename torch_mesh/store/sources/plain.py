@@ -25,5 +25,5 @@ class Plain(Layout):
     def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
         return parts["codes"].float()
 
-    def nearest(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return nearest_to(parts["codes"].dtype)

@@ -1,0 +1,20 @@
+// Codes and scales of a checkpoint into a block, none of them changed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/matrix_view.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+// Throws Error(kInvalid) for what the matrix's format cannot hold, but for single scales and codes.
+void check_codes(const PackedMatrix& matrix, const CodesView& view);
+
+// Writes the block whose first column is output feature `first_row` of the view. Throws
+// Error(kInvalid) for scales and codes that the matrix's format cannot hold.
+void pack_codes(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
+                std::byte* block);
+
+}  // namespace torch_mesh
