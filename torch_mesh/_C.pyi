@@ -1,5 +1,6 @@
 """The control plane: what Python asks of the engine outside of a forward. The data plane is torch.ops.torch_mesh."""
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -243,8 +244,8 @@ class Engine:
         intermediate: int,
         gated: bool,
         bias: bool,
-        # 'silu', 'gelu', 'gelu_tanh', 'swigluoai' (needs gated); None: only grouped_linear is used
-        activation: str | None,
+        # as in csrc/kernels/activation.h, of all layers or of each; None: only grouped_linear is used
+        activation: str | Sequence[str] | None,
         slots: int,
         policy: str,
         verify: str,

@@ -7,8 +7,9 @@ decorator leaves on an instance describes its layout. Everything a family does b
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import activations
 from transformers.integrations import moe
 
+from .activation import gate_named, softcap, swiglu
 from .errors import UnsupportedModelError
 
 # Config attributes that hold the number of experts per token, in the order in which they are tried.
@@ -31,31 +33,24 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-# Alpha and limit of the fused kernel's "swigluoai" (csrc/kernels/activation.h), the defaults of every config that has them.
-SWIGLUOAI = (1.702, 7.0)
+def _swiglu(limit: float) -> str:
+    return swiglu(1.0, 0.0, limit, limit)
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """What an experts class's own ``_apply_gate`` computes, where the fused kernel may replace it.
-
-    ``plain_gate``: act(gate) * up and nothing else. ``swigluoai``: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) of
-    g = min(gate, limit), alpha and limit being the attributes of these names.
-    """
-
-    plain_gate: bool = False
-    swigluoai: tuple[str, str] | None = None
-
-
-# By the name of the class that defines ``_apply_gate``: one that overrides it is not taken for its base. A gate of a class that
-# is not listed runs as it is, between two calls of grouped_linear.
-ADAPTERS: dict[str, Adapter] = {
+# What an experts class's own ``_apply_gate`` computes, as the fused kernel's activation; None where it is none of these. By the name of
+# the class that defines it: one that overrides it is not taken for its base. A gate of a class that is not listed runs as it is,
+# between two calls of grouped_linear.
+ADAPTERS: dict[str, Callable[[Any], str | None]] = {
     # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
-    "BeamExperts": Adapter(plain_gate=True),
-    "GptOssExperts": Adapter(swigluoai=("alpha", "limit")),
-    "MiniMaxM3VLExperts": Adapter(swigluoai=("swiglu_alpha", "swiglu_limit")),
-    "OpenAIPrivacyFilterExperts": Adapter(swigluoai=("alpha", "limit")),
-    "SwigluOaiExperts": Adapter(swigluoai=("alpha", "limit")),
+    "BeamExperts": lambda module: _activation_name(module.act_fn),
+    "DeepseekV4Experts": lambda module: _swiglu(module.limit) if _is_silu(module.act_fn) else None,
+    "GatedExperts": lambda module: module.gate.name,
+    "Glm5NextTextExperts": lambda module: _swiglu(module.swiglu_limit),
+    "GptOssExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
+    "HYV4Experts": lambda module: _swiglu(module.swiglu_limit),
+    "Inkling2Experts": lambda module: softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap),
+    "MiniMaxM3VLExperts": lambda module: swiglu(module.swiglu_alpha, 1.0, module.swiglu_limit, module.swiglu_limit),
+    "OpenAIPrivacyFilterExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
 }
 
 
@@ -110,7 +105,7 @@ class Geometry:
     intermediate: int
     has_gate: bool
     has_bias: bool
-    activation: str | None  # of the fused kernel; None: layers go through grouped_linear
+    fused: bool  # else layers go through grouped_linear
 
     @property
     def gate_up_features(self) -> int:
@@ -161,7 +156,12 @@ class ExpertsLayer:
     @property
     def geometry(self) -> Geometry:
         return Geometry(
-            self.num_experts, self.hidden, self.intermediate, self.has_gate, self.has_bias, self.fused_activation
+            self.num_experts,
+            self.hidden,
+            self.intermediate,
+            self.has_gate,
+            self.has_bias,
+            fused=self.fused_activation is not None,
         )
 
     @property
@@ -344,6 +344,23 @@ def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
     return geometry
 
 
+def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] | None:
+    """The fused kernel's of such layers, one for each where they differ; None where they go through grouped_linear."""
+    names = tuple(layer.fused_activation for layer in layers if layer.fused_activation is not None)
+    if not names:
+        return None
+    return names[0] if len(set(names)) == 1 else names
+
+
+def pool_activations(layers: Sequence[ExpertsLayer], places: Sequence[int], count: int) -> list[str] | None:
+    """Of each of a pool's ``count`` layers, of which these are ``places``; nobody asks for the others."""
+    named = common_activation(layers)
+    if named is None or isinstance(named, str):
+        return None if named is None else [named] * count
+    by_place = dict(zip(places, named, strict=True))
+    return [by_place.get(place, named[0]) for place in range(count)]
+
+
 def supported_families() -> list[str]:
     """Folders of transformers.models whose experts have the decorated layout, in the installed transformers."""
     models = Path(transformers.__file__).parent / "models"
@@ -401,16 +418,23 @@ def _activation(module: Any) -> str | None:
     if not module.has_gate or type(module)._apply_gate is moe._default_apply_gate:
         return _activation_name(module.act_fn)
     owner = next(cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls))
-    adapter = ADAPTERS.get(owner.__name__, Adapter())
-    if adapter.swigluoai is not None:
-        values = tuple(getattr(module, name) for name in adapter.swigluoai)
-        return "swigluoai" if values == SWIGLUOAI else None
-    return _activation_name(module.act_fn) if adapter.plain_gate else None
+    named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
+    if named is not None:
+        with contextlib.suppress(ValueError):  # of a config with limits that no kernel has
+            gate_named(named)
+            return named
+    return None
+
+
+def _is_silu(function: Any) -> bool:
+    return function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation))
 
 
 def _activation_name(function: Any) -> str | None:
-    if function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation)):
+    if _is_silu(function):
         return "silu"
+    if isinstance(function, activations.ReLUSquaredActivation):
+        return "relu2"
     if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
         return "gelu_tanh"
     if isinstance(function, activations.GELUActivation):

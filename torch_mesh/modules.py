@@ -242,7 +242,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_pool = pool
     module._mesh_layer = index
     module._mesh_handle = pool.handle(index)
-    module._mesh_fused = pool.geometry.activation is not None
+    module._mesh_fused = pool.geometry.fused
     module._mesh_next = None
     module._mesh_no_lookahead = ""
     module._mesh_deferred = 0

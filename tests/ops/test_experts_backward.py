@@ -10,10 +10,11 @@ from torch import Tensor
 SPECS = [
     Spec(weights=weights, activation=activation)
     for weights in ("bf16", "int8", "int4", "lut4")
-    for activation in ACTIVATIONS
+    for activation in (ACTIVATIONS if weights == "bf16" else ("silu", "swigluoai"))
 ]
 SPECS += [
     Spec(weights="bf16", gated=False, bias=True),
+    Spec(weights="int8", gated=False, activation="relu2"),
     Spec(weights="int4", gated=False),
     Spec(weights="int8", bias=True),
     Spec(weights="bf16", bias=True, activation="swigluoai"),

@@ -28,7 +28,14 @@ import transformers
 from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
+from torch_mesh.families import (
+    ExpertsLayer,
+    ExpertTensors,
+    common_activation,
+    common_geometry,
+    find_experts,
+    layers_left_alone,
+)
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.sources import Source, method_of, nearest, own_quantisation, source_of
@@ -184,7 +191,7 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
         intermediate=geometry.intermediate,
         gated=geometry.has_gate,
         bias=geometry.has_bias,
-        activation=geometry.activation,
+        activation=common_activation(layers),
     )
 
 
