@@ -14,6 +14,7 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 import torch_mesh
 from torch_mesh import MeshConfig
+from torch_mesh.cli import main
 from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.families import UNMARKED, find_experts, find_router, supported_families
 from torch_mesh.modules import patched_modules
@@ -216,7 +217,7 @@ def test_a_checkpoint_without_the_identities_rows_opens(tmp_path: Path) -> None:
     assert _error(_logits(patched.eval(), prompt), expected) < 0.03
 
 
-def test_layers_of_a_store_have_limits_of_their_own(tmp_path: Path) -> None:
+def test_layers_of_a_store_have_limits_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = _build("step3p7")
     model.save_pretrained(tmp_path / "raw")
     convert(tmp_path / "raw", tmp_path / "store", "bf16")
@@ -224,6 +225,8 @@ def test_layers_of_a_store_have_limits_of_their_own(tmp_path: Path) -> None:
     assert isinstance(names, tuple) and names[0] == "silu" and len(set(names)) == 3
     again = convert(tmp_path / "raw", tmp_path / "store", "bf16")
     assert again.existed
+    assert main(["inspect", str(tmp_path / "store")]) == 0
+    assert "silu or swiglu(gate=" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     ids = torch.stack([torch.randperm(8)[:3] for _ in range(9)])
     x, routing = torch.randn(9, 72).bfloat16(), torch.rand(9, 3)
     for number, layer in enumerate(find_experts(model)):
