@@ -56,7 +56,14 @@ class ResidentLayer:
     ) -> None:
         config = torch_mesh.MeshConfig(threads=threads)
         self.pool = ExpertPool(
-            _geometry(shape), 1, shape.experts, config, weights=weights, group_size=group_size, exact=False
+            _geometry(shape),
+            1,
+            shape.experts,
+            config,
+            activations=["silu"],
+            weights=weights,
+            group_size=group_size,
+            exact=False,
         )
         records = [pack(expert, weights, group_size, shape) for expert in experts]
         for expert in range(shape.experts):
@@ -73,7 +80,7 @@ class ResidentLayer:
 
 
 def _geometry(shape: Shape) -> Geometry:
-    return Geometry(shape.experts, shape.hidden, shape.intermediate, has_gate=True, has_bias=False, activation="silu")
+    return Geometry(shape.experts, shape.hidden, shape.intermediate, has_gate=True, has_bias=False, fused=True)
 
 
 def pack(

@@ -63,6 +63,15 @@ def _places(FORMAT):
     return {"bf16": 2, "int8": 4}.get(FORMAT, 8)
 
 
+@triton.constexpr_function
+def _number(ACTIVATION, name):
+    """The kind of an activation, or a number of it, as torch_mesh/activation.py has them: Triton lets this call no function of that."""
+    spelled = "swiglu(alpha=1.702,offset=1,gate=7,up=7)" if ACTIVATION == "swigluoai" else ACTIVATION
+    kind, _, numbers = spelled.partition("(")
+    given = dict(pair.split("=") for pair in numbers[:-1].split(",") if pair)
+    return kind if name == "kind" else float(given.get(name, {"alpha": 1, "offset": 0}.get(name, "inf")))
+
+
 @triton.jit
 def _level(nibble):
     """kLut4Levels of csrc/store/record.h, four to a word: a table in memory would cost a read for each weight."""
@@ -105,13 +114,35 @@ def _slot_of(ids, table, pair, experts):
 
 
 @triton.jit
+def _tanh(u):
+    size = tl.abs(u)
+    e = tl.exp(-2.0 * size)
+    far = (1.0 - e) / (1.0 + e)
+    z = u * u
+    near = u + u * z * (-0.33333334 + z * (0.13333304 + z * (-0.05395941 + z * (0.02176996 - 0.00834698 * z))))
+    return tl.where(size < 0.5, near, tl.where(u < 0, -far, far))
+
+
+@triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """What the down product takes. Without a gate nobody looks at ``up``."""
-    if ACTIVATION == "swigluoai":
+    KIND: tl.constexpr = _number(ACTIVATION, "kind")
+    GATE: tl.constexpr = _number(ACTIVATION, "gate")
+    UP: tl.constexpr = _number(ACTIVATION, "up")
+    if KIND == "swiglu":
         tl.static_assert(GATED)
-        gate = tl.where(gate > 7.0, 7.0, gate)  # these keep NaN
-        up = 1.0 + tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-        result = gate / (1.0 + tl.exp(-1.702 * gate))
+        gate = tl.where(gate > GATE, GATE, gate)  # these keep NaN
+        OFFSET: tl.constexpr = _number(ACTIVATION, "offset")
+        ALPHA: tl.constexpr = _number(ACTIVATION, "alpha")
+        up = tl.where(up > UP, UP, tl.where(up < -UP, -UP, up)) + OFFSET
+        result = gate / (1.0 + tl.exp(-ALPHA * gate))
+    elif KIND == "softcap":
+        tl.static_assert(GATED)
+        up = _tanh(up / UP) * UP
+        result = _tanh(gate / GATE) * GATE / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "relu2":
+        result = tl.where(gate < 0.0, 0.0, gate)  # which keeps NaN
+        result = result * result
     elif ACTIVATION == "silu":
         result = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":

@@ -290,8 +290,8 @@ class Engine:
         intermediate: int,
         gated: bool,
         bias: bool,
-        # 'silu', 'gelu', 'gelu_tanh', 'swigluoai' (needs gated); None: only grouped_linear is used
-        activation: str | None,
+        # as in csrc/kernels/activation.h, of all layers or of each; None: only grouped_linear is used
+        activation: str | Sequence[str] | None,
         slots: int,
         policy: str,
         verify: str,

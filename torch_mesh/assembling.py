@@ -17,7 +17,7 @@ from .attention import check_attention, take_attention
 from .config import MeshConfig
 from .dense import dense_bytes, pack_dense
 from .fallback import check_fallback, split_pool
-from .families import ExpertsLayer, common_geometry
+from .families import ExpertsLayer, common_geometry, pool_activations
 from .foresight.lookahead import check_predictor, connect
 from .foresight.profiles import check_profile
 from .gpu.choosing import check_gpu_weights, choose_experts
@@ -178,6 +178,7 @@ def _open_pool(
     stand_ins: int,
 ) -> ExpertPool:
     fixed: Any = {
+        "activations": pool_activations(layers, origin.places, origin.layers),
         "weights": origin.weights,
         "group_size": origin.group_size,
         "exact": origin.exact,

@@ -23,7 +23,7 @@ _SMALLEST = 32
 
 # Linear layers, by the class that holds them, whose weights that class multiplies with itself in every forward: packed, they would be
 # unpacked each time.
-WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",)}
+WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",), "LongcatFlashTopkRouter": ("classifier",)}
 
 
 class MeshLinear(PackedModule, nn.Linear):

@@ -11,9 +11,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from .activation import FUNCTIONS, Gate, gate_named
 from .assembling import OfRecords, assemble, check
 from .config import MeshConfig
-from .families import SWIGLUOAI, find_experts
+from .families import find_experts
 from .modules import MeshExperts
 from .other_format import Records
 from .patching import patch
@@ -21,8 +22,9 @@ from .pending import PendingExperts, submit
 from .saving import PatchedModelQuantizer
 from .store.manifest import Shape, open_store
 
-# By their names in transformers; swigluoai is a gate, and has none.
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "swigluoai": None}
+# By their names in transformers.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+assert set(_ACTIVATIONS) == set(FUNCTIONS)
 
 
 class Experts(nn.Module):
@@ -33,8 +35,11 @@ class Experts(nn.Module):
         down: [experts, hidden, intermediate].
         gate_up_bias: [experts, 2 * intermediate], together with ``down_bias`` or not at all.
         down_bias: [experts, hidden].
-        activation: "silu", "gelu" or "gelu_tanh"; or "swigluoai", gpt-oss's, which takes
-            ``(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 * g)`` of ``g = min(gate, 7)`` in the place of ``act(gate) * up``.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2"; or a function of both, in the place of ``act(gate) * up``:
+            "swiglu(alpha=1,offset=0,gate=10,up=10)", which is ``(clamp(up, -10, 10) + 0) * g * sigmoid(1 * g)`` of
+            ``g = min(gate, 10)`` and has no limit and these alpha and offset where they are left out; "swigluoai", gpt-oss's
+            "swiglu(alpha=1.702,offset=1,gate=7,up=7)"; "softcap(gate=4,up=25)", which is
+            ``4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)``.
         top_k: experts per token that a small pool must have room for.
         expert_map: int [ids]; the ids that ``forward`` gets are looked up in it, which gives the expert.
         config: a MeshConfig; ``fields`` are its fields (``weights="int4"``, ``resident="2GiB"`` ...) and beat it.
@@ -57,7 +62,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         _check_shapes(gate_up, down, gate_up_bias, down_bias)
-        self.experts = experts_class(activation)(gate_up, down, gate_up_bias, down_bias, activation, top_k)
+        self.experts = standard_experts((gate_up, down, gate_up_bias, down_bias), activation, top_k)
         self._set_expert_map(expert_map)
         patch(self, config, **fields)
 
@@ -81,7 +86,8 @@ class Experts(nn.Module):
             raise ValueError(f"layer={layer} is not in {store}, which has the layers 0 to {shape.layers - 1}.")
         if not shape.gated:
             raise ValueError(f"The experts in {store} have no gate; open the model instead.")
-        if shape.activation is None:
+        activation = shape.activation_of(layer)
+        if activation is None:
             raise ValueError(
                 f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a build that did "
                 "not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert --force)."
@@ -91,7 +97,7 @@ class Experts(nn.Module):
         config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.experts = experts_class(shape.activation)(*_meta_parameters(shape), shape.activation, shape.top_k)
+        self.experts = standard_experts(_meta_parameters(shape), activation, shape.top_k)
         self._set_expert_map(expert_map)
         layers = find_experts(self)
         origin = OfRecords(exact=False)
@@ -148,11 +154,7 @@ class StandardExperts(nn.Module):
         top_k: int,
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"activation={activation!r} is unknown; it is one of {', '.join(map(repr, _ACTIVATIONS))}."
-            )
-        named = _ACTIVATIONS[activation]
+        named = _ACTIVATIONS.get(activation)
         self.num_experts = gate_up.size(0)
         if not 1 <= top_k <= self.num_experts:
             raise ValueError(f"top_k={top_k} must be in [1, {self.num_experts}], the number of experts.")
@@ -167,20 +169,26 @@ class StandardExperts(nn.Module):
             self.down_proj_bias = nn.Parameter(down_bias, requires_grad=False)
 
 
-class SwigluOaiExperts(StandardExperts):
-    """``StandardExperts`` with the gate of gpt-oss."""
+class GatedExperts(StandardExperts):
+    """``StandardExperts`` with a gate that takes up, too."""
 
-    alpha, limit = SWIGLUOAI
+    gate: Gate
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+        return self.gate(gate, up)
 
 
-def experts_class(activation: str) -> type[StandardExperts]:
-    """What computes it where no kernel does."""
-    return SwigluOaiExperts if activation == "swigluoai" else StandardExperts
+def standard_experts(
+    parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], activation: str, top_k: int
+) -> StandardExperts:
+    """Of gate_up, down and their biases. Raises ValueError for an unknown activation."""
+    gate = gate_named(activation)
+    if gate is None:
+        return StandardExperts(*parameters, activation, top_k)
+    experts = GatedExperts(*parameters, activation, top_k)
+    experts.gate = gate
+    return experts
 
 
 def _check_single_layer(config: MeshConfig) -> None:

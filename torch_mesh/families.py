@@ -7,8 +7,9 @@ decorator leaves on an instance describes its layout. Everything a family does b
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import nn
 from transformers import activations
 from transformers.integrations import moe
 
-from .errors import UnsupportedModelError
+from .activation import gate_named, limit_before_silu, softcap, swiglu
+from .errors import MeshError, UnsupportedModelError
 
 # Config attributes that hold the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
@@ -31,31 +33,50 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-# Alpha and limit of the fused kernel's "swigluoai" (csrc/kernels/activation.h), the defaults of every config that has them.
-SWIGLUOAI = (1.702, 7.0)
+def _swiglu(limit: float) -> str:
+    return swiglu(1.0, 0.0, limit, limit)
+
+
+# What an experts class's own ``_apply_gate`` computes, as the fused kernel's activation; None where it is none of these. By the name of
+# the class that defines it: one that overrides it is not taken for its base. A gate of a class that is not listed runs as it is,
+# between two calls of grouped_linear.
+ADAPTERS: dict[str, Callable[[Any], str | None]] = {
+    # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
+    "BeamExperts": lambda module: _activation_name(module.act_fn),
+    "DeepseekV4Experts": lambda module: _swiglu(module.limit) if _is_silu(module.act_fn) else None,
+    "GatedExperts": lambda module: module.gate.name,
+    "Glm5NextTextExperts": lambda module: _swiglu(module.swiglu_limit),
+    "GptOssExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
+    "HYV4Experts": lambda module: _swiglu(module.swiglu_limit),
+    "Inkling2Experts": lambda module: softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap),
+    "MiniMaxM3VLExperts": lambda module: swiglu(module.swiglu_alpha, 1.0, module.swiglu_limit, module.swiglu_limit),
+    "OpenAIPrivacyFilterExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
+    # It clamps what silu gives, of which silu of a clamped gate is the same.
+    "Step3p7Experts": lambda module: (
+        swiglu(1.0, 0.0, limit_before_silu(module.limit), module.limit) if _is_silu(module.act_fn) else None
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """What an experts class's own ``_apply_gate`` computes, where the fused kernel may replace it.
+class Unmarked:
+    """Experts of the decorated layout, gate and up in halves and without biases, that transformers does not mark.
 
-    ``plain_gate``: act(gate) * up and nothing else. ``swigluoai``: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g) of
-    g = min(gate, limit), alpha and limit being the attributes of these names.
+    ``top_k`` of the module around them. ``block``: that calls its experts as no other family does, and so has to be replaced with them
+    (``modules.BLOCKS``).
     """
 
-    plain_gate: bool = False
-    swigluoai: tuple[str, str] | None = None
+    family: str
+    top_k: Callable[[Any], int]
+    is_transposed: bool = False
+    block: bool = False
 
 
-# By the name of the class that defines ``_apply_gate``: one that overrides it is not taken for its base. A gate of a class that
-# is not listed runs as it is, between two calls of grouped_linear.
-ADAPTERS: dict[str, Adapter] = {
-    # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
-    "BeamExperts": Adapter(plain_gate=True),
-    "GptOssExperts": Adapter(swigluoai=("alpha", "limit")),
-    "MiniMaxM3VLExperts": Adapter(swigluoai=("swiglu_alpha", "swiglu_limit")),
-    "OpenAIPrivacyFilterExperts": Adapter(swigluoai=("alpha", "limit")),
-    "SwigluOaiExperts": Adapter(swigluoai=("alpha", "limit")),
+# By the name of their class.
+UNMARKED: dict[str, Unmarked] = {
+    "Llama4TextExperts": Unmarked("llama4", lambda block: block.top_k, is_transposed=True, block=True),
+    "LongcatFlashExperts": Unmarked("longcat_flash", lambda block: block.router.top_k),
+    "Step3p7Experts": Unmarked("step3p7", lambda block: block.gate.top_k),
 }
 
 
@@ -84,20 +105,18 @@ ROUTERS: dict[str, RouterAdapter] = {
     "Gemma4TextRouter": _GEMMA_ROUTER,
     "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
     "InklingTopkRouter": RouterAdapter(),
+    "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier"),
     "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
 
-# Families with experts that do not follow the decorated layout, by their folder of transformers.models: why not.
+# Families with experts that are not run, by their folder of transformers.models: why not.
 UNDECORATED: dict[str, str] = {
-    "dbrx": "its experts are stacked into matrices without an expert dimension",
-    "doge": "its experts are rows of embedding tables",
-    "jetmoe": "its experts are spread over attention and feed-forward layers",
-    "llama4": "its experts compute every token and weight their input, not their output",
-    "longcat_flash": "some of its experts are identities",
-    "nllb_moe": "its experts are separate modules with a capacity limit",
-    "step3p7": "its experts class is not marked with the standard layout, and clamps in some layers only",
-    "switch_transformers": "its experts are separate modules with a capacity limit",
+    "dbrx": "its experts are stacked into matrices without an expert dimension, which no checkpoint reader here knows",
+    "doge": "its experts are rows of embedding tables, two vectors each, and its models fit into any memory",
+    "jetmoe": "half of its experts are projections of attention, and its only model has 8 billion parameters, which fit into memory",
+    "nllb_moe": "transformers calls two of its experts alone, whatever its router chooses",
+    "switch_transformers": "its experts are separate modules with ReLU, which no kernel computes, and drop tokens beyond a capacity",
 }
 
 
@@ -110,7 +129,7 @@ class Geometry:
     intermediate: int
     has_gate: bool
     has_bias: bool
-    activation: str | None  # of the fused kernel; None: layers go through grouped_linear
+    fused: bool  # else layers go through grouped_linear
 
     @property
     def gate_up_features(self) -> int:
@@ -157,11 +176,17 @@ class ExpertsLayer:
     activation: str | None  # of the fused kernel, by name; None: the module's own gate or activation must run
     has_post_expert_norm: bool
     expert_parallel: bool  # router ids >= num_experts are sentinels to skip
+    block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced, too
 
     @property
     def geometry(self) -> Geometry:
         return Geometry(
-            self.num_experts, self.hidden, self.intermediate, self.has_gate, self.has_bias, self.fused_activation
+            self.num_experts,
+            self.hidden,
+            self.intermediate,
+            self.has_gate,
+            self.has_bias,
+            fused=self.fused_activation is not None,
         )
 
     @property
@@ -179,6 +204,11 @@ class ExpertsLayer:
         """The module's expert parameters, by name."""
         owned: dict[str, Any] = self.module._parameters
         return {name: owned[name] for name in self.parameter_names}
+
+    @property
+    def identities(self) -> int:
+        """Experts beyond its own, which routers know too, and which give back what they get."""
+        return self.parameters[self.parameter_names[0]].size(0) - self.num_experts
 
     @property
     def kind(self) -> str:
@@ -232,7 +262,7 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
     cannot be supported.
     """
-    layers = [_describe(path, module) for path, module in _decorated_modules(model)]
+    layers = list(_all_layers(model))
     if not layers:
         raise UnsupportedModelError(_no_experts_message(model))
     patched = [layer for layer in layers if isinstance(layer.module, InPool)]
@@ -247,7 +277,19 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
 def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
     pooled = {layer.path for layer in find_experts(model)}
-    return [_describe(path, module) for path, module in _decorated_modules(model) if path not in pooled]
+    return [layer for layer in _all_layers(model) if layer.path not in pooled]
+
+
+def check_recordable(layers: Sequence[ExpertsLayer]) -> None:
+    """Raises MeshError where the calls of experts modules do not say which experts a token takes, and of which hidden states."""
+    for layer in layers:
+        if layer.block is not None and not isinstance(layer.module, InPool):
+            raise MeshError(f"{layer.path} is called with all tokens for all of its experts: patch the model first.")
+        if layer.identities:
+            raise MeshError(
+                f"{layer.identities} of the experts that {layer.path} is called with compute nothing and are never read, which neither a "
+                "trace nor a fitted predictor can say."
+            )
 
 
 def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
@@ -344,23 +386,70 @@ def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
     return geometry
 
 
+def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] | None:
+    """The fused kernel's of such layers, one for each where they differ; None where they go through grouped_linear."""
+    names = tuple(layer.fused_activation for layer in layers if layer.fused_activation is not None)
+    if not names:
+        return None
+    return names[0] if len(set(names)) == 1 else names
+
+
+def pool_activations(layers: Sequence[ExpertsLayer], places: Sequence[int], count: int) -> list[str] | None:
+    """Of each of a pool's ``count`` layers, of which these are ``places``; nobody asks for the others."""
+    named = common_activation(layers)
+    if named is None or isinstance(named, str):
+        return None if named is None else [named] * count
+    by_place = dict(zip(places, named, strict=True))
+    return [by_place.get(place, named[0]) for place in range(count)]
+
+
 def supported_families() -> list[str]:
-    """Folders of transformers.models whose experts have the decorated layout, in the installed transformers."""
+    """Folders of transformers.models whose experts can be in a pool, in the installed transformers."""
     models = Path(transformers.__file__).parent / "models"
-    decorated = re.compile(r"^@use_experts_implementation", re.MULTILINE)
+    names = "|".join(UNMARKED)
+    known = re.compile(rf"^@use_experts_implementation|^class ({names})\(", re.MULTILINE)
     return sorted(
         {
             source.parent.name
             for source in models.glob("*/modeling_*.py")
-            if decorated.search(source.read_text(encoding="utf-8"))
+            if known.search(source.read_text(encoding="utf-8"))
         }
     )
 
 
-def _decorated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _all_layers(model: nn.Module) -> Iterator[ExpertsLayer]:
     for path, module in model.named_modules():
         if all(flag in module.__dict__ for flag in _LAYOUT_FLAGS):
-            yield path, module
+            yield _describe(path, module)
+        elif (unmarked := _unmarked(module)) is not None and module._parameters.get("gate_up_proj") is not None:
+            yield _describe_unmarked(path, module, unmarked, model.get_submodule(path.rpartition(".")[0]))
+
+
+def _unmarked(module: nn.Module) -> Unmarked | None:
+    return next((UNMARKED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in UNMARKED), None)
+
+
+def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Module) -> ExpertsLayer:
+    num_experts = module.down_proj.size(0)  # gate_up has rows of experts that compute nothing, too
+    rows, hidden = module.gate_up_proj.shape[1:]
+    if unmarked.is_transposed:
+        rows, hidden = hidden, rows
+    return ExpertsLayer(
+        path=path,
+        module=module,
+        num_experts=num_experts,
+        top_k=min(unmarked.top_k(block), num_experts),
+        hidden=hidden,
+        intermediate=rows // 2,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=unmarked.is_transposed,
+        is_concatenated=True,
+        activation=_activation(module),
+        has_post_expert_norm=False,
+        expert_parallel=False,
+        block=block if unmarked.block else None,
+    )
 
 
 def _describe(path: str, module: Any) -> ExpertsLayer:
@@ -398,19 +487,26 @@ def _top_k(path: str, config: Any) -> int:
 
 
 def _activation(module: Any) -> str | None:
-    if not module.has_gate or type(module)._apply_gate is moe._default_apply_gate:
+    owner = next((cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls)), None)
+    if owner is None or vars(owner)["_apply_gate"] is moe._default_apply_gate or not getattr(module, "has_gate", True):
         return _activation_name(module.act_fn)
-    owner = next(cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls))
-    adapter = ADAPTERS.get(owner.__name__, Adapter())
-    if adapter.swigluoai is not None:
-        values = tuple(getattr(module, name) for name in adapter.swigluoai)
-        return "swigluoai" if values == SWIGLUOAI else None
-    return _activation_name(module.act_fn) if adapter.plain_gate else None
+    named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
+    if named is not None:
+        with contextlib.suppress(ValueError):  # of a config with limits that no kernel has
+            gate_named(named)
+            return named
+    return None
+
+
+def _is_silu(function: Any) -> bool:
+    return function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation))
 
 
 def _activation_name(function: Any) -> str | None:
-    if function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation)):
+    if _is_silu(function):
         return "silu"
+    if isinstance(function, activations.ReLUSquaredActivation):
+        return "relu2"
     if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
         return "gelu_tanh"
     if isinstance(function, activations.GELUActivation):

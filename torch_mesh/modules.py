@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from transformers.integrations import moe
 
 from .families import ExpertsLayer, InPool
 from .foresight.lookahead import NextLayer
@@ -71,12 +72,12 @@ class MeshExperts(PackedModule, InPool):
     The expert parameters stay as PackedWeights, so that the module still says what it stands for; the weights are in the pool.
     """
 
-    # What the decorator and the class that is mixed into have put there.
+    # What the decorator and the class that is mixed into have put there; experts that are not marked have what stands here.
     num_experts: int
-    has_gate: bool
-    has_post_expert_norm: bool
-    is_concatenated: bool
-    _is_expert_parallel: bool
+    has_gate: bool = True
+    has_post_expert_norm: bool = False
+    is_concatenated: bool = True
+    _is_expert_parallel: bool = False
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
@@ -155,7 +156,7 @@ class MeshExperts(PackedModule, InPool):
             return self.act_fn(gate_up)
         if not self.is_concatenated:  # the module's own gate wants its own column order
             gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-        return self._apply_gate(gate_up)
+        return self._apply_gate(gate_up) if hasattr(self, "_apply_gate") else moe._default_apply_gate(self, gate_up)
 
     @property
     def mesh_no_lookahead(self) -> str:
@@ -187,14 +188,64 @@ class MeshExperts(PackedModule, InPool):
         refuse_to_pickle()
 
 
+class ExpertsWithIdentities(MeshExperts):
+    """Of longcat_flash: ids beyond the experts are of such that give back what they get."""
+
+    _is_expert_parallel = True  # which the ops are to skip
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        computed = super().forward(hidden_states, top_k_index, top_k_weights)
+        identities = top_k_index >= self.num_experts
+        share = top_k_weights.masked_fill(~identities, 0.0).sum(-1, keepdim=True)
+        return (computed.float() + hidden_states.float() * share).to(hidden_states.dtype)
+
+    @property
+    def num_experts(self) -> int:  # type: ignore[override]
+        return self._mesh_pool.geometry.num_experts
+
+
+class InputWeightingBlock(nn.Module):
+    """Of llama4, whose experts get their input times the routing weight, and add up what they give. Theirs is called with the rows of all
+    tokens for each expert, zeros for those that it was not chosen for; this has no other rows than those that were chosen."""
+
+    hidden_dim: int
+    top_k: int
+    router: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    shared_expert: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(hidden_states)
+        ids = torch.topk(logits, self.top_k, dim=1).indices  # as the router chooses
+        rows = (hidden_states.unsqueeze(1) * scores.gather(1, ids).unsqueeze(-1)).flatten(0, 1)
+        routed = self.experts(rows, ids.reshape(-1, 1), torch.ones_like(rows[:, :1], dtype=torch.float32))
+        return self.shared_expert(hidden_states) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
+
+
+# What is mixed into the classes of families that are not as others.
+_MIXINS: dict[str, type[MeshExperts]] = {"LongcatFlashExperts": ExpertsWithIdentities}
+BLOCKS: dict[str, type[nn.Module]] = {"Llama4TextMoe": InputWeightingBlock}
+
+
 def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
     """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: still an instance of the class that it replaces."""
+    return _mixed(_named_in(_MIXINS, cls) or MeshExperts, cls)
+
+
+def _mixed(mixin: type[nn.Module], cls: type[nn.Module]) -> Any:
     if cls not in _mesh_classes:
-        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", (MeshExperts, cls), {"__module__": __name__})
+        _mesh_classes[cls] = type(f"Mesh{cls.__name__}", (mixin, cls), {"__module__": __name__})
     return _mesh_classes[cls]
 
 
-_mesh_classes: dict[type[nn.Module], type[MeshExperts]] = {}
+def _named_in(table: dict[str, Any], cls: type[nn.Module]) -> Any:
+    return next((table[base.__name__] for base in cls.__mro__ if base.__name__ in table), None)
+
+
+_mesh_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
@@ -242,7 +293,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_pool = pool
     module._mesh_layer = index
     module._mesh_handle = pool.handle(index)
-    module._mesh_fused = pool.geometry.activation is not None
+    module._mesh_fused = pool.geometry.fused
     module._mesh_next = None
     module._mesh_no_lookahead = ""
     module._mesh_deferred = 0
@@ -251,12 +302,16 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_device = None
     module._mesh_parameters = {name: parameter.requires_grad for name, parameter in parameters.items()}
     change_class(module, mesh_class(type(module)))
+    if layer.block is not None:
+        change_class(layer.block, _mixed(_named_in(BLOCKS, type(layer.block)), type(layer.block)))
 
 
 def restore(layer: ExpertsLayer, device: torch.device) -> None:
     """The reverse of ``install``: the original class, and weights unpacked from the pool in the parameters' dtype."""
     module: Any = layer.module
     module._parameters.update(restored_parameters(layer, device))
+    if isinstance(layer.block, tuple(BLOCKS.values())):
+        change_class(layer.block, type(layer.block).__bases__[1])
     restore_class(module)
 
 
@@ -277,6 +332,8 @@ def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
         name: torch.empty(module._parameters[name].shape, dtype=module._parameters[name].dtype, device=device)
         for name in layer.parameter_names
     }
+    for value in values.values():
+        value[layer.num_experts :] = 0  # of experts that compute nothing
     for expert in range(layer.num_experts):
         module._mesh_pool.unpack_into(module._mesh_layer, expert, layer.expert(expert, values))
     return values

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _C
 from .config import MeshConfig
-from .families import ExpertsLayer, common_geometry
+from .families import ExpertsLayer, common_geometry, pool_activations
 from .pool import ExpertPool
 from .store.manifest import Store
 
@@ -72,6 +72,7 @@ def open_other(
         records.layers,
         slots,
         own,
+        activations=pool_activations(layers, records.places, records.layers),
         weights=records.weights,
         group_size=records.group_size,
         exact=False,

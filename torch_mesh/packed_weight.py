@@ -219,6 +219,7 @@ class PackedExpertsWeight(PackedWeight):
                 "left. It is frozen: leave it out of what you save, or let model.save_pretrained(folder) write it piece by piece."
             )
         values = torch.empty(self.shape, dtype=self.dtype)
+        values[self.place.layer.num_experts :] = 0  # of experts that compute nothing
         for expert in range(self.place.layer.num_experts):
             self._unpack(expert, values)
         return values
@@ -274,7 +275,7 @@ class PackedExpertsWeight(PackedWeight):
 def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[str, nn.Parameter]:
     """What stands for the parameters of ``layer``, whose values are those of the pool's layer ``index``."""
     shapes = {name: parameter.detach().to("meta") for name, parameter in layer.parameters.items()}
-    described = dataclasses.replace(layer, module=nn.Module())  # lest every weight keep the module
+    described = dataclasses.replace(layer, module=nn.Module(), block=None)  # lest every weight keep the module
     packed = {}
     for name, shape in shapes.items():
         place = _Place(pool, index, described, name, shapes)

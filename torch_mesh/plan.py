@@ -19,11 +19,11 @@ from . import _C
 from .config import MeshConfig
 from .dense import dense_saving
 from .fallback import check_fallback_config, split_slots
-from .families import ExpertsLayer, common_geometry, describe_left_alone, find_experts, layers_left_alone
+from .families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from .gpu.choosing import check_gpu_weights, format_on_gpu
 from .gpu.placement import check_beside_gpu
 from .gpu.placing import GPU_POOL_SLOTS
-from .gpu.planning import GpuPlan, plan_by_projection, plan_config
+from .gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
 from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import (
     TORCH_DTYPES,
@@ -294,7 +294,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
         dense = _dense_bytes(model, layers, config, dtype or torch.bfloat16)
         others = layers_left_alone(model)
         # What this build fuses; the one that wrote the store may have fused less.
-        shape = dataclasses.replace(shape, activation=common_geometry(layers).activation)
+        shape = dataclasses.replace(shape, activation=common_activation(layers))
     return _sizes(
         shape,
         manifest.weights,
@@ -434,7 +434,9 @@ def _on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: i
             f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
         )
     if shape.activation is None:
-        return plan_by_projection(config, shape.layers)
+        return plan_on_cpu(config, shape.layers, BY_PROJECTION)
+    if isinstance(shape.activation, tuple):
+        return plan_on_cpu(config, shape.layers, SEVERAL_ACTIVATIONS)
     there = _gpu_record_bytes(sizes, config)
     left = free - sizes.dense_bytes_loading
     planned = plan_config(config, left, total, shape.layers, shape.experts, shape.top_k, there, sizes.expert_bytes)

@@ -67,7 +67,7 @@ class ExpertPool:
     Every patched module holds a reference; deep copies of a model share its pool, whose weights are frozen. The engine is
     closed when the last reference is gone.
 
-    ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
+    ``activations`` are those of its layers, None where these go through grouped_linear. ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
     ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
     ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
@@ -82,6 +82,7 @@ class ExpertPool:
         slots: int,
         config: MeshConfig,
         *,
+        activations: Sequence[str] | None,
         weights: str,
         group_size: int,
         exact: bool,
@@ -95,6 +96,7 @@ class ExpertPool:
         if fallback is None:
             config = config.replace(lossy={"fallback": "none"})  # every expert has a slot
         self.geometry = geometry
+        self.activations = activations
         self.layers = layers
         self.slots = slots
         self.weights = weights
@@ -120,7 +122,7 @@ class ExpertPool:
             intermediate=geometry.intermediate,
             gated=geometry.has_gate,
             bias=geometry.has_bias,
-            activation=geometry.activation,
+            activation=activations,
             slots=slots,
             policy=config.policy,
             verify=config.verify,

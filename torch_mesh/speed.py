@@ -108,7 +108,7 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
         intermediate=shape.intermediate,
         gated=shape.gated,
         bias=shape.bias,
-        activation=shape.activation or "silu",  # which one does not show
+        activation=shape.activation_of(0) or "silu",  # which one does not show
         slots=shape.layers * shape.experts,
         policy="lru",
         verify="never",

@@ -88,12 +88,13 @@ class PatchUndo(Undo):
         needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
         left = available_bytes()
         stay = {layer.module for layer, _ in freed} if needed > left else set()
+        around = {layer.block for layer, _ in freed if layer.module in stay}
         if not stay:
             for layer, device in freed:
                 self._parameters[layer.module] = {**layer.module._parameters, **restored_parameters(layer, device)}
         withdraw(self._model)
         for module, cls, attributes in self._before:
-            if module in stay:
+            if module in stay or module in around:
                 continue
             module.__class__ = cls
             now = vars(module)

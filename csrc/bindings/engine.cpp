@@ -65,9 +65,15 @@ RecordLayout layout_from(Keywords& given) {
 }
 
 EngineOptions engine_options_from(Keywords& given) {
-  EngineOptions options{.layout = layout_from(given), .activation = {}};
-  if (const auto name = given.take<std::optional<std::string>>("activation")) {
-    options.activation = activation_from_name(*name);
+  EngineOptions options{.layout = layout_from(given), .activations = {}};
+  using Names = std::variant<std::string, std::vector<std::string>>;
+  if (const auto names = given.take<std::optional<Names>>("activation")) {
+    const auto* of_all = std::get_if<std::string>(&*names);
+    const auto of_each = of_all ? std::vector{*of_all} : std::get<std::vector<std::string>>(*names);
+    if (of_each.empty()) invalid("activation is an empty list; allowed: one for each layer");
+    for (const std::string& name : of_each) {
+      options.activations.push_back(activation_from_name(name));
+    }
   }
   const auto threads = given.take<int32_t>("threads");
   options.threads = threads == 0 ? torch_threads() : threads;
@@ -260,7 +266,7 @@ PyEngine::PyEngine(const py::kwargs& options) {
 
   const Runtime& runtime = torch_runtime();
   py::gil_scoped_release released;
-  check(engine, runtime);
+  check(engine, runtime, layers);
   std::unique_ptr<Pool> made;
   if (source == nullptr) {
     made = std::make_unique<Pool>(pool, runtime, layers, experts);

@@ -115,8 +115,8 @@ struct Activated {
 };
 
 // `up` is ones for experts without a gate.
-Activated activate(Activation activation, const at::Tensor& gate, const at::Tensor& up) {
-  switch (activation) {
+Activated activate(const Activation& activation, const at::Tensor& gate, const at::Tensor& up) {
+  switch (activation.kind) {
     case Activation::kSilu: {
       const at::Tensor sigmoid = at::sigmoid(gate);
       const at::Tensor silu = gate * sigmoid;
@@ -124,19 +124,37 @@ Activated activate(Activation activation, const at::Tensor& gate, const at::Tens
     }
     case Activation::kGelu:
     case Activation::kGeluTanh: {
-      const char* approximate = activation == Activation::kGelu ? "none" : "tanh";
+      const char* approximate = activation.kind == Activation::kGelu ? "none" : "tanh";
       const at::Tensor gelu = at::gelu(gate, approximate);
       return {gelu * up, at::gelu_backward(up.expand_as(gate), gate, approximate), gelu};
     }
-    case Activation::kSwigluOai: {
+    case Activation::kRelu2: {
+      const at::Tensor relu = at::relu(gate);
+      const at::Tensor square = relu * relu;
+      return {square * up, 2 * relu * up, square};
+    }
+    case Activation::kSwiglu: {
       // As torch differentiates clamp: at a limit the gradient passes, beyond it there is none.
-      const at::Tensor g = at::clamp_max(gate, kSwigluLimit);
-      const at::Tensor sigmoid = at::sigmoid(g * kSwigluAlpha);
+      const float alpha = activation.alpha;
+      const at::Tensor g = at::clamp_max(gate, activation.gate_limit);
+      const at::Tensor sigmoid = at::sigmoid(g * alpha);
       const at::Tensor swish = g * sigmoid;
-      const at::Tensor factor = at::clamp(up, -kSwigluLimit, kSwigluLimit) + 1;
-      const at::Tensor by_gate = factor * sigmoid * (1 + kSwigluAlpha * g * (1 - sigmoid));
-      return {factor * swish, at::where(gate <= kSwigluLimit, by_gate, 0.0f),
-              at::where(up.abs() <= kSwigluLimit, swish, 0.0f)};
+      const at::Tensor factor =
+          at::clamp(up, -activation.up_limit, activation.up_limit) + activation.offset;
+      const at::Tensor by_gate = factor * sigmoid * (1 + alpha * g * (1 - sigmoid));
+      return {factor * swish, at::where(gate <= activation.gate_limit, by_gate, 0.0f),
+              at::where(up.abs() <= activation.up_limit, swish, 0.0f)};
+    }
+    case Activation::kSoftcap: {
+      const at::Tensor sigmoid = at::sigmoid(gate);
+      const at::Tensor gate_tanh = at::tanh(gate / activation.gate_limit);
+      const at::Tensor up_tanh = at::tanh(up / activation.up_limit);
+      const at::Tensor capped_gate = gate_tanh * activation.gate_limit;
+      const at::Tensor capped_up = up_tanh * activation.up_limit;
+      const at::Tensor by_gate =
+          sigmoid * (1 - gate_tanh * gate_tanh + capped_gate * (1 - sigmoid)) * capped_up;
+      return {capped_gate * sigmoid * capped_up, by_gate,
+              capped_gate * sigmoid * (1 - up_tanh * up_tanh)};
     }
   }
   TORCH_INTERNAL_ASSERT(false, "unknown activation");
@@ -149,10 +167,10 @@ struct Gradients {
 
 // One expert's share. Integer weights stand for their values: the gradient goes straight through
 // the rounding of activations.
-void expert_backward(const Engine& engine, const std::byte* record, const at::Tensor& grad,
-                     const at::Tensor& x, const at::Tensor& routing, const at::Tensor& tokens,
-                     const at::Tensor& places, Gradients& gradients) {
-  const RecordLayout& layout = engine.layout();
+void expert_backward(const RecordLayout& layout, const Activation& activation,
+                     const std::byte* record, const at::Tensor& grad, const at::Tensor& x,
+                     const at::Tensor& routing, const at::Tensor& tokens, const at::Tensor& places,
+                     Gradients& gradients) {
   const auto options = at::TensorOptions().dtype(at::kFloat);
   const at::Tensor gate_up =
       at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
@@ -169,7 +187,7 @@ void expert_backward(const Engine& engine, const std::byte* record, const at::Te
   const at::Tensor gate = products.narrow(1, 0, layout.intermediate);
   const at::Tensor up = layout.gated ? products.narrow(1, layout.intermediate, layout.intermediate)
                                      : at::ones({}, options);
-  const Activated activated = activate(*engine.options().activation, gate, up);
+  const Activated activated = activate(activation, gate, up);
   at::Tensor y = at::mm(activated.value, down.t());
   if (layout.bias) y = y + down_bias;
 
@@ -193,8 +211,7 @@ std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, cons
   check_experts_inputs(x, topk_ids, topk_weights, engine);
   TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad must have the shape of x, ", x.sizes(),
                     "; got ", grad.sizes());
-  TORCH_CHECK_VALUE(engine.options().activation.has_value(),
-                    "these experts have an activation of their own; use grouped_linear");
+  const Activation& activation = engine.activation(layer.layer);
 
   const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
   const at::Tensor routing = contiguous_as(topk_weights, at::kFloat).reshape({-1});
@@ -217,8 +234,8 @@ std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, cons
   for (size_t i = 0; i < grouping.experts.size(); ++i) {
     const auto index = static_cast<int32_t>(i);
     engine.visit(layer.layer, {&grouping.experts[i], 1}, [&](int32_t, const std::byte* record) {
-      expert_backward(engine, record, grad32, x32, routing, pairs(grouping.tokens, index),
-                      pairs(grouping.places, index), gradients);
+      expert_backward(engine.layout(), activation, record, grad32, x32, routing,
+                      pairs(grouping.tokens, index), pairs(grouping.places, index), gradients);
     });
   }
   return {gradients.x.to(x.scalar_type()),

@@ -41,21 +41,42 @@ void check_limits(const EngineOptions& options) {
   }
 }
 
+std::vector<ExpertFfn> make_ffns(const EngineOptions& options, const Runtime& runtime) {
+  std::vector<ExpertFfn> ffns;
+  for (const Activation& activation : options.activations) {
+    ffns.emplace_back(options.layout, activation, runtime, kernel_table());
+  }
+  if (ffns.empty()) ffns.emplace_back(options.layout, Activation::kSilu, runtime, kernel_table());
+  return ffns;
+}
+
 }  // namespace
 
-void check(const EngineOptions& options, const Runtime& runtime) {
+void check(const EngineOptions& options, const Runtime& runtime, int32_t layers) {
   check_limits(options);
-  const Activation activation = options.activation.value_or(Activation::kSilu);
-  static_cast<void>(ExpertFfn(options.layout, activation, runtime, kernel_table()));
+  const size_t given = options.activations.size();
+  if (given > 1 && given != static_cast<size_t>(layers)) {
+    throw Error(ErrorKind::kInvalid, "activation names " + std::to_string(given) + " for " +
+                                         std::to_string(layers) + " layers");
+  }
+  static_cast<void>(make_ffns(options, runtime));
 }
 
 Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique_ptr<Pool> pool)
     : options_(options),
       runtime_(runtime),
       pool_(std::move(pool)),
-      ffn_(options.layout, options.activation.value_or(Activation::kSilu), runtime,
-           kernel_table()) {
-  check_limits(options_);
+      ffns_(make_ffns(options, runtime)),
+      ffn_(ffns_.front()) {
+  check(options_, runtime_, pool_->layers());
+}
+
+const Activation& Engine::activation(int32_t layer) const {
+  if (options_.activations.empty()) {
+    throw Error(ErrorKind::kInvalid,
+                "these experts have an activation of their own; use grouped_linear");
+  }
+  return options_.activations[place_of(layer, options_.activations.size())];
 }
 
 int64_t Engine::workspace_bytes() const {
@@ -78,10 +99,7 @@ int32_t Engine::rows_per_chunk(int32_t projection) const {
 }
 
 void Engine::experts(const ExpertsCall& call) {
-  if (!options_.activation) {
-    throw Error(ErrorKind::kInvalid,
-                "these experts have an activation of their own; use grouped_linear");
-  }
+  static_cast<void>(activation(call.layer));
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
@@ -198,7 +216,7 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
       if (step.down) {
         ffn_.down(task, experts[step.expert]);
       } else {
-        ffn_.gate_up(task, workspace.prepared.data(), experts[step.expert]);
+        ffn(call.layer).gate_up(task, workspace.prepared.data(), experts[step.expert]);
       }
     } else {
       const int64_t column = at % strips * kReduceColumns;

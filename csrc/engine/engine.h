@@ -2,10 +2,10 @@
 // Knows the pool and the kernels; knows nothing of torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -29,15 +29,16 @@ inline constexpr int32_t kMostThreads = 1024;
 
 struct EngineOptions {
   RecordLayout layout;
-  std::optional<Activation> activation;  // none: grouped_linear is the only path
-  int32_t threads = 1;                   // at most this many compute
+  // Of each layer, or one of all. None: grouped_linear is the only path.
+  std::vector<Activation> activations;
+  int32_t threads = 1;  // at most this many compute
   int64_t workspace = int64_t{256} << 20;
   PrefillWindow prefill = PrefillWindow::kAuto;
 };
 
 // Throws Error(kInvalid) for what an engine cannot be made of: to be asked before its pool is
 // opened, which may begin to read at once.
-void check(const EngineOptions& options, const Runtime& runtime);
+void check(const EngineOptions& options, const Runtime& runtime, int32_t layers);
 
 struct ExpertsCall {
   int32_t layer;
@@ -71,6 +72,8 @@ class Engine {
 
   const RecordLayout& layout() const { return options_.layout; }
   const EngineOptions& options() const { return options_; }
+  // Throws Error(kInvalid) where grouped_linear is the only path.
+  const Activation& activation(int32_t layer) const;
   const Runtime& runtime() const { return runtime_; }
   Pool& pool() { return *pool_; }
   int64_t workspace_bytes() const;  // held now, over all concurrent forwards
@@ -98,6 +101,11 @@ class Engine {
   }
 
  private:
+  const ExpertFfn& ffn(int32_t layer) const { return ffns_[place_of(layer, ffns_.size())]; }
+  // In a list of one for each layer, or of one for all.
+  static size_t place_of(int32_t layer, size_t count) {
+    return std::min(static_cast<size_t>(layer), count - 1);
+  }
   int32_t rows_per_chunk(int32_t projection) const;
   void experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspace& workspace);
   // Which batch of a chunk's experts.
@@ -117,7 +125,8 @@ class Engine {
   EngineOptions options_;
   Runtime runtime_;
   std::unique_ptr<Pool> pool_;
-  ExpertFfn ffn_;
+  std::vector<ExpertFfn> ffns_;  // as activations
+  const ExpertFfn& ffn_;         // for all but what activates
   WorkspacePool workspaces_;
 };
 

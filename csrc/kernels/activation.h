@@ -2,14 +2,46 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <string_view>
 
 namespace torch_mesh {
 
-// The first three are act(gate) * up, or act(gate) for experts without a gate. kSwigluOai is that
-// of gpt-oss and needs both: (clamp(up, -7, 7) + 1) * g * sigmoid(1.702 * g), g = min(gate, 7).
-enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh, kSwigluOai };
+// One with its parameters; what a parameter is where its kind has none does not matter.
+struct Activation {
+  enum Kind : uint8_t {
+    // act(gate) * up, or act(gate) for experts without a gate; relu2 is max(x, 0)^2.
+    kSilu,
+    kGelu,
+    kGeluTanh,
+    kRelu2,
+    // These need both. (clamp(up, -up_limit, up_limit) + offset) * g * sigmoid(alpha * g), where g
+    // = min(gate, gate_limit).
+    kSwiglu,
+    // c(gate, gate_limit) * sigmoid(gate) * c(up, up_limit), where c(x, limit) = limit * tanh(x /
+    // limit).
+    kSoftcap,
+  };
 
-inline constexpr float kSwigluAlpha = 1.702f;
-inline constexpr float kSwigluLimit = 7.0f;
+  constexpr Activation(Kind kind) : kind(kind) {}  // NOLINT: a kind without parameters is one
+  constexpr Activation(Kind kind, float alpha, float offset, float gate_limit, float up_limit)
+      : kind(kind), alpha(alpha), offset(offset), gate_limit(gate_limit), up_limit(up_limit) {}
+
+  bool operator==(const Activation&) const = default;
+  constexpr bool needs_gate() const { return kind == kSwiglu || kind == kSoftcap; }
+
+  Kind kind;
+  float alpha = 1.0f;
+  float offset = 0.0f;
+  float gate_limit = std::numeric_limits<float>::infinity();
+  float up_limit = std::numeric_limits<float>::infinity();
+};
+
+// That of gpt-oss.
+inline constexpr Activation kSwigluOai{Activation::kSwiglu, 1.702f, 1.0f, 7.0f, 7.0f};
+
+// "silu", "gelu", "gelu_tanh", "relu2", "swiglu(alpha=1,offset=0,gate=10,up=10)", of which each
+// parameter may be left out, "softcap(gate=4,up=25)", and "swigluoai". Error(kInvalid) for another.
+Activation activation_from_name(std::string_view name);
 
 }  // namespace torch_mesh

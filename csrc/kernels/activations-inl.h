@@ -2,9 +2,9 @@
 // agree to the bit. Include after the target's simd header.
 //
 // Error against float64 over finite inputs, where the result is beyond 3e-37: silu 3 ulp, gelu 4
-// ulp, gelu_tanh 15 ulp for x >= -4, swigluoai 14 ulp for gates >= -9; further out the arguments of
-// the last two, cubic and 1.702 times the gate, are rounded before the exponential, as in every
-// single-precision form of them.
+// ulp, gelu_tanh 15 ulp for x >= -4, relu2 1 ulp, softcap 8 ulp, swiglu 5 ulp with alpha = 1 and 14
+// ulp with 1.702 for gates >= -9; further out the arguments of gelu_tanh, cubic, and swiglu, alpha
+// times the gate, are rounded before the exponential, as in every single-precision form of them.
 #pragma once
 
 #include "kernels/kernel_table.h"
@@ -73,11 +73,42 @@ inline Floats gelu_tanh(Floats x) {
   return x / (broadcast(1.0f) + exponential(x * inner));
 }
 
+inline Floats relu2(Floats x) {
+  const Floats positive = maximum(broadcast(0.0f), x);  // NaN stays
+  return positive * positive;
+}
+
 // See Activation. What is not a number stays so; up + 1 is exact where it cancels.
-inline Floats swigluoai(Floats gate, Floats up) {
-  gate = minimum(broadcast(kSwigluLimit), gate);
-  up = clamp(up, -kSwigluLimit, kSwigluLimit) + broadcast(1.0f);
-  return up * (gate / (broadcast(1.0f) + exponential(gate * broadcast(-kSwigluAlpha))));
+inline Floats swiglu(const Activation& a, Floats gate, Floats up) {
+  gate = minimum(broadcast(a.gate_limit), gate);
+  up = clamp(up, -a.up_limit, a.up_limit) + broadcast(a.offset);
+  return up * (gate / (broadcast(1.0f) + exponential(gate * broadcast(-a.alpha))));
+}
+
+// A fit of (tanh(u) / u - 1) / u^2 by powers of u^2, for |u| <= kTanhNear.
+constexpr float kTanhCoefficients[] = {-0x1.555556p-2f, 0x1.1110eap-3f, -0x1.ba0914p-5f,
+                                       0x1.64add6p-6f, -0x1.11838ap-7f, 0x1.2cebap-9f};
+constexpr float kTanhNear = 0.625f;
+
+inline Floats hyperbolic_tangent(Floats u) {
+  const Floats z = u * u;
+  Floats p = broadcast(kTanhCoefficients[5]);
+  for (int i = 4; i >= 0; --i) p = multiply_add(p, z, broadcast(kTanhCoefficients[i]));
+  const Floats near = multiply_add(p * z, u, u);  // where the other form cancels
+  const Floats size = as_floats(magnitude_bits(u));
+  const Floats e = exponential(size * broadcast(-2.0f));
+  const Floats far = (broadcast(1.0f) - e) / (broadcast(1.0f) + e);
+  const Floats turned = broadcast(0.0f) - far;
+  return select(less(size, broadcast(kTanhNear)), near,
+                select(less(u, broadcast(0.0f)), turned, far));
+}
+
+inline Floats softcap(const Activation& a, Floats gate, Floats up) {
+  const Floats gate_limit = broadcast(a.gate_limit);
+  const Floats up_limit = broadcast(a.up_limit);
+  const Floats capped = hyperbolic_tangent(gate / gate_limit) * gate_limit;
+  up = hyperbolic_tangent(up / up_limit) * up_limit;
+  return up * (capped / (broadcast(1.0f) + exponential(broadcast(0.0f) - gate)));
 }
 
 template <typename Combine>
@@ -96,16 +127,22 @@ inline void activate_with(float* gate, const float* up, int32_t count, Function 
   for (int32_t i = 0; i < count; i += kLanes) store(gate + i, function(load(gate + i)));
 }
 
-inline void activate(Activation activation, float* gate, const float* up, int32_t count) {
-  switch (activation) {
+inline void activate(const Activation& activation, float* gate, const float* up, int32_t count) {
+  switch (activation.kind) {
     case Activation::kSilu:
       return activate_with(gate, up, count, [](Floats x) { return silu(x); });
     case Activation::kGelu:
       return activate_with(gate, up, count, [](Floats x) { return gelu(x); });
     case Activation::kGeluTanh:
       return activate_with(gate, up, count, [](Floats x) { return gelu_tanh(x); });
-    case Activation::kSwigluOai:
-      return combine_with(gate, up, count, [](Floats g, Floats u) { return swigluoai(g, u); });
+    case Activation::kRelu2:
+      return activate_with(gate, up, count, [](Floats x) { return relu2(x); });
+    case Activation::kSwiglu:
+      return combine_with(gate, up, count,
+                          [&](Floats g, Floats u) { return swiglu(activation, g, u); });
+    case Activation::kSoftcap:
+      return combine_with(gate, up, count,
+                          [&](Floats g, Floats u) { return softcap(activation, g, u); });
   }
 }
 

@@ -79,14 +79,4 @@ std::vector<std::string_view> kernel_tables() {
 
 const char* kernel_table_name(const KernelTable& table) { return table.name; }
 
-Activation activation_from_name(std::string_view name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "swigluoai") return Activation::kSwigluOai;
-  throw Error(ErrorKind::kInvalid,
-              "unknown activation \"" + std::string(name) +
-                  "\"; there are \"silu\", \"gelu\", \"gelu_tanh\" and \"swigluoai\"");
-}
-
 }  // namespace torch_mesh

@@ -62,14 +62,13 @@ void project(const RecordLayout& layout, const KernelTable& table, const TaskPro
 
 }  // namespace
 
-ExpertFfn::ExpertFfn(const RecordLayout& layout, Activation activation, const Runtime& runtime,
-                     const KernelTable& table)
+ExpertFfn::ExpertFfn(const RecordLayout& layout, const Activation& activation,
+                     const Runtime& runtime, const KernelTable& table)
     : layout_(layout), activation_(activation), runtime_(runtime), table_(table) {
-  if (activation == Activation::kSwigluOai && !layout.gated) {
-    throw Error(
-        ErrorKind::kInvalid,
-        "\"swigluoai\" combines gate and up, and these experts have no gate; allowed there: "
-        "\"silu\", \"gelu\", \"gelu_tanh\"");
+  if (activation.needs_gate() && !layout.gated) {
+    throw Error(ErrorKind::kInvalid,
+                "\"swiglu\", \"swigluoai\" and \"softcap\" combine gate and up, and these experts "
+                "have no gate; allowed there: \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\"");
   }
 }
 

@@ -19,9 +19,6 @@
 
 namespace torch_mesh {
 
-// "silu", "gelu", "gelu_tanh", "swigluoai".
-Activation activation_from_name(std::string_view name);
-
 // One instruction set's kernels; opaque here, see kernel_table.h.
 struct KernelTable;
 
@@ -47,7 +44,7 @@ struct ExpertRows {
 class ExpertFfn {
  public:
   // Error(kInvalid) for an activation that needs a gate, where the layout has none.
-  ExpertFfn(const RecordLayout& layout, Activation activation, const Runtime& runtime,
+  ExpertFfn(const RecordLayout& layout, const Activation& activation, const Runtime& runtime,
             const KernelTable& table);
 
   const RecordLayout& layout() const { return layout_; }

@@ -89,7 +89,7 @@ struct KernelTable {
 
   // gate = gate and up combined; up is nullptr for experts without a gate. `count` is a multiple of
   // 64.
-  void (*activate)(Activation activation, float* gate, const float* up, int32_t count);
+  void (*activate)(const Activation& activation, float* gate, const float* up, int32_t count);
   // sums = weight * (sums + bias) over kBlockColumns columns; bias may be nullptr.
   void (*finish)(float* sums, const float* bias, float weight);
 

@@ -87,7 +87,7 @@ class Model {
  private:
   EngineOptions engine_options(const Options& options) const {
     return {.layout = shape_.layout(),
-            .activation = shape_.activation,
+            .activations = {shape_.activation},
             .threads = options.threads,
             .workspace = options.workspace,
             .prefill = options.prefill};

@@ -87,8 +87,11 @@ class Bytes {
   std::unique_ptr<std::byte, Free> data_;
 };
 
-inline constexpr Activation kActivations[] = {Activation::kSilu, Activation::kGelu,
-                                              Activation::kGeluTanh, Activation::kSwigluOai};
+inline constexpr Activation kClamped{Activation::kSwiglu, 1.0f, 0.0f, 3.0f, 2.0f};
+inline constexpr Activation kSoftcapped{Activation::kSoftcap, 1.0f, 0.0f, 4.0f, 25.0f};
+inline constexpr Activation kActivations[] = {
+    Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2,
+    kSwigluOai,        kClamped,          kSoftcapped};
 
 inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4,
                                              Format::kLut4};
@@ -115,7 +118,7 @@ inline std::string name_of(const Shape& shape) {
   return std::string(format_name(shape.format)) + " g" + std::to_string(shape.group) + " " +
          std::to_string(shape.hidden) + "x" + std::to_string(shape.intermediate) +
          (shape.gated ? " gated" : "") + (shape.bias ? " bias" : "") + " activation " +
-         std::to_string(static_cast<int>(shape.activation));
+         std::to_string(shape.activation.kind);
 }
 
 // Weights in fp32, row-major, as a checkpoint would hold them.
@@ -239,19 +242,25 @@ inline std::vector<float> run_ffn(const KernelTable& table, const Shape& shape, 
 }
 
 // Gate and up combined; an expert without a gate has up = 1.
-inline double activation_reference(Activation activation, double x, double up) {
-  switch (activation) {
+inline double activation_reference(const Activation& activation, double x, double up) {
+  const double gate_limit = activation.gate_limit, up_limit = activation.up_limit;
+  switch (activation.kind) {
     case Activation::kSilu:
       return x / (1 + std::exp(-x)) * up;
     case Activation::kGelu:
       return x * 0.5 * std::erfc(-x / std::sqrt(2.0)) * up;
     case Activation::kGeluTanh:
       return x / (1 + std::exp(-2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) * up;
-    case Activation::kSwigluOai: {
-      const double gate = x > 7 ? 7 : x;
-      const double limited = up > 7 ? 7 : up < -7 ? -7 : up;
-      return (limited + 1) * gate / (1 + std::exp(-1.702 * gate));
+    case Activation::kRelu2:
+      return x > 0 ? x * x * up : 0;
+    case Activation::kSwiglu: {
+      const double gate = x > gate_limit ? gate_limit : x;
+      const double limited = up > up_limit ? up_limit : up < -up_limit ? -up_limit : up;
+      return (limited + activation.offset) * gate / (1 + std::exp(-activation.alpha * gate));
     }
+    case Activation::kSoftcap:
+      return gate_limit * std::tanh(x / gate_limit) / (1 + std::exp(-x)) * up_limit *
+             std::tanh(up / up_limit);
   }
   return 0;
 }

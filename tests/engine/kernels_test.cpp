@@ -16,9 +16,9 @@ std::vector<Shape> shapes() {
     for (int32_t hidden : hiddens) {
       for (int32_t intermediate : intermediates) {
         // Walks through groups, halves, biases and activations with periods that meet in all
-        // combinations, but that one activation needs both halves.
+        // combinations, but that some activations need both halves.
         const Activation activation = kActivations[n / 2 % std::size(kActivations)];
-        const bool gated = n % 2 == 0 || activation == Activation::kSwigluOai;
+        const bool gated = n % 2 == 0 || activation.needs_gate();
         all.push_back({format, groups[n % 3], hidden, intermediate, gated, n % 5 < 2, activation});
         ++n;
       }
@@ -135,7 +135,7 @@ TEST(ExpertFfn, AgreesWithFloat64) {
 TEST(ExpertFfn, ClampsWhatIsBeyondTheLimit) {
   Random random;
   for (Format format : kRoundedFormats) {
-    const Shape shape{format, 32, 200, 100, true, true, Activation::kSwigluOai};
+    const Shape shape{format, 32, 200, 100, true, true, kSwigluOai};
     SCOPED_TRACE(name_of(shape));
     Weights weights(shape.layout(), random);
     for (auto* matrix : {&weights.gate, &weights.up}) {
@@ -156,8 +156,10 @@ TEST(ExpertFfn, ClampsWhatIsBeyondTheLimit) {
 }
 
 TEST(ExpertFfn, RefusesAnActivationOfGateAndUpWithoutAGate) {
-  const Shape shape{Format::kBf16, 64, 64, 64, false, false, Activation::kSwigluOai};
-  EXPECT_THROW(ExpertFfn(shape.layout(), shape.activation, {}, kernel_table()), Error);
+  for (const Activation& activation : {kSwigluOai, kSoftcapped}) {
+    const Shape shape{Format::kBf16, 64, 64, 64, false, false, activation};
+    EXPECT_THROW(ExpertFfn(shape.layout(), shape.activation, {}, kernel_table()), Error);
+  }
 }
 
 // Row counts run through every tile shape; few rows and many use the same order of additions.
@@ -238,7 +240,9 @@ void expect_spoils_itself_alone(const Shape& shape, Random& random) {
 TEST(ExpertFfn, ARowThatIsNotFiniteSpoilsItselfAndNoOther) {
   Random random;
   for (Format format : kAllFormats) {
-    for (Activation activation : {Activation::kSilu, Activation::kSwigluOai}) {
+    // Softcap makes numbers of infinities.
+    for (const Activation& activation :
+         {Activation(Activation::kSilu), Activation(Activation::kRelu2), kSwigluOai, kClamped}) {
       expect_spoils_itself_alone({format, 64, 200, 100, true, false, activation}, random);
     }
   }
@@ -501,7 +505,11 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
   } limits[] = {{Activation::kSilu, 3, -200},
                 {Activation::kGelu, 4, -40},
                 {Activation::kGeluTanh, 15, -4},
-                {Activation::kSwigluOai, 14, -9}};
+                {Activation::kRelu2, 1, -200},
+                {kSwigluOai, 14, -9},
+                {kClamped, 5, -80},
+                {kSoftcapped, 8, -80},
+                {{Activation::kSwiglu, 1, 0, HUGE_VALF, HUGE_VALF}, 3, -80}};
   for (const auto& limit : limits) {
     std::vector<float> x;
     for (float value = limit.low; value < 40; value += 0x1p-11f * 1.37f) x.push_back(value);
@@ -510,7 +518,7 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
     const auto count = static_cast<int32_t>(x.size());
     // Ones for those that only multiply with it: what is left is the function's own error.
     std::vector<float> up(x.size(), 1.0f);
-    if (limit.activation == Activation::kSwigluOai) {
+    if (limit.activation.needs_gate()) {
       for (size_t i = 0; i < up.size(); ++i) up[i] = static_cast<float>(i % 1009) * 0.0171f - 8.6f;
     }
     std::vector<float> oracle = x;
@@ -519,13 +527,13 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
     for (size_t i = 0; i < x.size(); ++i) {
       worst = std::max(worst, ulps(oracle[i], activation_reference(limit.activation, x[i], up[i])));
     }
-    std::printf("activation %d: %.2f ulp\n", static_cast<int>(limit.activation), worst);
+    std::printf("activation %d: %.2f ulp\n", limit.activation.kind, worst);
     EXPECT_LT(worst, limit.limit);
     for (const KernelTable* table : all_tables()) {
       std::vector<float> values = x;
       table->activate(limit.activation, values.data(), up.data(), count);
       EXPECT_TRUE(same_bits(values, oracle)) << table->name;
-      if (limit.activation == Activation::kSwigluOai) continue;
+      if (limit.activation.needs_gate()) continue;
       values = x;
       table->activate(limit.activation, values.data(), nullptr, count);
       EXPECT_TRUE(same_bits(values, oracle)) << table->name;
@@ -535,7 +543,8 @@ TEST(Activations, StayWithinTheirErrorAndAgreeToTheBit) {
 
 TEST(Activations, KeepNanAndInfinity) {
   for (const KernelTable* table : all_tables()) {
-    for (Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
+    for (const Activation::Kind activation :
+         {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2}) {
       std::vector<float> x(64, std::numeric_limits<float>::quiet_NaN());
       x[1] = HUGE_VALF;
       table->activate(activation, x.data(), nullptr, 64);
@@ -549,8 +558,8 @@ TEST(Activations, KeepNanAndInfinity) {
 // is -inf * 0.
 TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  const double most = activation_reference(Activation::kSwigluOai, 7, 7);
-  const double least = activation_reference(Activation::kSwigluOai, 7, -7);
+  const double most = activation_reference(kSwigluOai, 7, 7);
+  const double least = activation_reference(kSwigluOai, 7, -7);
   const struct {
     float gate, up;
     double expected;
@@ -566,7 +575,7 @@ TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
       gate[i] = cases[i].gate;
       up[i] = cases[i].up;
     }
-    table->activate(Activation::kSwigluOai, gate.data(), up.data(), 64);
+    table->activate(kSwigluOai, gate.data(), up.data(), 64);
     for (size_t i = 0; i < std::size(cases); ++i) {
       SCOPED_TRACE(i);
       if (std::isnan(cases[i].expected)) {
@@ -578,15 +587,55 @@ TEST(Activations, SwigluoaiTakesWhatIsNotFiniteAsTorchDoes) {
   }
 }
 
+TEST(Activations, SoftcapTakesWhatIsNotFiniteAsTorchDoes) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const struct {
+    float gate, up;
+    double expected;
+  } cases[] = {{kNan, 1, kNan},       {1, kNan, kNan},  {HUGE_VALF, HUGE_VALF, 100},
+               {1e30f, -1e30f, -100}, {-1e30f, 1, 0.0}, {HUGE_VALF, 0, 0}};
+  for (const KernelTable* table : all_tables()) {
+    SCOPED_TRACE(table->name);
+    std::vector<float> gate(64), up(64);
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      gate[i] = cases[i].gate;
+      up[i] = cases[i].up;
+    }
+    table->activate(kSoftcapped, gate.data(), up.data(), 64);
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      SCOPED_TRACE(i);
+      if (std::isnan(cases[i].expected)) {
+        EXPECT_TRUE(std::isnan(gate[i])) << gate[i];
+      } else {
+        EXPECT_LE(ulps(gate[i], cases[i].expected), 4) << gate[i];
+      }
+    }
+  }
+}
+
+TEST(Activations, AreFoundByName) {
+  EXPECT_EQ(activation_from_name("gelu_tanh"), Activation(Activation::kGeluTanh));
+  EXPECT_EQ(activation_from_name("relu2"), Activation(Activation::kRelu2));
+  EXPECT_EQ(activation_from_name("swigluoai"), kSwigluOai);
+  EXPECT_EQ(activation_from_name("swiglu(alpha=1.702,offset=1,gate=7,up=7)"), kSwigluOai);
+  EXPECT_EQ(activation_from_name("swiglu(gate=3.0,up=2.0)"), kClamped);
+  EXPECT_EQ(activation_from_name("swiglu()"), Activation(Activation::kSwiglu));
+  EXPECT_EQ(activation_from_name("softcap(gate=4,up=25)"), kSoftcapped);
+  for (const char* name :
+       {"swish9", "", "(", ")", "swiglu", "swiglu(", "silu()", "swiglu(gate)", "swiglu(gate=)",
+        "swiglu(gate=0)", "swiglu(gate=-1)", "swiglu(gate=nan)", "swiglu(up=inf)",
+        "swiglu(gate=1x)", "swiglu(beta=1)", "swiglu(gate=1 ,up=2)", "swiglu(alpha=0)",
+        "softcap(gate=4)", "softcap(gate=4,up=25,alpha=1)", "softcap(gate=1e99,up=1)"}) {
+    EXPECT_THROW(activation_from_name(name), Error) << name;
+  }
+}
+
 TEST(KernelTables, AreFoundByName) {
   EXPECT_EQ(kernel_tables().front(), "scalar");
   for (std::string_view name : kernel_tables()) {
     EXPECT_EQ(name, kernel_table_name(kernel_table(name)));
   }
   EXPECT_THROW(kernel_table("sse9"), Error);
-  EXPECT_THROW(activation_from_name("swish9"), Error);
-  EXPECT_EQ(activation_from_name("gelu_tanh"), Activation::kGeluTanh);
-  EXPECT_EQ(activation_from_name("swigluoai"), Activation::kSwigluOai);
 }
 
 void exit_with_the_table_that(const char* isa, const char* expected) {

@@ -10,13 +10,13 @@ import sys
 from typing import Any
 
 import triton
-from torch_mesh.ops import experts_triton as kernels
-from torch_mesh.ops import launches
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 import torch_mesh  # noqa: F401  registers the ops
+from torch_mesh.ops import experts_triton as kernels
+from torch_mesh.ops import launches
 
 POINTERS = {
     **dict.fromkeys(("x", "activated", "out"), "*i16"),
@@ -24,7 +24,7 @@ POINTERS = {
     **dict.fromkeys(("table", "records"), "*i32"),
     **dict.fromkeys(("ids", "order", "starts", "tile_experts", "tile_rows"), "*i64"),
 }
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "swiglu(gate=10,up=10)", "softcap(gate=4,up=25)")
 
 
 def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
@@ -44,8 +44,9 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
         ]
         groups = (64,) if format == "bf16" else (32, 64, 128)
         found += [(kernels.down_many, {"FORMAT": format, "GROUP": each, "ROWS": most}, many) for each in groups]
-    split = {"ACTIVATION": "gelu", "GATED": True, "BIAS": True, "SPLITS": 4}
-    found.append((kernels.activate_splits, split, launches.ELEMENTWISE))
+    for activation in ACTIVATIONS:
+        split = {"ACTIVATION": activation, "GATED": True, "BIAS": True, "SPLITS": 4}
+        found.append((kernels.activate_splits, split, launches.ELEMENTWISE))
     last = {"BIAS": True, "SPLITS": 3, "SENTINELS": False, "BITS": True, "COLUMNS": launches.REDUCE_COLUMNS}
     found.append((kernels.reduce, last, launches.ELEMENTWISE))
     return found

@@ -33,6 +33,9 @@ def _expected(gate_up, down, x, ids, routing, activation, gate_up_bias=None, dow
         "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
         "gelu": lambda gate, up: torch.nn.functional.gelu(gate) * up,
         "gelu_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+        "relu2": lambda gate, up: gate.relu().square() * up,
+        "swiglu(gate=0.5,up=1)": lambda gate, up: torch.nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-1, 1),
+        "softcap(gate=1,up=2)": lambda gate, up: gate.tanh() * gate.sigmoid() * 2 * (up / 2).tanh(),
         "swigluoai": lambda gate, up: (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid(),
     }
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -51,7 +54,9 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=0.5,up=1)", "softcap(gate=1,up=2)"]
+)
 @pytest.mark.parametrize(("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.2), ("lut4", 0.2)])
 @pytest.mark.parametrize("resident", [1.0, 0.5])
 def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:
@@ -99,7 +104,10 @@ def test_layer_from_a_store(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation": "relu"}, "activation='relu'.*'silu', 'gelu', 'gelu_tanh', 'swigluoai'"),
+        (
+            {"activation": "relu"},
+            "activation='relu'.*'silu', 'gelu', 'gelu_tanh', 'relu2', 'swigluoai', .*with their numbers",
+        ),
         ({"top_k": 7}, r"top_k=7 must be in \[1, 6\]"),
         ({"down": torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN)}, r"down must be \[6, 72, 40\].*\[6, 40, 72\]"),
         ({"gate_up": torch.zeros(EXPERTS, HIDDEN)}, r"gate_up must be \[experts, 2 \* intermediate, hidden\]"),

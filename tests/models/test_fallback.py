@@ -314,7 +314,7 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
     with pytest.raises(ValueError, match=r"resident=0.02 is that of 4 experts: give at least that of 8"):
         open_model(resident=0.02)
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
-        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), lossy={"fallback": "int4"})
+        torch_mesh.patch(TINY_MODELS["MuseSparkExperts"].build(), lossy={"fallback": "int4"})
     with pytest.raises(ValueError, match="lossy.fallback: of a model, not of one layer of a store"):
         torch_mesh.Experts.from_store(store, lossy={"fallback": "int4"})
 

@@ -556,7 +556,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("card")
 def test_a_family_with_a_gate_of_its_own_stays_on_the_cpu() -> None:
-    model = _build("DeepseekV4Experts")
+    model = _build("MuseSparkExperts")
     with pytest.raises(UnsupportedModelError, match="run by projection, on the CPU"):
         torch_mesh.patch(model, gpu={"experts": 1})
     with pytest.warns(UserWarning, match="gpu.experts='auto' places none"):

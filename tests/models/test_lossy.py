@@ -327,7 +327,7 @@ def test_wrong_values() -> None:
     with pytest.raises(ValueError, match="lossy.deferred_experts=4, but a token of this model takes 3 experts"):
         torch_mesh.patch(model, lossy={"deferred_experts": 4})
     with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
-        torch_mesh.patch(TINY_MODELS["DeepseekV4Experts"].build(), lossy={"deferred_experts": 1})
+        torch_mesh.patch(TINY_MODELS["MuseSparkExperts"].build(), lossy={"deferred_experts": 1})
     assert next(patched_modules(model), None) is None
     weights = torch.randn(4, 32, 16), torch.randn(4, 16, 16)
     with pytest.raises(ValueError, match="one layer of experts"):

@@ -54,13 +54,17 @@ def test_families_with_this_gate_are_fused(name: str) -> None:
     assert {layer.fused_activation for layer in find_experts(model)} == {"swigluoai"}
 
 
-@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 10.0)])
+@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 0.5)])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_other_parameters_run_the_gate_as_it_is(name: str, index: int, value: float) -> None:
+def test_other_parameters_are_fused_too(name: str, index: int, value: float) -> None:
     model = _build(name)
     for layer in find_experts(model):
         setattr(layer.module, FAMILIES[name][index], value)
-    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+    expected = (
+        "swiglu(offset=1.0,gate_limit=7.0,up_limit=7.0)",
+        "swiglu(alpha=1.702,offset=1.0,gate_limit=0.5,up_limit=0.5)",
+    )
+    assert {layer.fused_activation for layer in find_experts(model)} == {expected[index].replace("_limit", "")}
     original = copy.deepcopy(find_experts(model)[0].module)
     torch_mesh.patch(model)
     inputs = _inputs(9)

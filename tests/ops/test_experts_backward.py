@@ -10,7 +10,7 @@ from torch import Tensor
 SPECS = [
     Spec(weights=weights, activation=activation)
     for weights in ("bf16", "int8", "int4", "lut4")
-    for activation in ACTIVATIONS
+    for activation in (ACTIVATIONS if weights == "bf16" else ("silu", "swigluoai"))
 ]
 SPECS += [
     Spec(weights="mxfp4", group_size=32, bias=True, activation="swigluoai"),
@@ -18,6 +18,7 @@ SPECS += [
     Spec(weights="fp8", group_size=128),
     Spec(weights="int4_fp16"),
     Spec(weights="bf16", gated=False, bias=True),
+    Spec(weights="int8", gated=False, activation="relu2"),
     Spec(weights="int4", gated=False),
     Spec(weights="int8", bias=True),
     Spec(weights="bf16", bias=True, activation="swigluoai"),

@@ -50,6 +50,9 @@ ODD = [
     Spec(weights="fp8", hidden=264, intermediate=136, group_size=128, experts=2),
     Spec(weights="fp8", hidden=71, intermediate=130, group_size=0, bias=True),
     Spec(weights="fp8", hidden=129, intermediate=31, group_size=32, gated=False),
+    Spec(weights="int4", hidden=71, intermediate=63, activation="swiglu(gate=0.9,up=0.7)"),
+    Spec(weights="int8", hidden=129, intermediate=31, bias=True, activation="softcap(gate=1.5,up=2)"),
+    Spec(weights="lut4", hidden=65, intermediate=130, gated=False, activation="relu2"),
 ]
 
 
@@ -95,6 +98,23 @@ def test_each_activation(open_pool: OpenPool, activation: str) -> None:
     ids, weights = routing(spec, 9, 2)
     out = ops.experts(x, ids, weights, pool.handle())
     assert relative_error(out, pool.weights.reference(x, ids, weights)) < TOLERANCE["bf16"]
+
+
+def test_layers_have_activations_of_their_own(open_pool: OpenPool) -> None:
+    names = ("silu", "swiglu(gate=0.9,up=0.7)", "relu2")
+    spec = Spec(weights="bf16", layers=3, activations=names)
+    pool = open_pool(spec, slots=5)
+    for layer in range(3):
+        x, grad = (torch.randn(2, 9, spec.hidden) * 3).bfloat16().float()
+        x.requires_grad_()
+        ids, weights = routing(spec, 9, 2)
+        out, exact = ops.experts(x, ids, weights, pool.handle(layer)), pool.weights.reference(x, ids, weights, layer)
+        assert relative_error(out, exact) < TOLERANCE["bf16"]
+        (found,), (expected,) = (torch.autograd.grad(value, x, grad.to(value.dtype)) for value in (out, exact))
+        assert relative_error(found, expected) < TOLERANCE["bf16"]
+    for wrong in (("silu",) * 2, ("silu",) * 4, ()):
+        with pytest.raises(ValueError, match="activation names .* for 3 layers|activation is an empty list"):
+            open_pool(Spec(layers=3), in_memory=True, activation=list(wrong))
 
 
 @pytest.mark.parametrize("weights", sorted(TOLERANCE))

@@ -98,7 +98,9 @@ def test_experts_without_a_fused_activation_refer_to_grouped_linear(open_pool: O
 
 
 def test_an_activation_of_gate_and_up_needs_a_gate(open_pool: OpenPool) -> None:
-    with pytest.raises(ValueError, match='"swigluoai" combines gate and up, and these experts have no gate; allowed'):
+    with pytest.raises(
+        ValueError, match='"swigluoai" and "softcap" combine gate and up, and these experts have no gate; allowed'
+    ):
         open_pool(Spec(gated=False, activation="swigluoai"), in_memory=True)
     with pytest.raises(ValueError, match='unknown activation "swiglu"; there are "silu", .* and "swigluoai"'):
         open_pool(Spec(activation="swiglu"), in_memory=True)

@@ -27,12 +27,25 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """As DeepseekV4Experts has it, with limits that many values are beyond."""
+    return F.silu(gate.clamp(max=0.9)) * up.clamp(-0.7, 0.7)
+
+
+def softcap(gate: Tensor, up: Tensor) -> Tensor:
+    """As Inkling2Experts has it."""
+    return torch.tanh(gate / 1.5) * 1.5 * torch.sigmoid(gate) * torch.tanh(up / 2) * 2
+
+
 # What each makes of gate and up; an expert without a gate has up = 1.
 ACTIVATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "relu2": lambda gate, up: F.relu(gate).square() * up,
     "swigluoai": swigluoai,
+    "swiglu(gate=0.9,up=0.7)": clamped,
+    "softcap(gate=1.5,up=2)": softcap,
 }
 
 # What products with their weights may differ by from those in float64: by the roundings of activations, twice.
@@ -56,6 +69,7 @@ class Spec:
     gated: bool = True
     bias: bool = False
     activation: str | None = "silu"
+    activations: tuple[str, ...] = ()  # of each layer, where they differ
 
     @property
     def gate_up_features(self) -> int:
@@ -103,7 +117,7 @@ class TinyExperts:
                     spec.intermediate,
                     spec.gated,
                     spec.bias,
-                    spec.activation,
+                    spec.activations or spec.activation,
                 ),
                 modules=tuple(f"layers.{layer}.experts" for layer in range(spec.layers)),
                 weights=spec.weights,
@@ -133,8 +147,9 @@ class TinyExperts:
 
     def expert(self, rows: Tensor, expert: int, layer: int = 0) -> Tensor:
         gate, *up = self.linear(rows, expert, 0, layer).split(self.spec.intermediate, dim=1)
-        assert self.spec.activation is not None
-        hidden = ACTIVATIONS[self.spec.activation](gate, up[0] if up else 1)
+        activation = self.spec.activations[layer] if self.spec.activations else self.spec.activation
+        assert activation is not None
+        hidden = ACTIVATIONS[activation](gate, up[0] if up else 1)
         return self.linear(hidden, expert, 1, layer)
 
     def linear(self, rows: Tensor, expert: int, projection: int, layer: int = 0) -> Tensor:
@@ -178,7 +193,7 @@ def engine_options(spec: Spec, **options: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "layers": spec.layers,
         "experts": spec.experts,
-        "activation": spec.activation,
+        "activation": spec.activations or spec.activation,
         "slots": spec.layers * spec.experts,
         "policy": "lru",
         "verify": "first",

@@ -74,11 +74,11 @@ except KeyboardInterrupt:
 engine = open_stuck(1e6)
 _C.Engine = functools.partial(_C.Engine, interpose=_testing.faults(**NEVER))
 spec = experts.spec
-geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, spec.activation)
+geometry = Geometry(spec.experts, spec.hidden, spec.intermediate, spec.gated, spec.bias, fused=True)
 residency, stats = {"timeout": 1e6, "guard": "on"}, {"file": sys.argv[1] + ".jsonl"}
 config = MeshConfig(io=sys.argv[2], threads=1, residency=residency, stats=stats)
 pools = [
-    ExpertPool(geometry, spec.layers, 8, config, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
+    ExpertPool(geometry, spec.layers, 8, config, activations=["silu"] * spec.layers, weights=spec.weights, group_size=spec.group_size, exact=False, source=source)
     for _ in range(2)
 ]
 for pool in pools:

@@ -47,12 +47,18 @@ def _print_table(held: dict[str, Any]) -> None:
     table.add_row(
         "an expert",
         f"hidden {held['hidden']}, intermediate {held['intermediate']}{''.join(', ' + part for part in parts)}, "
-        f"activation {held['activation'] or 'of its module'}",
+        f"activation {_activation(held['activation'])}",
     )
     table.add_row("bytes of an expert", f"{format_bytes(held['expert_bytes'])}, reads: {held['reads_per_expert']}")
     table.add_row("bytes of all experts", f"{format_bytes(held['all_experts_bytes'])}, files: {len(held['files'])}")
     table.add_row("bytes of all else", format_bytes(held["other_bytes"]))
     Console().print(table, markup=False)
+
+
+def _activation(given: str | list[str] | None) -> str:
+    if given is None or isinstance(given, str):
+        return given or "of its module"
+    return " or ".join(dict.fromkeys(given))  # of a layer
 
 
 def _span(modules: list[str]) -> str:

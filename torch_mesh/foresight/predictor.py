@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import ExpertsLayer, find_experts, find_router
+from ..families import ExpertsLayer, check_recordable, find_experts, find_router
 from ..files import new_file
 from ..memory import available_bytes
 from ..store.header import encode_header, read_header, store_error
@@ -170,6 +170,7 @@ _Seen = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
     """Runs each sequence, and yields what its layers saw."""
+    check_recordable(layers)
     seen: list[Any] = [None] * len(layers)
     # Logits of all tokens would take longer than some layers do.
     fewest = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

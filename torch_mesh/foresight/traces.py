@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import find_experts, find_router, why_no_router
+from ..families import check_recordable, find_experts, find_router, why_no_router
 from ..files import new_file
 from .predictor import load_predictor
 
@@ -188,6 +188,7 @@ class _Recorder:
     ) -> None:
         self.model = model
         self.layers = find_experts(model)
+        check_recordable(self.layers)
         by_router = scores or (lookahead and predictor is None)
         routers: list[Any] = [find_router(model, layer) if by_router else None for layer in self.layers]
         if by_router and None in routers:

@@ -21,7 +21,7 @@ from ..packed_weight import device_of
 from ..pool import record_bytes
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts
-from .planning import BY_PROJECTION, plan_gpu
+from .planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, plan_gpu
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,8 @@ def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -
     """Why no GPU can compute these experts, or nothing."""
     if layers[0].fused_activation is None:
         return BY_PROJECTION
+    if len({layer.fused_activation for layer in layers}) > 1:
+        return SEVERAL_ACTIVATIONS
     if importlib.util.find_spec("triton") is None:
         return "there is no triton, which CUDA builds of torch bring along: pip install triton."
     for device in dict.fromkeys(devices):

@@ -52,7 +52,7 @@ def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[f
         intermediate=shape.intermediate,
         gated=shape.has_gate,
         bias=shape.has_bias,
-        activation=shape.activation,
+        activation=None if pool.activations is None else pool.activations[layer],
         slots=count,
         policy="lru",
         verify="never",

@@ -20,6 +20,10 @@ BY_PROJECTION = (
     "the experts of this family have a gate, activation or norm of their own and run by projection, on the CPU."
 )
 
+SEVERAL_ACTIVATIONS = (
+    "the experts of this model differ in their activation from layer to layer, and all on a card have one."
+)
+
 
 @dataclass(frozen=True)
 class GpuPlan:
@@ -101,11 +105,11 @@ def plan_config(
     return GpuPlan(*verdict, tuple(int(layer.sum()) for layer in here), spare, buffers, taken, 0)
 
 
-def plan_by_projection(config: MeshConfig, layers: int) -> GpuPlan:
+def plan_on_cpu(config: MeshConfig, layers: int, why: str) -> GpuPlan:
     """For experts that run on the CPU only. Raises UnsupportedModelError where the config insists on some."""
     if config.gpu.experts != "auto":
-        raise UnsupportedModelError(f"gpu.experts cannot be had here: {BY_PROJECTION}")
-    return _no_plan(layers, f"gpu.experts='auto' places none: {BY_PROJECTION}", loads=True)
+        raise UnsupportedModelError(f"gpu.experts cannot be had here: {why}")
+    return _no_plan(layers, f"gpu.experts='auto' places none: {why}", loads=True)
 
 
 def _no_plan(layers: int, advice: str, loads: bool) -> GpuPlan:

@@ -29,7 +29,14 @@ from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer, ExpertTensors, common_geometry, find_experts, layers_left_alone
+from torch_mesh.families import (
+    ExpertsLayer,
+    ExpertTensors,
+    common_activation,
+    common_geometry,
+    find_experts,
+    layers_left_alone,
+)
 from torch_mesh.store.codes import RAW_DTYPES, KeptCodes, kept_codes
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
@@ -213,7 +220,7 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
         intermediate=geometry.intermediate,
         gated=geometry.has_gate,
         bias=geometry.has_bias,
-        activation=geometry.activation,
+        activation=common_activation(layers),
     )
 
 
@@ -385,8 +392,14 @@ class _ParameterStacks:
         self.headers = tuple(read_header(path) for path in weight_files(folder))
         self.quantisation = quantisation
         self._folder = folder
-        self._parameters = {
-            f"{layer.path}.{name}": getattr(layer.module, name)
+        # Without the rows of experts that compute nothing, which a checkpoint has or not.
+        self._shapes = {
+            f"{layer.path}.{name}": (layer.num_experts, *getattr(layer.module, name).shape[1:])
+            for layer in (*find_experts(model), *layers_left_alone(model))
+            for name in layer.parameter_names
+        }
+        self._rows = {
+            f"{layer.path}.{name}": getattr(layer.module, name).size(0)
             for layer in (*find_experts(model), *layers_left_alone(model))
             for name in layer.parameter_names
         }
@@ -424,7 +437,7 @@ class _ParameterStacks:
                 self._folder, f"no tensor of the checkpoint holds {parameter}: incomplete, or of another model"
             )
         converter = next((c for c in self._converters if set(sources) <= set(c.source_patterns)), None)
-        expected = tuple(self._parameters[parameter].shape)
+        expected = self._shapes[parameter]
         operands = {pattern: self._operand(parameter, names, expected) for pattern, names in sources.items()}
         if converter is not None and None not in sources:
             operands = self._convert(parameter, converter, operands, expected)
@@ -465,9 +478,9 @@ class _ParameterStacks:
             )
             if target not in state and name in state:
                 target, pattern = name, None
-            if pattern is not None and target in self._parameters:
+            if pattern is not None and target in self._shapes:
                 target = self._dealt(target, pattern, name)
-            if target in self._parameters:
+            if target in self._shapes:
                 matches[target][pattern].append(name)
             elif pattern is not None:
                 self._refuse_split(target, pattern, name)
@@ -482,7 +495,7 @@ class _ParameterStacks:
         if not isinstance(converter.operations[0], core_model_loading.ErnieFuseAndSplitTextVisionExperts):
             return target
         match = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-        part = None if match is None else int(match[1]) // len(self._parameters[target])
+        part = None if match is None else int(match[1]) // self._shapes[target][0]
         if part is None or part >= len(converter.target_patterns):
             raise store_error(self._folder, f"tensor {name!r} is of more experts than the model has")
         return target.replace(converter.target_patterns[0], converter.target_patterns[part])
@@ -491,7 +504,7 @@ class _ParameterStacks:
         """A converter with several targets names the first alone: if any other is an experts parameter, it cannot be followed."""
         converter = next(c for c in self._converters if pattern in c.source_patterns)
         ends = [t.replace("\\", "").lstrip(".") for t in converter.target_patterns]
-        if len(ends) > 1 and any(parameter.endswith(end) for parameter in self._parameters for end in ends):
+        if len(ends) > 1 and any(parameter.endswith(end) for parameter in self._shapes for end in ends):
             raise UnsupportedModelError(
                 self._cannot_follow(target, f"{name} is spread over {converter.target_patterns}")
             )
@@ -529,6 +542,8 @@ class _ParameterStacks:
                 matrices.append(_Matrix((_plain_view(file, tensor),)))
             else:
                 raise UnsupportedModelError(self._cannot_follow(parameter, f"{name} has the shape {tensor.shape}"))
+        if len(matrices) == self._rows[parameter]:
+            matrices = matrices[: expected[0]]
         if len(matrices) != expected[0]:
             raise store_error(
                 self._folder,

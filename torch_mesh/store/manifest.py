@@ -65,7 +65,8 @@ _MAX_SIZE = 1 << 20  # hidden, intermediate: as in csrc/store/record.h
 
 @dataclass(frozen=True)
 class Shape:
-    """The experts of a model. ``activation`` is that of the fused kernel, None where the module's own gate must run."""
+    """The experts of a model. ``activation`` is that of the fused kernel, one for each layer where they differ; None where the module's own
+    gate must run."""
 
     layers: int
     experts: int  # per layer
@@ -74,7 +75,10 @@ class Shape:
     intermediate: int
     gated: bool
     bias: bool
-    activation: str | None
+    activation: str | tuple[str, ...] | None
+
+    def activation_of(self, layer: int) -> str | None:
+        return self.activation[layer] if isinstance(self.activation, tuple) else self.activation
 
     def record_bytes(self, weights: str, group_size: int) -> int:
         """Bytes of one packed expert, padding included."""
@@ -357,11 +361,20 @@ def _typed_shape(table: dict[str, Any]) -> Shape:
         intermediate=_integer(table, "intermediate", 1, _MAX_SIZE),
         gated=_boolean(table, "gated"),
         bias=_boolean(table, "bias"),
-        activation=None if table["activation"] is None else _string(table, "activation"),
+        activation=_typed_activation(table),
     )
+    if isinstance(shape.activation, tuple) and len(shape.activation) != shape.layers:
+        raise ValueError(f"'activation' has {len(shape.activation)} names for {shape.layers} layers")
     if shape.layers * shape.experts > MAX_TENSORS or shape.top_k > shape.experts:
         raise ValueError(f"top {shape.top_k} of {shape.experts} experts in {shape.layers} layers is out of bounds")
     return shape
+
+
+def _typed_activation(table: dict[str, Any]) -> str | tuple[str, ...] | None:
+    given = table["activation"]
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        return tuple(given)
+    return None if given is None else _string(table, "activation")
 
 
 def _typed_record_file(path: Path, entry: dict[str, Any], record_bytes: int) -> RecordFile:

@@ -82,6 +82,8 @@ class StorePlan:
     def identity(self) -> dict[str, Any]:
         table = asdict(self)
         del table["source_name"]  # a folder may move
+        if isinstance(self.shape.activation, tuple):  # as it comes back from the journal
+            table["shape"]["activation"] = list(self.shape.activation)
         return {"format_version": FORMAT_VERSIONS[self.weights], **table, "modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:

@@ -1,0 +1,124 @@
+"""Families with a gate or activation of their own that is one of the fused kernel's, by its numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from transformers import activations
+
+import torch_mesh
+from torch_mesh.activation import SWIGLUOAI, Gate, gate_named, limit_before_silu
+from torch_mesh.families import find_experts
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.convert import convert
+
+
+def _set_softcaps(module: Any) -> None:
+    module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap = 0.5, 0.75
+
+
+# What makes the numbers such that many values are beyond them, and the name of what is computed then.
+FAMILIES = {
+    "DeepseekV4Experts": (lambda module: setattr(module, "limit", 0.5), "swiglu(gate=0.5,up=0.5)"),
+    "Glm5NextTextExperts": (lambda module: setattr(module, "swiglu_limit", 0.5), "swiglu(gate=0.5,up=0.5)"),
+    "HYV4Experts": (lambda module: setattr(module, "swiglu_limit", 0.5), "swiglu(gate=0.5,up=0.5)"),
+    "Inkling2Experts": (_set_softcaps, "softcap(gate=0.5,up=0.75)"),
+    "NemotronHExperts": (lambda module: None, "relu2"),
+}
+
+
+def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _model(name: str) -> Any:
+    model = TINY_MODELS[name].build()
+    for layer in find_experts(model):
+        FAMILIES[name][0](layer.module)
+    return model
+
+
+def _inputs(hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(20)])
+    return torch.randn(20, hidden).bfloat16(), ids, torch.rand(20, 3)
+
+
+@pytest.mark.parametrize(("weights", "bound"), [("bf16", 0.015), ("int8", 0.06)])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_layer_is_that_of_transformers(name: str, weights: str, bound: float) -> None:
+    model = _model(name)
+    layer = find_experts(model)[-1]
+    assert layer.fused_activation == FAMILIES[name][1]
+    original = copy.deepcopy(layer.module).float()
+    torch_mesh.patch(model, weights=weights, resident=0.5, io="threads")
+    assert all(module._mesh_fused for module in patched_modules(model))
+    x, ids, routing = _inputs(layer.hidden)
+    module: Any = layer.module
+    with torch.no_grad():
+        assert _error(module(x, ids, routing), original(x.float(), ids, routing)) < bound
+
+
+def test_another_activation_runs_by_projection() -> None:
+    model = _model("DeepseekV4Experts")
+    for layer in find_experts(model):
+        layer.module.act_fn = activations.ACT2FN["relu"]  # type: ignore[assignment]
+    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+    original = copy.deepcopy(find_experts(model)[0].module)
+    torch_mesh.patch(model)
+    module: Any = find_experts(model)[0].module
+    inputs = _inputs(72)
+    with torch.no_grad():
+        assert _error(module(*inputs), original(*inputs)) < 0.015
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_a_limit_that_no_kernel_has_runs_by_projection(limit: float) -> None:
+    model = _model("HYV4Experts")
+    for layer in find_experts(model):
+        layer.module.swiglu_limit = limit  # type: ignore[assignment]
+    assert {layer.fused_activation for layer in find_experts(model)} == {None}
+
+
+def test_a_layer_of_a_store_has_its_gate(tmp_path: Path) -> None:
+    model = _model("Inkling2Experts")
+    model.config.mlp_gate_softcap, model.config.mlp_up_softcap = 0.5, 0.75
+    model.save_pretrained(tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    layer = torch_mesh.Experts.from_store(tmp_path / "store", 1, resident=0.5)
+    original: Any = find_experts(model)[1].module
+    x, ids, routing = _inputs(72)
+    with torch.no_grad():
+        assert _error(layer(x, ids, routing), original(x, ids, routing)) < 0.015
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [SWIGLUOAI, Gate(gate_limit=7.006, up_limit=7.0), Gate("softcap", gate_limit=4.0, up_limit=25.0), Gate(alpha=1e-3)],
+)
+def test_names_say_everything(gate: Gate) -> None:
+    assert gate_named(gate.name) == gate
+
+
+def test_a_gate_without_limits_is_silu() -> None:
+    assert Gate().name == "silu" and gate_named("silu") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["swiglu", "swiglu(beta=1)", "swiglu(gate=0)", "swiglu(gate=nan)", "swiglu(gate=1.2.3)", "softcap(gate=4)", ""],
+)
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="activation="):
+        gate_named(name)
+
+
+@pytest.mark.parametrize("limit", [1e-6, 0.1, 1.0, 7.0, 16.0, 500.0])
+def test_silu_reaches_its_limit_where_it_is_clamped(limit: float) -> None:
+    at = torch.tensor(limit_before_silu(limit), dtype=torch.float64)
+    assert torch.nn.functional.silu(at).item() == pytest.approx(limit, rel=1e-14)

@@ -1,0 +1,308 @@
+"""Families whose experts transformers does not mark, and which run all the same: llama4, longcat_flash and step3p7."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import Tiny
+from transformers import NllbMoeConfig, PreTrainedModel
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+from torch_mesh.errors import MeshError, UnsupportedModelError
+from torch_mesh.families import UNMARKED, find_experts, find_router, supported_families
+from torch_mesh.modules import patched_modules
+from torch_mesh.plan import find_sizes
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import open_store
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 72,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA4 = {**_TEXT, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+_STEP = {
+    **_TEXT,
+    "moe_intermediate_size": 40,
+    "share_expert_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "layer_types": ["full_attention"] * 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    # Low enough that many values are beyond; 0 means none.
+    "swiglu_limits": [0, 0, 0.25, 0.5],
+    "swiglu_limits_shared": [0, 0, 0.25, 0],
+}
+_SMALL_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+MODELS = {
+    "llama4": Tiny("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 1}),
+    "llama4, three experts a token": Tiny(
+        "llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 3}
+    ),
+    "llama4 with vision": Tiny(
+        "llama4",
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": {**_LLAMA4, "num_experts_per_tok": 1},
+            "vision_config": {
+                **_SMALL_VISION,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
+    ),
+    "longcat_flash": Tiny(
+        "longcat_flash",
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 40,
+            "expert_ffn_hidden_size": 40,
+            "zero_expert_num": 5,
+            "moe_topk": 4,
+        },
+    ),
+    "step3p7": Tiny(
+        "step3p7",
+        "Step3p7Config",
+        "Step3p7ForConditionalGeneration",
+        {"text_config": _STEP, "vision_config": {**_SMALL_VISION, "image_size": 56, "patch_size": 14}},
+    ),
+}
+
+
+def _build(name: str) -> Any:
+    return MODELS[name].build()
+
+
+def _prompt() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 11))
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=prompt, use_cache=False).logits
+
+
+def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the tokens in the middle: rounding may tip the choice between two experts for single ones."""
+    value, expected = value.float(), expected.float()
+    return ((value - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+
+
+def test_every_unmarked_family_is_here() -> None:
+    families = {unmarked.family for unmarked in UNMARKED.values()}
+    assert families == {tiny.family for tiny in MODELS.values()} and families <= set(supported_families())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str) -> None:
+    model, prompt = _build(name), _prompt()
+    classes = [type(module) for module in model.modules()]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected = _logits(model, prompt)
+    layers = find_experts(model)
+    assert all(find_router(model, layer) is not None for layer in layers)
+    for resident in (1.0, 0.5):
+        torch_mesh.patch(model, resident=resident, io="threads")
+        assert len(list(patched_modules(model))) == len(layers)
+        assert _error(_logits(model, prompt), expected) < 0.03
+        assert not torch_mesh.stats(model).no_lookahead
+        torch_mesh.unpatch(model)
+        assert [type(module) for module in model.modules()] == classes
+        assert not any(key.startswith("_mesh_") for module in model.modules() for key in vars(module))
+        after = model.state_dict()
+        computing = {f"{layer.path}.{key}": layer.num_experts for layer in layers for key in layer.parameter_names}
+        for key, value in before.items():  # what nothing computes with comes back as zeros
+            count = computing.get(key, len(value) if value.dim() else None)
+            assert torch.equal(
+                after[key][:count] if value.dim() else after[key], value[:count] if value.dim() else value
+            )
+            assert count is None or not after[key][count:].any()
+
+
+@pytest.mark.parametrize("name", ("llama4", "longcat_flash", "step3p7"))
+def test_bits_do_not_depend_on_what_is_resident(name: str) -> None:
+    model, prompt = _build(name), _prompt()
+    outputs = []
+    for resident in (1.0, 0.5):
+        torch_mesh.patch(model, resident=resident, io="threads")
+        outputs.append((_logits(model, prompt), model.generate(prompt, max_new_tokens=2, do_sample=False)))
+        torch_mesh.unpatch(model)
+    for logits, tokens in outputs[1:]:
+        assert torch.equal(logits, outputs[0][0]) and torch.equal(tokens, outputs[0][1])
+
+
+@pytest.mark.parametrize("name", ("llama4 with vision", "longcat_flash", "step3p7"))
+def test_it_opens_converts_plans_and_saves(name: str, tmp_path: Path) -> None:
+    model, prompt = _build(name), _prompt()
+    expected = _logits(model, prompt)
+    model.save_pretrained(tmp_path / "raw")
+    store = convert(tmp_path / "raw", tmp_path / "store", "bf16").store
+    assert store.manifest.shape.experts == 8
+    opened = []
+    for folder in (tmp_path / "raw", tmp_path / "store"):
+        config = MeshConfig(resident=0.5, io="threads")
+        patched = type(model).from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).eval()
+        opened.append(_logits(patched, prompt))
+        assert _error(opened[-1], expected) < 0.03
+        shape = find_sizes(folder, config).shape
+        assert (shape.layers, shape.experts) == (len(find_experts(model)), 8)
+    assert torch.equal(*opened)
+    patched.save_pretrained(tmp_path / "saved")
+    plain = type(model).from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).eval()
+    assert torch.equal(_logits(plain, prompt), expected)
+
+
+@pytest.mark.parametrize("name", ("llama4, three experts a token", "longcat_flash", "step3p7"))
+def test_gradients_reach_routers_and_hidden_states(name: str) -> None:
+    model = _build(name).float()
+    layer = find_experts(model)[-1]
+    block = model.get_submodule(layer.path.rpartition(".")[0])
+    x = torch.randn(2, 5, layer.hidden)
+
+    def gradients() -> list[torch.Tensor]:
+        inputs = x.clone().requires_grad_()
+        output = block(inputs)
+        output = output[0] if isinstance(output, tuple) else output
+        routers = [value for key, value in block.named_parameters() if key.startswith(("router", "gate"))]
+        return list(torch.autograd.grad(output.square().sum(), [inputs, *routers]))
+
+    for parameter in layer.parameters.values():
+        parameter.data = parameter.data.bfloat16().float()
+    expected = gradients()
+    torch_mesh.patch(model, resident=0.5, io="threads")
+    for found, theirs in zip(gradients(), expected, strict=True):
+        assert found.shape == theirs.shape and (found - theirs).norm() < 0.03 * theirs.norm()
+
+
+def test_a_checkpoint_without_the_identities_rows_opens(tmp_path: Path) -> None:
+    """As they are published: what identities would have in gate_up is in no tensor, and transformers alone refuses them."""
+    model, prompt = _build("longcat_flash"), _prompt()
+    expected = _logits(model, prompt)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        for expert in range(8, 13):
+            for part in ("gate", "up"):
+                del tensors[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="mismatched"):
+        type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    patched = type(model).from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5, io="threads"))
+    assert _error(_logits(patched.eval(), prompt), expected) < 0.03
+
+
+def test_layers_of_a_store_have_limits_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _build("step3p7")
+    model.save_pretrained(tmp_path / "raw")
+    convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    names = open_store(tmp_path / "store").manifest.shape.activation
+    assert isinstance(names, tuple) and names[0] == "silu" and len(set(names)) == 3
+    again = convert(tmp_path / "raw", tmp_path / "store", "bf16")
+    assert again.existed
+    assert main(["inspect", str(tmp_path / "store")]) == 0
+    assert "silu or swiglu(gate=" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(9)])
+    x, routing = torch.randn(9, 72).bfloat16(), torch.rand(9, 3)
+    for number, layer in enumerate(find_experts(model)):
+        experts = torch_mesh.Experts.from_store(tmp_path / "store", number, resident=0.5)
+        with torch.no_grad():
+            module: Any = layer.module
+            expected = module(x, ids, routing)
+            assert (experts(x, ids, routing) - expected).norm() < 0.015 * expected.norm()
+
+
+def test_a_block_that_stays_unpatched_is_traced_when_it_is_patched(tmp_path: Path) -> None:
+    model, prompt = _build("llama4"), _prompt()[:1]
+    with (
+        pytest.raises(MeshError, match="patch the model first"),
+        torch_mesh.record_trace(model, tmp_path / "trace.npz"),
+    ):
+        pass
+    torch_mesh.patch(model)
+    with torch_mesh.record_trace(model, tmp_path / "trace.npz"):
+        _logits(model, prompt)
+    assert torch_mesh.load_trace(tmp_path / "trace.npz").ids.shape == (11, 2, 1)
+    identities = torch_mesh.patch(_build("longcat_flash"))
+    file = tmp_path / "other.npz"
+    with (
+        pytest.raises(MeshError, match="5 of the experts .* compute nothing"),
+        torch_mesh.record_trace(identities, file),
+    ):
+        pass
+
+
+def test_a_failed_patch_leaves_the_block_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = _build("llama4"), _prompt()
+    classes, expected = [type(module) for module in model.modules()], _logits(model, prompt)
+
+    def fail(*_: Any) -> None:
+        raise UnsupportedModelError("no")
+
+    monkeypatch.setattr("torch_mesh.assembling.announce", fail)
+    with pytest.raises(UnsupportedModelError, match="no"):
+        torch_mesh.patch(model, resident=0.5)
+    assert [type(module) for module in model.modules()] == classes
+    assert torch.equal(_logits(model, prompt), expected)
+
+
+@pytest.mark.parametrize("name", ("llama4", "longcat_flash", "step3p7"))
+def test_it_runs_with_dense_layers_and_rounded_experts(name: str) -> None:
+    model, prompt = _build(name), _prompt()
+    expected = _logits(model, prompt)
+    torch_mesh.patch(model, weights="int8", dense="int8", resident=0.5, io="threads")
+    assert _error(_logits(model, prompt), expected) < 0.1
+    if name != "llama4":
+        torch_mesh.unpatch(model, lossy=True)
+        torch_mesh.patch(model, resident=0.5, lossy={"deferred_experts": 1})
+        assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (2, 14)
+
+
+@pytest.mark.parametrize("name", ("llama4", "longcat_flash"))
+def test_an_activation_without_a_kernel_runs_by_projection(name: str) -> None:
+    model, prompt = _build(name), _prompt()
+    for layer in find_experts(model):
+        layer.module.act_fn = torch.nn.ReLU()  # type: ignore[assignment]
+    expected = _logits(model, prompt)
+    torch_mesh.patch(model, resident=0.5, io="threads")
+    assert not any(module._mesh_fused for module in patched_modules(model))
+    assert _error(_logits(model, prompt), expected) < 0.03
+
+
+def test_nllb_moe_calls_two_experts_whatever_its_router_chose() -> None:
+    """Why it is refused. When this fails transformers has mended it."""
+    config = NllbMoeConfig(d_model=16, num_experts=8, encoder_ffn_dim=24)
+    block = NllbMoeSparseMLP(config, 24).eval()
+    called = set()
+    for number in range(8):
+        block.experts[f"expert_{number}"].register_forward_hook(lambda *_, number=number: called.add(number))
+    with torch.no_grad():
+        x = torch.randn(1, 40, 16)
+        chosen = block.router(x.flatten(0, 1), None)[0].argmax(-1)
+        block(x)
+    assert called == {0, 1} and len(set(chosen.tolist())) > 2
