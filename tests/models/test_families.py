@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, inputs_for, level_routers, output_of
+from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, draw_routers, inputs_for, output_of
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -21,6 +21,7 @@ from torch_mesh.families import (
     UNDECORATED,
     find_experts,
     find_router,
+    ranking,
     supported_families,
     why_no_router,
 )
@@ -73,16 +74,24 @@ def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> 
         assert router.weight.shape == (layer.num_experts, layer.hidden)
         if layer.module in recorder.calls:
             hidden, ids = recorder.calls[layer.module][0][:2]
-            ranked = (hidden.float() @ router.weight.detach().float().T).topk(ids.size(-1)).indices
-            # All but choices between scores that are equal in bf16, and those that a bias of the matrix tips.
-            assert (ranked.unsqueeze(1) == ids.unsqueeze(2)).any(-1).float().mean() > 0.85, layer.path
+
+            def named(bias: torch.Tensor | None, of: Any = router, hidden: Any = hidden, ids: Any = ids) -> float:
+                """The share of the choices that are ranked first."""
+                with torch.no_grad():
+                    ranked = ranking(hidden, of.weight, bias, of.scoring).topk(ids.size(-1)).indices
+                return (ranked.unsqueeze(1) == ids.unsqueeze(2)).any(-1).float().mean().item()
+
+            # All but choices between scores that are equal in bf16.
+            assert named(router.bias) > 0.95, layer.path
+            if router.bias is not None:
+                assert named(None) < named(router.bias) - 0.1, f"{layer.path}: its bias decides nothing"
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
     model = TINY_MODELS[name].build()
     assert name in {type(layer.module).__name__ for layer in find_experts(model)}
-    level_routers(model)
+    draw_routers(model)
     inputs = inputs_for(model)
     recorder = _Recorder(model)
     expected = output_of(model, inputs)

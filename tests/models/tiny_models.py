@@ -253,13 +253,14 @@ SKIPPED: dict[str, str] = {}
 NO_LOOKAHEAD = {"DeepseekV4Experts": {0, 1}, "MuseSparkExperts": {0, 1, 2}, "ZayaExperts": {0, 1, 2}}
 
 
-def level_routers(model: nn.Module) -> None:
-    """Takes out what routers add to their scores, so that their matrix alone says what they choose, and draws the scales of norms."""
+def draw_routers(model: nn.Module) -> None:
+    """Draws what routers add to their scores, large enough to decide, and the scales of norms."""
     for layer in find_experts(model):
         block = model.get_submodule(layer.path.rpartition(".")[0])
         for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
-            if "correction_bias" in name or name.endswith("expert_bias"):
-                tensor.data.zero_()
+            if "correction_bias" in name or name.endswith(("expert_bias", "router.bias")):
+                spread = torch.linspace(-1, 1, tensor.numel())[torch.randperm(tensor.numel())]
+                tensor.data.copy_(spread.view_as(tensor))
             elif "norm" in name or name.endswith("router.scale"):
                 tensor.data.uniform_(0.3, 3.0)
 
