@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,27 @@ def test_every_decorated_class_is_compared_or_skipped_for_a_reason() -> None:
 
 def test_supported_families_are_those_with_a_decorated_class() -> None:
     assert supported_families() == sorted({family for family, _ in decorated_classes()})
+
+
+def test_families_md_is_what_the_models_say() -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "families_page.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run tools/families_page.py"
+
+
+# What looks for experts in the sources of transformers finds these, too, and why they are none of ours.
+_NO_EXPERTS = {
+    "bamba": "it has one feed-forward layer, in a variable of that name",
+    "vitpose_backbone": "its experts are parts of a vision model, chosen by the data set and not by a router",
+}
+
+
+def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
+    speaks = re.compile(r"num_(local_|routed_)?experts\b|n_routed_experts")
+    sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    found = {source.parent.name for source in sources if speaks.search(source.read_text(encoding="utf-8"))}
+    known = {*supported_families(), *UNDECORATED, *_NO_EXPERTS}
+    assert found <= known, f"neither supported nor refused: {found - known}"
+    assert not known - found, f"gone, or spoken of otherwise: {known - found}"
 
 
 def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> None:

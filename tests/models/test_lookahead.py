@@ -153,7 +153,9 @@ def test_a_bias_compiles_into_the_same_step(tmp_path: Path) -> None:
             torch_mesh.reset_stats(model)
             compiled(input_ids=token, use_cache=False)
             foretold += torch_mesh.stats(model).per_layer[-1].experts.prefetches[favoured]
-    assert foretold > find_experts(model)[-1].top_k  # a guess may come too late, one of yesterday names the same top_k each time
+    assert (
+        foretold > find_experts(model)[-1].top_k
+    )  # a guess may come too late, one of yesterday names the same top_k each time
 
 
 @pytest.mark.parametrize("name", _BIASED)

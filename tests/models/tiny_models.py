@@ -77,10 +77,7 @@ class Tiny:
 
     def build(self) -> PreTrainedModel:
         """Random bf16 weights, with experts and routers large enough to be seen in the output."""
-        config_class = self._find("configuration", self.config)
-        known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
-        config = config_class(**{name: value for name, value in _SIZES.items() if name in known} | self.fields)
-        model = self._find("modeling", self.model)._from_config(config, dtype=torch.bfloat16).eval()
+        model = self._make()
         in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -91,6 +88,17 @@ class Tiny:
                 elif parameter.dim() == 2:
                     parameter.normal_(0, parameter.size(-1) ** -0.5)
         return model
+
+    def outline(self) -> PreTrainedModel:
+        """The same on the meta device."""
+        with torch.device("meta"):
+            return self._make()
+
+    def _make(self) -> PreTrainedModel:
+        config_class = self._find("configuration", self.config)
+        known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
+        config = config_class(**{name: value for name, value in _SIZES.items() if name in known} | self.fields)
+        return self._find("modeling", self.model)._from_config(config, dtype=torch.bfloat16).eval()
 
     def _find(self, kind: str, name: str) -> Any:
         return getattr(importlib.import_module(f"transformers.models.{self.family}.{kind}_{self.family}"), name)
