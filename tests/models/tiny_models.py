@@ -42,6 +42,8 @@ _SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -221,7 +223,12 @@ TINY_MODELS: dict[str, Tiny] = {
     ),
     "MixtralExperts": Tiny("mixtral", "MixtralConfig", "MixtralForCausalLM"),
     "MuseSparkExperts": Tiny("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", {"moe_hidden_size": 56}),
-    "NemotronHExperts": Tiny("nemotron_h", "NemotronHConfig", "NemotronHForCausalLM"),
+    "NemotronHExperts": Tiny(
+        "nemotron_h",
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    ),
     "OlmoeExperts": Tiny("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
     "OpenAIPrivacyFilterExperts": Tiny(
         "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterModel"
@@ -246,7 +253,20 @@ TINY_MODELS: dict[str, Tiny] = {
         {"shared_expert_intermediate_size": 40},
     ),
     "Qwen3VLMoeTextExperts": Tiny("qwen3_vl_moe", "Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel"),
-    "Qwen4ExpTextExperts": Tiny("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {**_SMALL_LINEAR_ATTENTION}),
+    "Qwen4ExpTextExperts": Tiny(
+        "qwen4_exp",
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        {
+            "layer_types": _HYBRID,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            **_SMALL_LINEAR_ATTENTION,
+        },
+    ),
     "SolarOpenExperts": Tiny("solar_open", "SolarOpenConfig", "SolarOpenForCausalLM"),
     "UnlimitedOcrTextExperts": Tiny(
         "unlimited_ocr", "UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}
