@@ -23,6 +23,8 @@ def _(
     next_router: Tensor | None = None,
     next_handle: Tensor | None = None,
     next_top_k: int = 0,
+    next_bias: Tensor | None = None,
+    next_scoring: str = "logits",
 ) -> Tensor:
     check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
@@ -40,6 +42,8 @@ def _(
     next_router: Tensor | None = None,
     next_handle: Tensor | None = None,
     next_top_k: int = 0,
+    next_bias: Tensor | None = None,
+    next_scoring: str = "logits",
 ) -> Tensor:
     check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)
@@ -56,6 +60,8 @@ def _(
     next_router: Tensor | None = None,
     next_handle: Tensor | None = None,
     next_top_k: int = 0,
+    next_bias: Tensor | None = None,
+    next_scoring: str = "logits",
 ) -> Tensor:
     check_shapes(x, topk_ids, topk_weights)
     return x.new_empty(x.shape)

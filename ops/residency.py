@@ -19,7 +19,15 @@ def _(handle: Tensor, ids: Tensor) -> None: ...
 
 
 @torch.library.register_fake("torch_mesh::lookahead")
-def _(x: Tensor, router_weight: Tensor, handle: Tensor, top_k: int, after: Tensor | None = None) -> None:
+def _(
+    x: Tensor,
+    router_weight: Tensor,
+    handle: Tensor,
+    top_k: int,
+    after: Tensor | None = None,
+    bias: Tensor | None = None,
+    scoring: str = "logits",
+) -> None:
     torch._check(x.dim() == 2, lambda: f"x must be [tokens, hidden]; got {tuple(x.shape)}")
     torch._check(router_weight.dim() == 2, lambda: "router_weight must be [experts, hidden]")
 

@@ -87,10 +87,12 @@ class RouterAdapter:
     ``matrix``: the linear layer in it that has the weight, empty for the router itself; rows beyond the experts' are not theirs.
     ``experts_norm``: the router normalises its input without a weight, scales it and asks the matrix, where the experts' input is
     normalised by this module beside it.
+    ``scoring``: what it makes of its logits before it corrects them (``_CORRECTIONS``), one of ``SCORINGS``; a ``score_fn`` says it too.
     """
 
     matrix: str = ""
     experts_norm: str | None = None
+    scoring: str = "sigmoid"
     why_none: str = ""
 
 
@@ -102,12 +104,30 @@ ROUTERS: dict[str, RouterAdapter] = {
     "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
     "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
     "DiffusionGemmaTextRouter": _GEMMA_ROUTER,
+    "Ernie4_5_MoeTopKRouter": RouterAdapter(scoring="softmax"),
+    "Ernie4_5_VLMoeMoeTopKRouter": RouterAdapter(scoring="softmax"),
     "Gemma4TextRouter": _GEMMA_ROUTER,
     "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
     "InklingTopkRouter": RouterAdapter(),
     "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier"),
+    "Kolibri1TopKRouter": RouterAdapter(scoring="logits"),
     "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
+}
+
+# What a router adds to its scores for the choice alone: an attribute of the router, of a module in it or of the block around it.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+
+# By the names that the op ``lookahead`` has for them.
+SCORINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "logits": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: torch.softmax(logits, -1),
+    "sqrtsoftplus": lambda logits: nn.functional.softplus(logits).sqrt(),
+}
+_SCORE_FUNCTIONS: dict[type[nn.Module], str] = {
+    nn.Sigmoid: "sigmoid",
+    activations.SqrtSoftplusActivation: "sqrtsoftplus",
 }
 
 # Families with experts that are not run, by their folder of transformers.models: why not.
@@ -312,11 +332,25 @@ class Router:
     module: nn.Module
     matrix: Any  # has the weight
     num_experts: int
+    biased: tuple[Any, str] | None  # what has the bias, and its name there
+    scoring: str  # of SCORINGS: what the bias is added to
 
     @property
     def weight(self) -> torch.Tensor:
-        """[experts, hidden]: by how it scores what the experts take in they are ranked, but for biases of their choice."""
+        """[experts, hidden], for what the experts take in. See ``ranking``."""
         return self.matrix.weight[: self.num_experts]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[experts]"""
+        return None if self.biased is None else getattr(*self.biased).view(-1)[: self.num_experts]
+
+
+def ranking(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scoring: str) -> torch.Tensor:
+    """hidden [tokens, hidden] -> [tokens, experts], larger for what is chosen first, but for group masks: what the op ``lookahead``
+    makes of the same, all in float32 on the device of ``hidden``."""
+    logits = hidden.float() @ weight.to(hidden.device, torch.float32).T
+    return logits if bias is None else SCORINGS[scoring](logits) + bias.to(hidden.device, torch.float32)
 
 
 def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
@@ -356,7 +390,7 @@ def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
     return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
 
 
-def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router:
+def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router | str:
     matrix: Any = router.get_submodule(adapter.matrix)
     if adapter.experts_norm is not None:
         # Both normalise the same states: dividing by the experts' norm gives what the router scales. A copy, as a product with
@@ -366,7 +400,19 @@ def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: Expe
             weight = norm.weight.float()
             scale = torch.where(weight == 0, 0.0, router.scale.float() * router.scalar_root_size / weight)
             matrix = _Matrix((matrix.weight.float() * scale).to(matrix.weight.dtype))
-    return Router(router, matrix, layer.num_experts)
+    corrections = [
+        (owner, name)
+        for owner in (*router.modules(), parent)
+        for name in _CORRECTIONS
+        if isinstance(getattr(owner, name, None), torch.Tensor)
+    ]
+    if corrections:
+        scoring = _SCORE_FUNCTIONS.get(type(router.score_fn)) if hasattr(router, "score_fn") else adapter.scoring
+        if scoring is None:
+            return f"the router scores by {type(router.score_fn).__name__} and corrects that, which lookahead does not know"
+        return Router(router, matrix, layer.num_experts, corrections[0], scoring)
+    own = (matrix, "bias") if isinstance(getattr(matrix, "bias", None), torch.Tensor) else None
+    return Router(router, matrix, layer.num_experts, own, "logits")
 
 
 @dataclass(frozen=True)

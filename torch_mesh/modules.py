@@ -108,7 +108,7 @@ class MeshExperts(PackedModule, InPool):
         if following is not None and not hidden_states.device.type == following.router.weight.device.type == "cpu":
             following = None  # a hint is not worth moving a router
         if self._mesh_fused:
-            hint = () if following is None else (following.router.weight, following.handle, following.top_k)
+            hint = () if following is None else following.hint
             inputs = (hidden_states, top_k_index, top_k_weights, self._mesh_handle)
             # All layers of a forward take the same way, or what one deferred would be lost.
             if self._mesh_deferred and not torch.is_grad_enabled():

@@ -37,25 +37,29 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 using ExpertsOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                              const at::Tensor&, bool, const OptionalTensor&, const OptionalTensor&,
-                             int64_t);
+                             int64_t, const OptionalTensor&, c10::string_view);
 
 at::Tensor experts_below(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                          const at::Tensor& handle, bool sentinels,
                          const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                         int64_t next_top_k) {
+                         int64_t next_top_k, const OptionalTensor& next_bias,
+                         c10::string_view next_scoring) {
   static const auto op = find_op<ExpertsOp>("torch_mesh::experts");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k);
+  return op.call(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k,
+                 next_bias, next_scoring);
 }
 
 struct Experts : torch::autograd::Function<Experts> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& ids,
                             const at::Tensor& weights, const at::Tensor& handle, bool sentinels,
                             const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                            int64_t next_top_k) {
+                            int64_t next_top_k, const OptionalTensor& next_bias,
+                            std::string next_scoring) {
     context->save_for_backward({x, ids, weights, handle});
     context->saved_data["sentinels"] = sentinels;
-    return experts_below(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k);
+    return experts_below(x, ids, weights, handle, sentinels, next_router, next_handle, next_top_k,
+                         next_bias, next_scoring);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
@@ -65,17 +69,19 @@ struct Experts : torch::autograd::Function<Experts> {
     const variable_list saved = context->get_saved_variables();
     auto [x_grad, weights_grad] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3],
                                           context->saved_data["sentinels"].toBool());
-    return {x_grad, {}, weights_grad, {}, {}, {}, {}, {}};
+    return {x_grad, {}, weights_grad, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
 at::Tensor experts(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                    const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
-                   const OptionalTensor& next_handle, int64_t next_top_k) {
-  return wants_gradient(x, weights) ? Experts::apply(x, ids, weights, handle, sentinels,
-                                                     next_router, next_handle, next_top_k)
-                                    : experts_below(x, ids, weights, handle, sentinels, next_router,
-                                                    next_handle, next_top_k);
+                   const OptionalTensor& next_handle, int64_t next_top_k,
+                   const OptionalTensor& next_bias, c10::string_view next_scoring) {
+  return wants_gradient(x, weights)
+             ? Experts::apply(x, ids, weights, handle, sentinels, next_router, next_handle,
+                              next_top_k, next_bias, std::string(next_scoring))
+             : experts_below(x, ids, weights, handle, sentinels, next_router, next_handle,
+                             next_top_k, next_bias, next_scoring);
 }
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,

@@ -85,11 +85,16 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
 }
 
 std::optional<Lookahead> lookahead_for(const at::Tensor& x, const OptionalTensor& next_router,
-                                       const OptionalTensor& next_handle, int64_t next_top_k) {
+                                       const OptionalTensor& next_handle, int64_t next_top_k,
+                                       const OptionalTensor& next_bias,
+                                       c10::string_view next_scoring) {
   TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
                     "next_router and next_handle belong together; got one of them");
   std::optional<Lookahead> lookahead;
-  if (next_router) lookahead.emplace(x, *next_router, *next_handle, next_top_k);
+  if (next_router) {
+    lookahead.emplace(x, RouterTensors{*next_router, next_bias, parse_scoring(next_scoring)},
+                      *next_handle, next_top_k);
+  }
   return lookahead;
 }
 
@@ -101,8 +106,10 @@ std::function<void()> prefetch_of(const std::optional<Lookahead>& lookahead) {
 
 at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& topk_weights,
                    const at::Tensor& handle, bool sentinels, const OptionalTensor& next_router,
-                   const OptionalTensor& next_handle, int64_t next_top_k) {
-  const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+                   const OptionalTensor& next_handle, int64_t next_top_k,
+                   const OptionalTensor& next_bias, c10::string_view next_scoring) {
+  const auto lookahead =
+      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
   return run_experts(resolve(handle), x, topk_ids, topk_weights, sentinels,
                      {.reads_queued = prefetch_of(lookahead)});
 }
@@ -282,7 +289,8 @@ Split split_cold(const LayerHandle& layer, const at::Tensor& ids, const at::Tens
 at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
                             const at::Tensor& topk_weights, at::Tensor& handle, int64_t deferred,
                             bool last_layer, bool sentinels, const OptionalTensor& next_router,
-                            const OptionalTensor& next_handle, int64_t next_top_k) {
+                            const OptionalTensor& next_handle, int64_t next_top_k,
+                            const OptionalTensor& next_bias, c10::string_view next_scoring) {
   // First of all: a forward that ends in an error leaves nothing behind.
   const std::optional<Remainder> carried = std::exchange(remainder, std::nullopt);
   const LayerHandle layer = resolve(handle);
@@ -299,7 +307,8 @@ at::Tensor experts_deferred(const at::Tensor& x, const at::Tensor& topk_ids,
   const bool defers = deferred > 0 && !last_layer && phase_of(x.size(0)) == Phase::kDecode;
   const Split split = defers ? split_cold(layer, ids, weights, deferred)
                              : Split{.now = ids, .later = {}, .deferred = {}};
-  const auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  const auto lookahead =
+      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
   at::Tensor out = run_experts(
       layer, x, split.now, weights, /*sentinels=*/true,
       {.reads_queued = prefetch_of(lookahead), .deferral = {.experts = split.deferred}});
@@ -349,7 +358,8 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
                             const at::Tensor& topk_weights, at::Tensor& handle,
                             const at::Tensor& fallback, bool sentinels,
                             const OptionalTensor& next_router, const OptionalTensor& next_handle,
-                            int64_t next_top_k) {
+                            int64_t next_top_k, const OptionalTensor& next_bias,
+                            c10::string_view next_scoring) {
   const LayerHandle layer = resolve(handle), low = resolve(fallback);
   check_fallback(layer, low);
   check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
@@ -359,7 +369,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
   const at::Tensor weights = contiguous_as(topk_weights, at::kFloat);
   check_expert_ids(ids.const_data_ptr<int64_t>(), static_cast<int32_t>(ids.size(0)),
                    static_cast<int32_t>(ids.size(1)), layer.engine().pool().experts(), sentinels);
-  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k);
+  auto lookahead = lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
   if (lookahead) lookahead->read_stand_ins(low);
   StandIns split{.exact = ids, .low = {}, .experts = {}, .doubles = {}};
   if (phase_of(x.size(0)) == Phase::kDecode) split = split_by_pool(layer, low, ids);

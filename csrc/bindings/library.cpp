@@ -18,11 +18,12 @@ TORCH_LIBRARY(torch_mesh, m) {
   // outside [0, experts) are an error; with `sentinels`, ids >= experts are skipped (expert
   // parallelism). Given the router weight [experts, hidden] and the handle of the layer that runs
   // next, reads of the `next_top_k` experts that it ranks first for x are queued behind this
-  // layer's own: a hint, as `lookahead` is.
+  // layer's own: a hint, as `lookahead` is. A router with a bias [experts] adds it to what
+  // `next_scoring` makes of its logits: logits, sigmoid, softmax or sqrtsoftplus.
   m.def(
       "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool "
-      "sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, int next_top_k=0) "
-      "-> Tensor",
+      "sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, int next_top_k=0, "
+      "Tensor? next_bias=None, str next_scoring='logits') -> Tensor",
       unsafe);
   m.def(
       "experts_backward(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor "
@@ -37,7 +38,8 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def(
       "experts_deferred(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) handle, "
       "int deferred, bool last_layer, bool sentinels=False, Tensor? next_router=None, Tensor? "
-      "next_handle=None, int next_top_k=0) -> Tensor",
+      "next_handle=None, int next_top_k=0, Tensor? next_bias=None, str next_scoring='logits') "
+      "-> Tensor",
       unsafe);
   // Lossy. As `experts`, but in a decode step choices whose experts are not
   // resident are computed from the records that the pool of `fallback`, the same layer in a format
@@ -47,7 +49,7 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def(
       "experts_fallback(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor(a!) handle, "
       "Tensor fallback, bool sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, "
-      "int next_top_k=0) -> Tensor",
+      "int next_top_k=0, Tensor? next_bias=None, str next_scoring='logits') -> Tensor",
       unsafe);
   // Lossy. scores [T, experts] that a router selects by and its choice topk_ids [T, k] among them
   // -> int64 [T, k]. In a decode step a resident expert takes the place of a cold one whose score
@@ -72,10 +74,10 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def("promote(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
   m.def("prefetch(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
   // Prefetches the experts that the next layer's router, [experts, hidden], ranks first for x:
-  // `handle` names that layer.
+  // `handle` names that layer. Bias and scoring are those of `experts`.
   m.def(
       "lookahead(Tensor x, Tensor router_weight, Tensor(a!) handle, int top_k, "
-      "Tensor? after=None) -> ()",
+      "Tensor? after=None, Tensor? bias=None, str scoring='logits') -> ()",
       unsafe);
   m.def("evict(Tensor(a!) handle, Tensor ids) -> ()", unsafe);
   m.def("observe(Tensor(a!) handle, Tensor router_logits) -> ()", unsafe);

@@ -1,12 +1,18 @@
 #include "bindings/lookahead.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/softplus.h>
 #include <ATen/ops/topk.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/tensors.h"
@@ -18,20 +24,53 @@ namespace {
 constexpr int64_t kMostRows = 4;
 
 void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor& handle,
-               int64_t top_k, const std::optional<at::Tensor>& /*after*/) {
-  Lookahead(x, router_weight, handle, top_k).prefetch();
+               int64_t top_k, const std::optional<at::Tensor>& /*after*/,
+               const std::optional<at::Tensor>& bias, c10::string_view scoring) {
+  Lookahead(x, {router_weight, bias, parse_scoring(scoring)}, handle, top_k).prefetch();
+}
+
+// [tokens, experts], larger for what is chosen first.
+at::Tensor ranking(const at::Tensor& x, const RouterTensors& router) {
+  const at::Tensor logits = at::mm(x.to(router.weight.scalar_type()), router.weight.t());
+  // No scoring changes the order of a token's logits: it only says what the bias weighs.
+  if (!router.bias) return logits;
+  const at::Tensor exact = logits.to(at::kFloat), bias = router.bias->to(at::kFloat);
+  switch (router.scoring) {
+    case Scoring::kLogits:
+      return exact + bias;
+    case Scoring::kSigmoid:
+      return at::sigmoid(exact) + bias;
+    case Scoring::kSoftmax:
+      return at::softmax(exact, -1) + bias;
+    case Scoring::kSqrtSoftplus:
+      return at::softplus(exact).sqrt() + bias;
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown scoring");
 }
 
 }  // namespace
 
-Lookahead::Lookahead(const at::Tensor& x, const at::Tensor& router_weight, const at::Tensor& handle,
+Scoring parse_scoring(std::string_view name) {
+  if (name == "logits") return Scoring::kLogits;
+  if (name == "sigmoid") return Scoring::kSigmoid;
+  if (name == "softmax") return Scoring::kSoftmax;
+  TORCH_CHECK_VALUE(name == "sqrtsoftplus", "scoring is '", name,
+                    "'; allowed: logits, sigmoid, softmax, sqrtsoftplus");
+  return Scoring::kSqrtSoftplus;
+}
+
+Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor& handle,
                      int64_t top_k)
-    : x_(x), router_weight_(router_weight), next_(resolve(handle)), top_k_(top_k) {
+    : x_(x), router_(std::move(router)), next_(resolve(handle)), top_k_(top_k) {
   const int32_t experts = next_.engine().pool().experts();
-  TORCH_CHECK_VALUE(x.dim() == 2 && router_weight.dim() == 2 && router_weight.size(0) == experts &&
-                        router_weight.size(1) == x.size(1),
-                    "x must be [tokens, hidden] and router_weight [experts=", experts,
-                    ", hidden]; got ", x.sizes(), " and ", router_weight.sizes());
+  const at::Tensor& weight = router_.weight;
+  TORCH_CHECK_VALUE(
+      x.dim() == 2 && weight.dim() == 2 && weight.size(0) == experts && weight.size(1) == x.size(1),
+      "x must be [tokens, hidden] and router_weight [experts=", experts, ", hidden]; got ",
+      x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_VALUE(!router_.bias || (router_.bias->dim() == 1 && router_.bias->size(0) == experts),
+                    "the router's bias must be [experts=", experts, "]; got ",
+                    router_.bias->sizes());
   TORCH_CHECK_VALUE(top_k >= 1 && top_k <= experts, "top_k is ", top_k, "; allowed: 1 to ",
                     experts);
 }
@@ -43,9 +82,8 @@ void Lookahead::prefetch() const {
   Pool& pool = next_.engine().pool();
   const bool all_resident = pool.slots() == pool.layers() * pool.experts();
   if (x_.size(0) == 0 || x_.size(0) > kMostRows || all_resident) return;
-  const at::Tensor scores = at::mm(x_.to(router_weight_.scalar_type()), router_weight_.t());
   // By rank: the likeliest first, whatever row it is of.
-  const at::Tensor ranked = std::get<1>(at::topk(scores, top_k_)).t();
+  const at::Tensor ranked = std::get<1>(at::topk(ranking(x_, router_), top_k_)).t();
   std::vector<int32_t> likely = distinct_ids(ranked, pool.experts());
   if (fallback_) {
     const std::vector<SlotState> states = states_of(next_);

@@ -5,17 +5,30 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include "bindings/registry.h"
 
 namespace torch_mesh {
 
+// What a router makes of its logits before it adds its bias and takes the largest.
+enum class Scoring { kLogits, kSigmoid, kSoftmax, kSqrtSoftplus };
+
+// Of "logits", "sigmoid", "softmax" or "sqrtsoftplus"; throws for others.
+Scoring parse_scoring(std::string_view name);
+
+// What ranks the experts of a layer.
+struct RouterTensors {
+  at::Tensor weight;               // [experts, hidden]
+  std::optional<at::Tensor> bias;  // [experts]
+  Scoring scoring = Scoring::kLogits;
+};
+
 class Lookahead {
  public:
-  // `router_weight` [experts, hidden] of the layer `handle`, for hidden states [tokens, hidden].
-  // Throws for shapes that do not fit.
-  Lookahead(const at::Tensor& x, const at::Tensor& router_weight, const at::Tensor& handle,
-            int64_t top_k);
+  // The router of the layer `handle`, for hidden states [tokens, hidden]. Throws for shapes that
+  // do not fit.
+  Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor& handle, int64_t top_k);
 
   // What the next layer's pool lacks is read into the pool of `fallback` instead.
   void read_stand_ins(const LayerHandle& fallback) { fallback_ = {fallback.live, next_.layer}; }
@@ -25,7 +38,7 @@ class Lookahead {
 
  private:
   at::Tensor x_;
-  at::Tensor router_weight_;
+  RouterTensors router_;
   LayerHandle next_;
   std::optional<LayerHandle> fallback_;
   int64_t top_k_;

@@ -10,13 +10,13 @@ import sys
 from typing import Any
 
 import triton
+from torch_mesh.ops import experts_triton as kernels
+from torch_mesh.ops import launches
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 import torch_mesh  # noqa: F401  registers the ops
-from torch_mesh.ops import experts_triton as kernels
-from torch_mesh.ops import launches
 
 POINTERS = {
     **dict.fromkeys(("x", "activated", "out"), "*i16"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, inputs_for, level_routers, output_of
+from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, draw_routers, inputs_for, output_of
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -22,6 +24,7 @@ from torch_mesh.families import (
     UNMARKED,
     find_experts,
     find_router,
+    ranking,
     supported_families,
     why_no_router,
 )
@@ -63,6 +66,27 @@ def test_supported_families_are_those_with_a_decorated_class_or_a_known_one() ->
     assert supported_families() == sorted({family for family, _ in decorated_classes()} | known)
 
 
+def test_families_md_is_what_the_models_say() -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "families_page.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run tools/families_page.py"
+
+
+# What looks for experts in the sources of transformers finds these, too, and why they are none of ours.
+_NO_EXPERTS = {
+    "bamba": "it has one feed-forward layer, in a variable of that name",
+    "vitpose_backbone": "its experts are parts of a vision model, chosen by the data set and not by a router",
+}
+
+
+def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
+    speaks = re.compile(r"num_(local_|routed_)?experts\b|n_routed_experts")
+    sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    found = {source.parent.name for source in sources if speaks.search(source.read_text(encoding="utf-8"))}
+    known = {*supported_families(), *UNDECORATED, *_NO_EXPERTS}
+    assert found <= known, f"neither supported nor refused: {found - known}"
+    assert not known - found, f"gone, or spoken of otherwise: {known - found}"
+
+
 def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> None:
     """Each layer of ``model`` has a router whose matrix names the experts that were chosen, or, ``without``, says why not."""
     layers = find_experts(model)
@@ -75,16 +99,24 @@ def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> 
         assert router.weight.shape == (layer.num_experts, layer.hidden)
         if layer.module in recorder.calls:
             hidden, ids = recorder.calls[layer.module][0][:2]
-            ranked = (hidden.float() @ router.weight.detach().float().T).topk(ids.size(-1)).indices
-            # All but choices between scores that are equal in bf16, and those that a bias of the matrix tips.
-            assert (ranked.unsqueeze(1) == ids.unsqueeze(2)).any(-1).float().mean() > 0.85, layer.path
+
+            def named(bias: torch.Tensor | None, of: Any = router, hidden: Any = hidden, ids: Any = ids) -> float:
+                """The share of the choices that are ranked first."""
+                with torch.no_grad():
+                    ranked = ranking(hidden, of.weight, bias, of.scoring).topk(ids.size(-1)).indices
+                return (ranked.unsqueeze(1) == ids.unsqueeze(2)).any(-1).float().mean().item()
+
+            # All but choices between scores that are equal in bf16.
+            assert named(router.bias) > 0.95, layer.path
+            if router.bias is not None:
+                assert named(None) < named(router.bias) - 0.1, f"{layer.path}: its bias decides nothing"
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
     model = TINY_MODELS[name].build()
     assert name in {type(layer.module).__name__ for layer in find_experts(model)}
-    level_routers(model)
+    draw_routers(model)
     inputs = inputs_for(model)
     recorder = _Recorder(model)
     expected = output_of(model, inputs)

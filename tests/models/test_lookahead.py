@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import NO_LOOKAHEAD, TINY_MODELS, level_routers
+from tiny_models import NO_LOOKAHEAD, TINY_MODELS, draw_routers
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.families import find_experts, find_router, why_no_router
+from torch_mesh.families import Router, find_experts, find_router, why_no_router
+from torch_mesh.foresight.predictor import fit, load_predictor, recall, save_predictor
+from torch_mesh.foresight.traces import load_trace
 from torch_mesh.modules import patched_modules
 
 
@@ -57,8 +59,8 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
 
 def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: Path) -> None:
     model = TINY_MODELS["ZayaExperts"].build()
-    fitted = torch_mesh.foresight.predictor.fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
-    torch_mesh.foresight.predictor.save_predictor(fitted, tmp_path / "fitted.safetensors")
+    fitted = fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)])
+    save_predictor(fitted, tmp_path / "fitted.safetensors")
     torch_mesh.patch(model, resident=0.5, io="threads", predictor=tmp_path / "fitted.safetensors")
     assert not torch_mesh.stats(model).no_lookahead
     with torch.no_grad():
@@ -74,7 +76,7 @@ def test_a_fitted_predictor_is_a_lookahead_for_a_model_that_has_none(tmp_path: P
 def test_routers_that_hide_their_matrix_are_asked(name: str, tmp_path: Path) -> None:
     model = TINY_MODELS[name].build()
     layers = find_experts(model)
-    level_routers(model)
+    draw_routers(model)
     calls = {layer.path: 0 for layer in layers}
     for layer in layers:
         router = find_router(model, layer)
@@ -93,6 +95,93 @@ def test_routers_that_hide_their_matrix_are_asked(name: str, tmp_path: Path) -> 
     stats = torch_mesh.stats(model)
     assert all(layer.prefetches > 0 for layer in stats.per_layer[1:]), "some layer is not foretold"
     assert set(calls.values()) == {12}, "a hint must not run the router itself: models count and record what it does"
+
+
+# One whose bias is part of its logits, one that is added to sigmoids, one to probabilities.
+_BIASED = ("GptOssExperts", "DeepseekV3Experts", "Ernie4_5_MoeExperts")
+
+
+@pytest.mark.parametrize("predictor", [False, True])
+@pytest.mark.parametrize("name", _BIASED)
+def test_a_bias_that_decides_is_foretold(name: str, predictor: bool, tmp_path: Path) -> None:
+    """Experts of one half of each layer are chosen for their bias, whatever the hidden states say: only they are read ahead."""
+    model = TINY_MODELS[name].build()
+    layers = find_experts(model)
+    favoured: list[set[int]] = []
+    for layer in layers:
+        router = find_router(model, layer)
+        assert router is not None and router.bias is not None
+        favoured.append(set(torch.randperm(layer.num_experts)[: layer.num_experts // 2].tolist()))
+        with torch.no_grad():
+            router.bias.fill_(-30)[list(favoured[-1])] = 30
+    fields: dict[str, Any] = {}
+    if predictor:
+        save_predictor(fit(model, [torch.randint(3, 100, (40,)) for _ in range(4)]), tmp_path / "fitted.safetensors")
+        fields["predictor"] = tmp_path / "fitted.safetensors"
+    torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store", **fields)
+    with torch.no_grad():
+        for token in range(3, 15):
+            model(input_ids=torch.tensor([[token]]), use_cache=False)
+    next(patched_modules(model))._mesh_pool.engine.drain()
+    stats = torch_mesh.stats(model)
+    assert stats.prefetches > 0
+    for layer, chosen in zip(stats.per_layer[1:], favoured[1:], strict=True):
+        read = {expert for expert, count in enumerate(layer.experts.prefetches) if count}
+        assert read <= chosen
+
+
+def test_a_bias_compiles_into_the_same_step(tmp_path: Path) -> None:
+    model = TINY_MODELS["GptOssExperts"].build()
+    draw_routers(model)
+    torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        expected = model(input_ids=token, use_cache=False).logits
+        torch_mesh.reset_stats(model)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(input_ids=token, use_cache=False).logits, expected)
+        # A traced graph has no bias of yesterday: what it favours now is read ahead.
+        last: Any = list(patched_modules(model))[-1]
+        foretold = 0
+        for favoured in range(last.num_experts):
+            last._mesh_pool.engine.drain()
+            torch.ops.torch_mesh.evict(last._mesh_handle, torch.arange(last.num_experts))
+            router = find_router(model, find_experts(model)[-1])
+            assert router is not None and router.bias is not None
+            router.bias.zero_()[favoured] = 100
+            torch_mesh.reset_stats(model)
+            compiled(input_ids=token, use_cache=False)
+            foretold += torch_mesh.stats(model).per_layer[-1].experts.prefetches[favoured]
+    assert (
+        foretold > find_experts(model)[-1].top_k
+    )  # a guess may come too late, one of yesterday names the same top_k each time
+
+
+@pytest.mark.parametrize("name", _BIASED)
+def test_recall_counts_the_bias(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TINY_MODELS[name].build()
+    draw_routers(model)
+    text = [torch.randint(3, 100, (60,)) for _ in range(8)]
+    fitted = fit(model, text[:6])
+    save_predictor(fitted, tmp_path / "fitted.safetensors")
+    with torch_mesh.record_trace(model, tmp_path / "fitted.npz", predictor=tmp_path / "fitted.safetensors"):
+        for tokens in text[6:]:
+            model(input_ids=tokens.unsqueeze(0))
+    rows = recall(model, load_predictor(tmp_path / "fitted.safetensors", find_experts(model)), text[6:])
+    # What a trace holds of it is what recall counts.
+    trace = load_trace(tmp_path / "fitted.npz")
+    assert trace.lookahead is not None
+    for row in rows[1:]:
+        guessed = (-trace.lookahead[:, row.layer]).argsort(-1)[:, None, : row.fetched[0]]
+        found = (guessed == trace.ids[:, row.layer, :, None]).any(-1).mean()
+        assert found == pytest.approx(row.fitted[0], abs=0.02)  # a trace has 16 bits
+
+    monkeypatch.setattr(Router, "bias", None)
+    for row, without in zip(rows[1:], recall(model, fitted, text[6:])[1:], strict=True):
+        assert row.lookahead is not None and without.lookahead is not None
+        assert row.lookahead[0] > without.lookahead[0] + 0.05
+        assert row.fitted[0] > without.fitted[0] + 0.05
 
 
 def test_dense_packs_no_layer_of_a_router() -> None:

@@ -42,6 +42,8 @@ _SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -77,10 +79,7 @@ class Tiny:
 
     def build(self) -> PreTrainedModel:
         """Random bf16 weights, with experts and routers large enough to be seen in the output."""
-        config_class = self._find("configuration", self.config)
-        known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
-        config = config_class(**{name: value for name, value in _SIZES.items() if name in known} | self.fields)
-        model = self._find("modeling", self.model)._from_config(config, dtype=torch.bfloat16).eval()
+        model = self._make()
         in_fp32 = tuple(model._keep_in_fp32_modules_strict or ())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -91,6 +90,17 @@ class Tiny:
                 elif parameter.dim() == 2:
                     parameter.normal_(0, parameter.size(-1) ** -0.5)
         return model
+
+    def outline(self) -> PreTrainedModel:
+        """The same on the meta device."""
+        with torch.device("meta"):
+            return self._make()
+
+    def _make(self) -> PreTrainedModel:
+        config_class = self._find("configuration", self.config)
+        known = set(config_class.__dataclass_fields__) | set(config_class.attribute_map)
+        config = config_class(**{name: value for name, value in _SIZES.items() if name in known} | self.fields)
+        return self._find("modeling", self.model)._from_config(config, dtype=torch.bfloat16).eval()
 
     def _find(self, kind: str, name: str) -> Any:
         return getattr(importlib.import_module(f"transformers.models.{self.family}.{kind}_{self.family}"), name)
@@ -213,7 +223,12 @@ TINY_MODELS: dict[str, Tiny] = {
     ),
     "MixtralExperts": Tiny("mixtral", "MixtralConfig", "MixtralForCausalLM"),
     "MuseSparkExperts": Tiny("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", {"moe_hidden_size": 56}),
-    "NemotronHExperts": Tiny("nemotron_h", "NemotronHConfig", "NemotronHForCausalLM"),
+    "NemotronHExperts": Tiny(
+        "nemotron_h",
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    ),
     "OlmoeExperts": Tiny("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
     "OpenAIPrivacyFilterExperts": Tiny(
         "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterModel"
@@ -238,7 +253,20 @@ TINY_MODELS: dict[str, Tiny] = {
         {"shared_expert_intermediate_size": 40},
     ),
     "Qwen3VLMoeTextExperts": Tiny("qwen3_vl_moe", "Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel"),
-    "Qwen4ExpTextExperts": Tiny("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {**_SMALL_LINEAR_ATTENTION}),
+    "Qwen4ExpTextExperts": Tiny(
+        "qwen4_exp",
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        {
+            "layer_types": _HYBRID,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            **_SMALL_LINEAR_ATTENTION,
+        },
+    ),
     "SolarOpenExperts": Tiny("solar_open", "SolarOpenConfig", "SolarOpenForCausalLM"),
     "UnlimitedOcrTextExperts": Tiny(
         "unlimited_ocr", "UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}
@@ -253,13 +281,14 @@ SKIPPED: dict[str, str] = {}
 NO_LOOKAHEAD = {"DeepseekV4Experts": {0, 1}, "MuseSparkExperts": {0, 1, 2}, "ZayaExperts": {0, 1, 2}}
 
 
-def level_routers(model: nn.Module) -> None:
-    """Takes out what routers add to their scores, so that their matrix alone says what they choose, and draws the scales of norms."""
+def draw_routers(model: nn.Module) -> None:
+    """Draws what routers add to their scores, large enough to decide, and the scales of norms."""
     for layer in find_experts(model):
         block = model.get_submodule(layer.path.rpartition(".")[0])
         for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
-            if "correction_bias" in name or name.endswith("expert_bias"):
-                tensor.data.zero_()
+            if "correction_bias" in name or name.endswith(("expert_bias", "router.bias")):
+                spread = torch.linspace(-1, 1, tensor.numel())[torch.randperm(tensor.numel())]
+                tensor.data.copy_(spread.view_as(tensor))
             elif "norm" in name or name.endswith("router.scale"):
                 tensor.data.uniform_(0.3, 3.0)
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 39
+SAMPLES = 41
 MUTATING = {
     "experts_deferred",
     "experts_fallback",
@@ -55,6 +55,7 @@ def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]
         ("experts", (x[:1], ids[:1], weights[:1], handle)),
         ("experts", (x[:2], ids[:2], weights[:2], handle, False, router, pool.handle(1), TOP_K)),
         ("experts", (*needs_grad, False, router, pool.handle(1), TOP_K)),
+        ("experts", (*needs_grad, False, router, pool.handle(1), TOP_K, router[:, 0], "sigmoid")),
         ("experts_backward", (x, x, ids, weights, handle)),
         ("experts_backward", (x.half(), x.half(), ids, weights.half(), handle, True)),
         ("experts_deferred", (x, ids, weights, handle, 0, False)),
@@ -70,6 +71,7 @@ def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]
         ("promote", (handle, ids)),
         ("prefetch", (handle, ids)),
         ("lookahead", (x[:2], router, handle, TOP_K)),
+        ("lookahead", (x[:2], router, handle, TOP_K, None, router[:, 0], "softmax")),
         ("evict", (handle, ids)),
         ("observe", (handle, torch.randn(TOKENS, SPEC.experts))),
         ("residency", (handle,)),

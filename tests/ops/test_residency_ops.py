@@ -104,6 +104,46 @@ def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) 
     assert 1 <= len(pool.ready(0)) <= 2
 
 
+SCORINGS = {
+    "logits": lambda logits: logits,
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "softmax": lambda logits: logits.softmax(-1),
+    "sqrtsoftplus": lambda logits: (1 + logits.exp()).log().sqrt(),
+}
+
+
+@pytest.mark.parametrize("scoring", sorted(SCORINGS))
+def test_a_routers_bias_is_added_to_what_it_makes_of_its_logits(open_pool: OpenPool, scoring: str) -> None:
+    pool = open_pool(SPEC, slots=12)
+    x, router = torch.randn(1, SPEC.hidden), torch.randn(8, SPEC.hidden) / SPEC.hidden**0.5
+    score = SCORINGS[scoring]
+    # The bias turns the order of the scores round, but for one expert that it leaves the first.
+    bias = -1.5 * score(x @ router.t())[0]
+    bias[3] += 10
+    chosen = (score(x @ router.t()) + bias).topk(3).indices[0].tolist()
+    assert chosen[0] == 3 and not set(chosen[1:]) & set((x @ router.t()).topk(3).indices[0].tolist())
+    ops.lookahead(x, router, pool.handle(0), 3, None, bias, scoring)
+    routing_of_one = routing(SPEC, 1, 2)
+    for op, between in ((ops.experts, ()), (ops.experts_deferred, (0, False))):
+        ops.evict(pool.handle(1), _ids(*range(8)))
+        op(x, *routing_of_one, pool.handle(0), *between, False, router, pool.handle(1), 3, bias, scoring)
+        pool.engine.drain()
+        assert pool.ready(1) == set(chosen)
+    assert set(chosen) <= pool.ready(0)
+
+
+def test_a_routers_bias_must_fit(open_pool: OpenPool) -> None:
+    pool = open_pool(SPEC, slots=12)
+    x, router = torch.randn(1, SPEC.hidden), torch.randn(8, SPEC.hidden)
+    for bias in (torch.zeros(7), torch.zeros(1, 8)):
+        with pytest.raises(ValueError, match=r"the router's bias must be \[experts=8\]; got \["):
+            ops.lookahead(x, router, pool.handle(), 2, None, bias)
+    with pytest.raises(ValueError, match="scoring is 'relu'; allowed: logits, sigmoid, softmax, sqrtsoftplus"):
+        ops.lookahead(x, router, pool.handle(), 2, None, torch.zeros(8), "relu")
+    with pytest.raises(ValueError, match="scoring is 'relu'"):
+        ops.experts(x, *routing(SPEC, 1, 2), pool.handle(0), False, router, pool.handle(1), 2, None, "relu")
+
+
 def test_experts_looks_ahead_behind_its_own_reads_and_gives_the_same_bits(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=12)
     router = torch.randn(8, SPEC.hidden)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import MeshConfig
 from ..families import ExpertsLayer, find_router, why_no_router
-from .predictor import FittedRouter, load_predictor
+from .predictor import fitted_routers, load_predictor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,16 @@ class NextLayer:
 
         ``output`` is that of the layer that looks ahead: guesses are to be read after what it needs itself.
         """
-        torch.ops.torch_mesh.lookahead(hidden_states, self.router.weight, self.handle, self.top_k, output)
+        router = self.router
+        torch.ops.torch_mesh.lookahead(
+            hidden_states, router.weight, self.handle, self.top_k, output, router.bias, router.scoring
+        )
+
+    @property
+    def hint(self) -> tuple[Any, ...]:
+        """The same as the last arguments of the ops that compute experts, which read these ahead behind their own."""
+        router = self.router
+        return router.weight, self.handle, self.top_k, router.bias, router.scoring
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
@@ -40,7 +49,7 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
         return
     routers: list[Any] = [None, *(find_router(model, layer) for layer in layers[1:])]
     if config.predictor is not None:
-        routers = [FittedRouter(weight) for weight in load_predictor(config.predictor, layers).weights]
+        routers = [*fitted_routers(model, layers, load_predictor(config.predictor, layers).weights)]
     for index, router in enumerate(routers):  # the first layer runs after the last one, for the next token
         module: Any = layers[index - 1].module
         following: Any = layers[index].module

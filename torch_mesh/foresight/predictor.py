@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import ExpertsLayer, check_recordable, find_experts, find_router
+from ..families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
 from ..files import new_file
 from ..memory import available_bytes
 from ..store.header import encode_header, read_header, store_error
@@ -29,6 +29,7 @@ _FETCHED = (1.0, 1.5, 2.0)  # times top_k: where recall is measured
 class Predictor:
     """``weights[l]``, bfloat16 [experts, hidden], scores the experts of the model's MoE layer ``l`` from the hidden states that
     the experts of the MoE layer before it take in; those of the first layer from what the last layer's took in one token earlier.
+    A bias is the router's own, see ``FittedRouter``.
 
     ``identity`` is that of the model that it was fitted to, see ``identity_of``.
     """
@@ -47,9 +48,35 @@ class Predictor:
 
 @dataclass(frozen=True)
 class FittedRouter:
-    """Stands where lookahead looks for the next layer's router."""
+    """Stands where lookahead looks for the next layer's router.
+
+    ``own``: that router, whose logits ``weight`` foretells, so that its bias and what that is added to hold here too; None for weights
+    that were fitted to who was chosen.
+    """
 
     weight: torch.Tensor
+    own: Router | None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.own is None else self.own.bias
+
+    @property
+    def scoring(self) -> str:
+        return "logits" if self.own is None else self.own.scoring
+
+
+def fitted_routers(
+    model: nn.Module, layers: Sequence[ExpertsLayer], weights: Sequence[torch.Tensor]
+) -> list[FittedRouter]:
+    """Of all ``layers``, for the ``weights`` of a predictor."""
+    return [FittedRouter(weight, own) for weight, own in zip(weights, _regressed(model, layers), strict=True)]
+
+
+def _regressed(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[Router | None]:
+    """The routers whose logits are fitted to. Of the next token's the last layer's hidden states say little; of who will be
+    chosen, more."""
+    return [find_router(model, layer) if index else None for index, layer in enumerate(layers)]
 
 
 def identity_of(model: nn.Module, layers: Sequence[ExpertsLayer]) -> str:
@@ -81,8 +108,7 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
             f"Fitting takes {needed:,} bytes beside the model, but {available_bytes():,} are left: open the model with a smaller "
             "resident."
         )
-    # Of the next token's logits the last one's hidden states say little; of who will be chosen, more.
-    sums = [_Sums(layer, find_router(model, layer) if index else None) for index, layer in enumerate(layers)]
+    sums = [_Sums(*pair) for pair in zip(layers, _regressed(model, layers), strict=True)]
     for seen in _routing(model, layers, sequences):
         for index, layer_sums in enumerate(sums):
             layer_sums.add(*_foretold(seen, index))
@@ -102,10 +128,13 @@ class Recall:
 def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Tensor]) -> list[Recall]:
     """How much of the routing of ``sequences`` the predictor foretells, and the untrained lookahead, layer by layer."""
     layers = find_experts(model)
-    counts = [_Hits(layer, find_router(model, layer) if index else None) for index, layer in enumerate(layers)]
+    counts = [
+        _Hits(layer, router)
+        for layer, router in zip(layers, fitted_routers(model, layers, predictor.weights), strict=True)
+    ]
     for seen in _routing(model, layers, sequences):
         for index, hits in enumerate(counts):
-            hits.add(predictor.weights[index].float(), *_foretold(seen, index))
+            hits.add(*_foretold(seen, index))
     if not counts[0].asked:
         raise MeshError("The text that recall is measured on has no two tokens in a row: give more text.")
     return [hits.recall(index) for index, hits in enumerate(counts)]
@@ -204,7 +233,7 @@ def _foretold(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torc
 class _Sums:
     """Normal equations of one layer's regression, summed over tokens."""
 
-    def __init__(self, layer: ExpertsLayer, router: Any) -> None:
+    def __init__(self, layer: ExpertsLayer, router: Router | None) -> None:
         self.layer = layer
         self.router = None if router is None else router.weight.detach().float().cpu()
         self.tokens = 0
@@ -212,7 +241,7 @@ class _Sums:
         self.products = torch.zeros(layer.hidden, layer.num_experts)
 
     def add(self, x: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-        # What the layer's own router says of these hidden states too much or too little is what there is to learn.
+        # What the layer's own router says of these hidden states too much or too little is what there is to learn: no bias is in it.
         lacking = (hidden - x) @ self.router.T if self.router is not None else self.chosen(ids)
         self.tokens += len(x)
         self.gram.addmm_(x.T, x)
@@ -239,19 +268,20 @@ class _Sums:
 class _Hits:
     """Counts of what was foretold of one layer."""
 
-    def __init__(self, layer: ExpertsLayer, router: Any) -> None:
-        self.router = None if router is None else router.weight.detach().float().cpu()
+    def __init__(self, layer: ExpertsLayer, router: FittedRouter) -> None:
+        self.router = router
         self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.num_experts) for share in _FETCHED)
         self.fitted = [0] * len(_FETCHED)
         self.lookahead = [0] * len(_FETCHED)
         self.asked = 0
 
-    def add(self, fitted: torch.Tensor, x: torch.Tensor, _: torch.Tensor, ids: torch.Tensor) -> None:
+    @torch.no_grad()
+    def add(self, x: torch.Tensor, _: torch.Tensor, ids: torch.Tensor) -> None:
         self.asked += ids.numel()
-        for counts, weight in ((self.fitted, fitted), (self.lookahead, self.router)):
-            if weight is None:
+        for counts, router in ((self.fitted, self.router), (self.lookahead, self.router.own)):
+            if router is None:
                 continue
-            ranked = (x @ weight.T).topk(self.fetched[-1]).indices
+            ranked = ranking(x, router.weight, router.bias, router.scoring).topk(self.fetched[-1]).indices
             found = ranked.unsqueeze(1) == ids.unsqueeze(2)  # [tokens, k, fetched]
             for index, fetched in enumerate(self.fetched):
                 counts[index] += int(found[..., :fetched].sum())
@@ -260,5 +290,5 @@ class _Hits:
         def shares(counts: list[int]) -> tuple[float, ...]:
             return tuple(count / self.asked for count in counts)
 
-        lookahead = None if self.router is None else shares(self.lookahead)
+        lookahead = None if self.router.own is None else shares(self.lookahead)
         return Recall(layer, self.fetched, shares(self.fitted), lookahead)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import check_recordable, find_experts, find_router, why_no_router
+from ..families import check_recordable, find_experts, find_router, ranking, why_no_router
 from ..files import new_file
-from .predictor import load_predictor
+from .predictor import fitted_routers, load_predictor
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
 _MOST_EXPERTS = 65536
@@ -182,6 +182,16 @@ def record_trace(
     save_trace(recorder.trace(Path(path).stem), path)
 
 
+_Asked = tuple[torch.Tensor, "torch.Tensor | None", str]  # weight, bias and scoring of a router
+
+
+def _asked(router: Any, corrected: bool) -> _Asked | None:
+    """``corrected``: with a bias that counts for the choice alone, and not for what the chosen weigh."""
+    if router is None:
+        return None
+    return router.weight, router.bias if corrected or router.scoring == "logits" else None, router.scoring
+
+
 class _Recorder:
     def __init__(
         self, model: nn.Module, scores: bool, lookahead: bool, predictor: str | os.PathLike[str] | None
@@ -196,13 +206,14 @@ class _Recorder:
             raise MeshError(
                 f"No matrix ranks the experts of {lacking.path}: {why_no_router(model, lacking)}. Record without scores and lookahead."
             )
-        # The weights and not the modules, which may be hooked.
-        self.routers = [None if router is None else router.weight for router in routers]
-        self.foretelling = [None, *self.routers[1:]]
+        foretelling = [None, *routers[1:]]
         if predictor is not None:
             fitted = load_predictor(predictor, self.layers)
             fitted.check_model(model, self.layers, predictor)
-            self.foretelling = list(fitted.weights)
+            foretelling = [*fitted_routers(model, self.layers, fitted.weights)]
+        # The weights and not the modules, which may be hooked.
+        self.routers = [_asked(router, corrected=False) for router in routers]
+        self.foretelling = [_asked(router, corrected=True) for router in foretelling]
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
         self.experts = max(layer.num_experts for layer in self.layers)
         self.starts: list[int] = []
@@ -241,17 +252,16 @@ class _Recorder:
     def record(self, index: int, hidden: torch.Tensor, ids: torch.Tensor) -> None:
         self.ids[index].append(ids.cpu().numpy())
         if self.with_scores:
-            self.scores[index].append(self.asked(self.routers[index], hidden))
+            self.scores[index].append(self.probabilities(self.routers[index], hidden))
         if self.with_lookahead:
             following = (index + 1) % len(self.layers)
-            self.lookahead[following].append(self.asked(self.foretelling[following], hidden))
+            self.lookahead[following].append(self.probabilities(self.foretelling[following], hidden))
 
-    def asked(self, weight: torch.Tensor | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
-        """Probabilities [tokens, experts] of a router with this weight; 0 without one."""
-        if weight is None:
+    def probabilities(self, router: _Asked | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
+        """[tokens, experts]; 0 without a router."""
+        if router is None:
             return np.zeros((hidden.size(0), self.experts), np.float16)
-        logits = torch.nn.functional.linear(hidden.float(), weight.to(hidden.device, torch.float32))
-        return torch.softmax(logits, -1).half().cpu().numpy()
+        return torch.softmax(ranking(hidden, *router), -1).half().cpu().numpy()
 
     def trace(self, name: str) -> Trace:
         if self.tokens == 0 or not self.ids[0]:

@@ -1,0 +1,123 @@
+"""Writes docs/families.md, what of torch_mesh each family of the installed transformers has, from tiny models of them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+from torch_mesh.families import UNDECORATED, ExpertsLayer, Router, find_experts, find_router, why_no_router
+from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
+
+_ROOT = Path(__file__).parents[1]
+PAGE = _ROOT / "docs" / "families.md"
+sys.path.append(str(_ROOT / "tests" / "models"))
+from tiny_models import TINY_MODELS, Tiny
+
+_HEAD = f"""\
+# Families
+`python tools/families_page.py` writes this page from tiny random models of transformers {transformers.__version__}, in `tests/models/tiny_models.py`; a test compares them. Other tests compare
+every one of these models patched and unpatched, and fail for a family that is neither there nor among those refused below.
+
+Each takes every format: bf16, int8, int4 and lut4, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
+
+**layout**: how the experts' parameters lie: gate and up as *halves* of one tensor or *interleaved* row by row, as [out, in] or *transposed*. Records are alike for all.
+
+**path**: *kernel*, one fused op per layer, with the activation beside it. *projections*: the fused kernel does not know what the module computes between or after its two products,
+so that these are two ops with the module's own code around them: somewhat slower, on the CPU alone (no `gpu.experts`), without a prefill window,
+`lossy.deferred_experts` and `lossy.fallback`.
+
+**lookahead**: whether the next layer's router foretells which experts to read, and with what it adds for the choice: a *bias* to its logits, or to what it makes of
+them. *groups*: it chooses groups of experts first, which is not foretold. Where there is none, a [fitted predictor](predictor.md) takes its place.
+
+**routing_bias**: whether `lossy.routing_bias` can lean the choice ([how](lossy.md)). Where not, the router asks for more than hidden states (token ids, or a bias of the block around
+it), takes a single expert, or does not choose by one `topk`.
+
+| family | model types | layout | path | lookahead | routing_bias | besides |
+|---|---|---|---|---|---|---|
+"""
+
+_REFUSED = """
+## Refused
+Their experts do not follow the layout that transformers marks with `use_experts_implementation`; `patch` and `from_pretrained` say so.
+
+| family | why |
+|---|---|
+"""
+
+# What no tiny model shows; tests/models/test_left_alone.py and test_families.py do.
+_BESIDES = {
+    "DiffusionGemmaTextExperts": "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`",
+    "Dots3NoteExperts": "the vision tower's experts stay in memory",
+    "Ernie4_5_VLMoeMoeExperts": "the experts for images stay in memory",
+    "Qwen3OmniMoeTalkerTextExperts": "stay in memory beside the thinker's",
+}
+
+
+def page() -> str:
+    """The text of docs/families.md."""
+    rows = sorted((tiny.family, name) for name, tiny in TINY_MODELS.items())
+    parts = [_HEAD, *(_line(_row(name, TINY_MODELS[name])) for _, name in rows)]
+    return "".join([*parts, _REFUSED, *(_line([family, UNDECORATED[family]]) for family in sorted(UNDECORATED))])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _row(name: str, tiny: Tiny) -> list[str]:
+    model = tiny.outline()
+    layers = find_experts(model)
+    assert name in {type(layer.module).__name__ for layer in layers}
+    types = " ".join(f"`{each}`" for each in _model_types(tiny.family, type(model.config)))
+    leans = "yes" if model.config.model_type in ROUTING_BIAS_FAMILIES else "no"
+    besides = _BESIDES.get(name, "")
+    return [tiny.family, types, _layout(layers[0]), _path(layers[0]), _lookahead(model, layers), leans, besides]
+
+
+def _model_types(family: str, config: type[PreTrainedConfig]) -> list[str]:
+    """Of a family: those that are that config, or have one within."""
+    own = [each for each in CONFIG_MAPPING_NAMES if model_type_to_module_name(each) == family]
+    return sorted(each for each in own if config in _configs_within(CONFIG_MAPPING[each]))
+
+
+def _configs_within(config: Any) -> Iterator[Any]:
+    yield config
+    for part in (getattr(config, "sub_configs", None) or {}).values():
+        yield from _configs_within(getattr(part, "config_class", part))
+
+
+def _layout(layer: ExpertsLayer) -> str:
+    parts = ["no gate"] if not layer.has_gate else ["halves" if layer.is_concatenated else "interleaved"]
+    parts += ["transposed"] * layer.is_transposed + ["biases"] * layer.has_bias
+    return ", ".join(parts)
+
+
+def _path(layer: ExpertsLayer) -> str:
+    if layer.fused_activation is not None:
+        return f"kernel, {layer.fused_activation}"
+    module: Any = layer.module
+    if layer.has_post_expert_norm:
+        return "projections: a norm after each expert"
+    return "projections: a gate of its own" if layer.has_gate else f"projections: {type(module.act_fn).__name__}"
+
+
+def _lookahead(model: Any, layers: list[ExpertsLayer]) -> str:
+    routers = [find_router(model, layer) for layer in layers]
+    reasons = sorted({why_no_router(model, layer) for layer, router in zip(layers, routers, strict=True) if not router})
+    found = sorted({_router_words(router) for router in routers if router})
+    return "; ".join([*found, *(f"{'in some layers none' if found else 'none'}: {reason}" for reason in reasons)])
+
+
+def _router_words(router: Router) -> str:
+    bias = "" if router.biased is None else ", bias" if router.scoring == "logits" else f", bias to {router.scoring}"
+    return f"yes{bias}{', groups' if hasattr(router.module, 'num_group') else ''}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
