@@ -109,8 +109,8 @@ ROUTERS: dict[str, RouterAdapter] = {
     "Gemma4TextRouter": _GEMMA_ROUTER,
     "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
     "InklingTopkRouter": RouterAdapter(),
-    "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier"),
     "Kolibri1TopKRouter": RouterAdapter(scoring="logits"),
+    "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier", scoring="softmax"),
     "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
