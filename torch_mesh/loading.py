@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
-from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
@@ -354,10 +354,11 @@ def _with_gguf(find: Any) -> Any:
         given = kwargs.get("quantization_config", args[1] if len(args) > 1 else None)
         if isinstance(given, dict) and given.get("quant_method") == "mesh":
             given = MeshConfig.from_dict(given)
-        if gguf_file is None or not isinstance(given, MeshConfig):
-            return find(*args, gguf_file=gguf_file, **kwargs)
+        if gguf_file is not None and not isinstance(given, MeshConfig):
+            kwargs["gguf_file"] = gguf_file
         quantizer, config, device_map = find(*args, **kwargs)
-        quantizer.config_of_gguf = config
+        if isinstance(quantizer, MeshQuantizer):
+            quantizer.config_of_gguf = config
         return quantizer, config, device_map
 
     return found
@@ -392,7 +393,10 @@ auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[meth
     auto.AutoHfQuantizer.merge_quantization_configs
 )
 modeling_utils.get_hf_quantizer = _with_gguf(modeling_utils.get_hf_quantizer)
-# transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each file
-# that scales positions, which all do: docs/decisions/0041.
-for _architecture in READ_BY_TABLES:
-    GGUF_CONFIG_ARCHS.setdefault(_architecture, config_table)  # type: ignore[arg-type]
+with contextlib.suppress(ImportError):  # of an older transformers, which reads these files in another way
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    # transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
+    # file that scales positions, which all do: docs/decisions/0041.
+    for _architecture in READ_BY_TABLES:
+        GGUF_CONFIG_ARCHS.setdefault(_architecture, config_table)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError
+from torch_mesh import MeshConfig, StoreError, loading
 from torch_mesh.modules import patched_modules
 from torch_mesh.store.convert import convert
 
@@ -73,6 +73,23 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
     made = gguf_files.write(tmp_path / "model.gguf", "qwen2moe", {"_exps.weight": "Q8_0"}, parts=3)
     model = _open(made.path, dtype=torch.float32)
     assert not model.config.tie_word_embeddings  # the head is in another part than the one that transformers reads
+    assert _difference(_logits(model), _logits(made.model)) <= 0.005
+
+
+def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--maker--model" / "snapshots" / "f00"
+    (snapshot / "q8").mkdir(parents=True)
+    made = gguf_files.write(snapshot / "q8" / "model.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=3)
+    others = [path.rename(tmp_path / path.name) for path in sorted((snapshot / "q8").iterdir())[1:]]
+    asked = []
+
+    def cached(model: str, name: str, cache_dir: Path, revision: str) -> None:
+        asked.append((model, name, cache_dir, revision))
+        (tmp_path / Path(name).name).rename(snapshot / name)
+
+    monkeypatch.setattr(loading, "cached_file", cached)
+    model = _open(made.path, dtype=torch.float32)
+    assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00") for path in others]
     assert _difference(_logits(model), _logits(made.model)) <= 0.005
 
 

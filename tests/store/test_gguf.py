@@ -28,8 +28,10 @@ from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, nearest_weights
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf, read_parts
+from torch_mesh.store.header import read_range
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import open_store
+from torch_mesh.store.sources import layout
 from torch_mesh.store.sources.gguf import gguf_weights
 from torch_mesh.store.verify import read_record
 
@@ -156,6 +158,34 @@ def test_inspect_and_plan_read_headers(written: Callable[..., Written]) -> None:
     assert held["expert_bytes"] == 3 * 128 * 64 // 32 * 24 and held["all_experts_bytes"] == 8 * held["expert_bytes"]
     sizes = find_sizes(made.path, MeshConfig(weights="auto"))
     assert (sizes.weights, sizes.group_size) == ("int8", 32)
+
+
+def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = gguf_files.write(tmp_path / "m.gguf", "gpt-oss", {"_exps.weight": "MXFP4", "attn": "Q8_0"}, parts=3)
+    read = []
+
+    def recorded(path: Path, offset: int, size: int) -> bytearray:
+        read.append((path, offset, size))
+        return read_range(path, offset, size)
+
+    monkeypatch.setattr(layout, "read_range", recorded)
+    convert(made.path, tmp_path / "store", "int4")
+    tensors = [(part.header.path, t) for part in read_parts(made.path) for t in part.header.tensors.values()]
+    assert sum(size for *_, size in read) == sum(tensor.bytes for _, tensor in tensors)
+    assert len(set(read)) == len(read) and max(size for *_, size in read) < sum(t.bytes for _, t in tensors) / 4
+
+
+def test_layers_that_foretell_tokens_are_left_out(written: Callable[..., Written], tmp_path: Path) -> None:
+    made = written("qwen35moe", "Q8_0")
+    extra = {
+        f"blk.2.{name}.weight": np.ones((32, 32), np.float32) for name in ("nextn.eh_proj", "attn_q", "ffn_up_exps")
+    }
+    counts = {"qwen35moe.block_count": 3, "qwen35moe.nextn_predict_layers": 1}
+    _rewrite(made.path, tmp_path / "more.gguf", "qwen35moe", metadata=counts, extra=extra)
+    convert(tmp_path / "more.gguf", tmp_path / "more", "int8")
+    convert(made.path, tmp_path / "store", "int8")
+    names = [json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("more", "store")]
+    assert names[0]["weight_map"] == names[1]["weight_map"]
 
 
 @pytest.mark.parametrize("parts", [2, 5])
@@ -324,6 +354,7 @@ def _finish(writer: gguf.GGUFWriter) -> None:
 def _rewrite(
     path: Path,
     to: Path,
+    architecture: str = "qwen3moe",
     *,
     drop: str = "",
     reshape: str = "",
@@ -333,7 +364,7 @@ def _rewrite(
 ) -> None:
     """The same file but for one change."""
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, "qwen3moe")
+    writer = gguf.GGUFWriter(to, architecture)
     given = dict(metadata or {})
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture" and name not in given:
