@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -257,7 +258,9 @@ class _TableNames(_Names):
         self._processor = utils.TENSOR_PROCESSORS.get(architecture, utils.TensorProcessor)(
             config=model.config.to_dict()
         )
-        self._map: dict[str, str] = utils.get_gguf_hf_weights_map(model, self._processor)
+        # Without its children, each of which it would look through anew, for 20 seconds: these models have all names at the top.
+        whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: None)
+        self._map: dict[str, str] = utils.get_gguf_hf_weights_map(whole, self._processor)
 
     def target(self, name: str) -> str | None:
         # Of a parameter that is no layer's, such as a sink, GGUF's name ends with .weight too.
