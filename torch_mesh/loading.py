@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
@@ -39,9 +40,12 @@ from .store.convert import (
     checked_group_size,
     convert,
     convert_store,
+    source_name,
     weights_of_checkpoint,
     write_rest,
 )
+from .store.gguf import gguf_files, is_gguf
+from .store.gguf_model import READ_BY_TABLES, complete_config, config_table
 from .store.header import weight_files
 from .store.manifest import (
     FORMAT_VERSIONS,
@@ -66,6 +70,7 @@ class MeshQuantizer(PatchedModelQuantizer):
     """Keeps expert parameters out of the loading, and puts a pool in their place when the rest is loaded."""
 
     quantization_config: MeshConfig
+    config_of_gguf: PretrainedConfig  # where a GGUF file is loaded
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """transformers shows the config here before it looks for files: what stops it without torch_mesh has to go."""
@@ -77,6 +82,18 @@ class MeshQuantizer(PatchedModelQuantizer):
         return config
 
     update_tp_plan = update_attn_implementation  # up to transformers 5.19, which does not call the other
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """None is that of a GGUF file, which says of none: what its experts are computed in."""
+        return torch.bfloat16 if dtype is None else dtype
+
+    def read_header(self, gguf_file: str) -> None:
+        """transformers calls it for a GGUF file, before it makes the model: what it has left out of the config has to be there then."""
+        _fetch_parts(Path(gguf_file))
+        complete_config(self.config_of_gguf, Path(gguf_file))
+
+    def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> None:
+        """Of a GGUF file, too, the store's files are read, which stand in the place of its own."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -229,6 +246,8 @@ class _OfQuantised(_OfCheckpoint):
         if has_chosen_groups(weights):
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)
+        if is_gguf(folder):  # one of several in its folder
+            self._name = source_name(folder)
 
     def prepare(self) -> None:
         super().prepare()
@@ -279,9 +298,11 @@ class _OfStore(_Opened):
 def _find_origin(
     model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: list[str] | None, config: MeshConfig
 ) -> _Opened:
+    if checkpoint_files and is_gguf(checkpoint_files[0]):
+        return _OfQuantised(model, Path(checkpoint_files[0]), layers, config, checkpoint_files)
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
-            f"torch_mesh reads experts from safetensors files; {model.config._name_or_path!r} has "
+            f"torch_mesh reads experts from safetensors and GGUF files; {model.config._name_or_path!r} has "
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = Path(checkpoint_files[0]).parent
@@ -347,6 +368,36 @@ def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
         cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name)
 
 
+def _fetch_parts(path: Path) -> None:
+    """The other parts of a split model into the hub's cache, where transformers has put the first."""
+    snapshot = next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
+    if snapshot is None:
+        return  # what is missing is named when it is read
+    model = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+    for part in gguf_files(path, all_there=False):
+        if not part.is_file():
+            name = part.relative_to(snapshot).as_posix()
+            cached_file(model, name, cache_dir=snapshot.parents[2], revision=snapshot.name)
+
+
+def _with_gguf(find: Any) -> Any:
+    """Around transformers' search for a quantiser, which takes none but its own together with a GGUF file."""
+
+    @functools.wraps(find)
+    def found(*args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
+        given = kwargs.get("quantization_config", args[1] if len(args) > 1 else None)
+        if isinstance(given, dict) and given.get("quant_method") == "mesh":
+            given = MeshConfig.from_dict(given)
+        if gguf_file is not None and not isinstance(given, MeshConfig):
+            kwargs["gguf_file"] = gguf_file
+        quantizer, config, device_map = find(*args, **kwargs)
+        if isinstance(quantizer, MeshQuantizer):
+            quantizer.config_of_gguf = config
+        return quantizer, config, device_map
+
+    return found
+
+
 def _merging(merge: Any) -> Any:
     """Around what transformers makes of a checkpoint's quantisation and the one that was passed, where either is torch_mesh's."""
 
@@ -375,3 +426,11 @@ def _merging(merge: Any) -> Any:
 auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[method-assign]
     auto.AutoHfQuantizer.merge_quantization_configs
 )
+modeling_utils.get_hf_quantizer = _with_gguf(modeling_utils.get_hf_quantizer)
+with contextlib.suppress(ImportError):  # of an older transformers, which reads these files in another way
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    # transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
+    # file that scales positions, which all do: docs/decisions/0041.
+    for _architecture in READ_BY_TABLES:
+        GGUF_CONFIG_ARCHS.setdefault(_architecture, config_table)  # type: ignore[arg-type]

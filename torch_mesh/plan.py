@@ -28,13 +28,14 @@ from .memory import auto_budget, available_bytes, resident_slots
 from .store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,
+    checkpoint_files,
     find_checkpoint_experts,
     meta_model,
     read_config,
     shape_of,
 )
 from .store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
-from .store.header import weight_files
+from .store.gguf import is_gguf
 from .store.manifest import WEIGHTS, Shape, has_chosen_groups, is_store, open_store
 from .synthetic import synthetic_trace
 
@@ -209,8 +210,8 @@ def plan(
 
 def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
     """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store")
+    if not folder.is_dir() and not is_gguf(folder):
+        raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
     return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
 
 
@@ -307,7 +308,7 @@ def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
 
 
 def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
-    weight_files(folder)  # says that there are no weights before the config is looked at
+    checkpoint_files(folder)  # says that there are no weights before the config is looked at
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import gguf_files
 import pytest
 from quantised import KINDS, change_config, write_gpt_oss, write_quantised
 
@@ -38,9 +39,38 @@ def test_what_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pyte
     assert "quark" in printed.out + printed.err
 
 
+def test_a_gguf_file_goes_where_a_folder_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q8_0"}).path)
+    with pytest.warns(UserWarning, match="converts Q8_0 experts to int8 in groups of 32"):
+        assert main(["convert", path, str(tmp_path / "store"), "--weights", "auto"]) == 0
+    assert main(["verify", str(tmp_path / "store")]) == 0
+    assert main(["inspect", path]) == 0
+    assert "Q8_0" in capsys.readouterr().out
+    assert main(["plan", path, "--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]) == 0
+    assert "converts Q8_0 experts to int8" in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", str(tmp_path / "other.gguf")]) != 0
+    assert "no such file; one of the hub is named maker/model/file.gguf" in capsys.readouterr().err
+
+
+def test_a_gguf_file_of_the_hub_comes_with_its_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=2)
+    asked = []
+
+    def download(model: str, allow_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert main(["inspect", f"maker/model/{made.path.name}"]) == 0
+    assert asked == [("maker/model", [f"m-0000{part}-of-00002.gguf" for part in (1, 2)])]
+
+
 def test_doctor_names_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     (found,) = [
         each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "quantised checkpoints"
     ]
     assert found["status"] == "ok" and "mxfp4" in found["found"] and "gptq" in found["found"]
+    assert "and GGUF files, with gguf" in found["found"]

@@ -27,7 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "reached beside what the machine allows and what torch-mesh plan foretells. Weights in another format than the checkpoint's are "
         "converted when it is opened for the first time, which counts.",
     )
-    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
     parser.add_argument("--tokens", type=positive, default=64, help="to generate (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=positive, default=128, help="of the prompt (default: %(default)s)")
     parser.add_argument(

@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
         "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues.",
     )
-    parser.add_argument("source", help="a checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument("source", help="a checkpoint folder, a GGUF file, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
     parser.add_argument(
         "--weights",
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.destination,
             arguments.weights,
             arguments.group_size,
-            name=None if os.path.isdir(arguments.source) else arguments.source,
+            name=None if os.path.exists(arguments.source) else arguments.source,
             force=arguments.force,
             workers=arguments.threads,
             progress=progress,

@@ -152,7 +152,9 @@ def _stated_requirements() -> list[Requirement]:
 
 
 def _quantised_checkpoints() -> Finding:
-    return Finding("quantised checkpoints", "ok", f"{', '.join(METHODS)} are read, without other packages")
+    version = _installed_version("gguf")
+    gguf = "not GGUF files: pip install torch_mesh[gguf]" if version is None else f"and GGUF files, with gguf {version}"
+    return Finding("quantised checkpoints", "ok", f"{', '.join(METHODS)} are read, without other packages; {gguf}")
 
 
 def _extension() -> tuple[Finding, ModuleType | None]:

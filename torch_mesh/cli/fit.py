@@ -29,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Runs a model over text and fits the matrices that foretell its experts, for MeshConfig(predictor=...). "
         "Every fifth sequence is left out, and the recall on those is printed beside that of the routers alone.",
     )
-    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
     parser.add_argument(
         "--text", nargs="+", required=True, metavar="FILE", help='plain text, or .jsonl with a "text" in each line'
     )

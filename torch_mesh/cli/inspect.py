@@ -20,7 +20,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show what a store or a checkpoint holds",
         description="Shows what a store or a checkpoint holds, from its headers alone.",
     )
-    parser.add_argument("folder", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "folder", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
+from torch_mesh.store.gguf import is_gguf
 
 _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 
@@ -16,17 +17,24 @@ _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 def open_model(folder: Path, config: MeshConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    folder, gguf = _named(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **gguf)
 
 
 def open_tokenizer(folder: Path) -> Any:
     """The model's own; MeshError where it has none that transformers can load."""
     from transformers import AutoTokenizer
 
+    named, gguf = _named(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(named, **gguf)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise MeshError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+
+
+def _named(folder: Path) -> tuple[Path, dict[str, str]]:
+    """As transformers wants to have it: of a GGUF file its folder, and the file's name."""
+    return (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
 
 
 def read_documents(paths: Sequence[str]) -> list[str]:

@@ -45,7 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "model is not on this disk, give --disk-speed. "
         "Exits with 1 only where the model cannot run.",
     )
-    parser.add_argument("model", help="a store or checkpoint folder, or a model id on the Hugging Face hub")
+    parser.add_argument(
+        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
     parser.add_argument("--memory", type=size, help="what the process may take in all (default: what it can take here)")
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")

@@ -4,7 +4,10 @@ Names in a checkpoint are not those of the model: transformers renames, merges a
 mapping is followed here symbolically, on offsets and strides instead of tensors, so that an expert can be read straight from the
 file. A mapping that does more to experts than rearrange them is refused.
 
-In a checkpoint that another tool has quantised, offsets and strides are those of the fp32 values that its weights stand for.
+In a checkpoint that another tool has quantised, offsets and strides are those of the fp32 values that its weights stand for. So they
+are in GGUF files, which have names of their own for the experts, the same for every architecture.
+
+Where a function takes the folder of a checkpoint, it takes a GGUF file too, the first of its parts.
 """
 
 from __future__ import annotations
@@ -37,10 +40,13 @@ from torch_mesh.families import (
     find_experts,
     layers_left_alone,
 )
+from torch_mesh.store import gguf_model
 from torch_mesh.store.codes import RAW_DTYPES, KeptCodes, kept_codes
+from torch_mesh.store.gguf import gguf_files, is_gguf, read_gguf, read_parts
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.sources import Source, method_of, nearest, own_quantisation, source_of
+from torch_mesh.store.sources.gguf import gguf_weights
 from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+_OF_GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,9 @@ class CheckpointExperts:
 
     @property
     def rest_is_quantised(self) -> bool:
-        """Whether any weight but the experts' is."""
+        """Whether any weight but the experts' is, or has other names and values than transformers', as those of GGUF files."""
+        if is_gguf(self.folder):
+            return True
         of_experts = {weight.name for weight in self._of_experts()} if self.weights else set()
         return any(not weight.is_plain and weight.name not in of_experts for weight in self.weights)
 
@@ -199,11 +208,9 @@ def meta_model(config: transformers.PretrainedConfig) -> transformers.PreTrained
             f"The model class {architectures[0]!r} is code of the checkpoint's own; torch_mesh runs models of transformers only."
         )
     with torch.device("meta"):
-        if model_class is not None:
-            return model_class(config)
         try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError as problem:
+            return (model_class or transformers.AutoModelForCausalLM.from_config)(config)
+        except Exception as problem:  # whatever transformers makes of sizes that fit no model
             raise UnsupportedModelError(
                 f"{type(config).__name__} describes no causal language model: {problem}"
             ) from problem
@@ -231,6 +238,8 @@ def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.
     way that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return _experts_of(folder, find_experts(model), _GgufStacks(folder))
     stacks = _ParameterStacks(folder, model, find_quantisation(folder, model.config))
     experts = _experts_of(folder, find_experts(model), stacks)
     if stacks.quantisation is None:
@@ -260,15 +269,19 @@ def find_left_alone(
     if not layers:
         return []
     folder = Path(folder)
-    stacks = _ParameterStacks(folder, model, None if is_store(folder) else find_quantisation(folder, model.config))
+    stacks: _Stacks = (
+        _GgufStacks(folder)
+        if is_gguf(folder)
+        else _ParameterStacks(folder, model, None if is_store(folder) else find_quantisation(folder, model.config))
+    )
     return [(layer, _experts_of(folder, [layer], stacks)) for layer in layers]
 
 
-def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _ParameterStacks) -> CheckpointExperts:
+def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -> CheckpointExperts:
     """Those of layers that are alike."""
     names = stacks.names_of(layers)
     dtype = stacks.common_dtype(names)
-    placed = [_layer_views(layer, stacks) for layer in layers]
+    placed = [stacks.layer_views(layer) for layer in layers]
     extents, raw_views = _pieces(folder, layers, placed)
     headers = stacks.headers
     return CheckpointExperts(
@@ -295,7 +308,7 @@ def checkpoint_fingerprint(files: Iterable[Path], quantisation: Mapping[str, Any
         digest.update(json.dumps(quantisation, sort_keys=True).encode())
     for path in sorted(files):
         status = path.stat()
-        header = read_header(path)
+        header = read_gguf(path).header if is_gguf(path) else read_header(path)
         with path.open("rb") as file:
             raw = file.read(header.data_start)
         digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0{len(raw)}\0".encode())
@@ -308,6 +321,8 @@ def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | N
 
     Raises ``UnsupportedModelError`` for a store, and for what cannot be read.
     """
+    if is_gguf(folder):
+        return _OF_GGUF
     said = own_quantisation(folder)
     if said is None and config is not None and not (folder / "config.json").is_file():
         said = getattr(config, "quantization_config", None)
@@ -322,6 +337,11 @@ def find_quantisation(folder: Path, config: Any = None) -> Mapping[str, Any] | N
             f"{folder} is a converted store already; open it as it is, without converting it again."
         )
     return None  # the config of a patched model, and ordinary weights
+
+
+def checkpoint_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files with the weights of a checkpoint. Raises ``StoreError`` where they are not all there."""
+    return gguf_files(folder) if is_gguf(folder) else weight_files(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +444,21 @@ class _ParameterStacks:
         if not self.weights:
             return names
         return frozenset(t.name for name in names for _, t in self.weights[self._tensors[name][0]].parts.values())
+
+    def layer_views(self, layer: ExpertsLayer) -> list[dict[str, _View]]:
+        """Per expert of one layer, the view of each part. Raises as ``stack`` does."""
+        views: list[dict[str, _View]] = [{} for _ in range(layer.num_experts)]
+        gate_up, down = layer.parameter_names[:2]
+        for suffix in ("", "_bias") if layer.has_bias else ("",):
+            turn = layer.is_transposed and suffix == ""
+            for expert, matrix in enumerate(self.stack(f"{layer.path}.{gate_up}{suffix}")):
+                for part, view in _gate_and_up(layer, matrix.transposed() if turn else matrix).items():
+                    views[expert][part + suffix] = _strided(layer, gate_up, view)
+            for expert, matrix in enumerate(self.stack(f"{layer.path}.{down}{suffix}")):
+                views[expert]["down" + suffix] = _strided(
+                    layer, down, (matrix.transposed() if turn else matrix).whole()
+                )
+        return views
 
     def stack(self, parameter: str) -> _Stack:
         """Raises ``StoreError`` if the checkpoint lacks the parameter, ``UnsupportedModelError`` if it cannot be followed."""
@@ -575,6 +610,78 @@ class _ParameterStacks:
         )
 
 
+class _GgufStacks:
+    """The experts in the files of a GGUF: each is one stretch of each of its layer's stacks, always [out, in]."""
+
+    quantisation = _OF_GGUF
+
+    def __init__(self, path: Path) -> None:
+        self.headers = tuple(part.header for part in read_parts(path))
+        found = gguf_weights(self.headers)
+        self.weights = tuple(found.values())
+        self._path = path
+        self._places = {name: (index, weight) for index, (name, weight) in enumerate(found.items())}
+
+    def names_of(self, layers: Sequence[ExpertsLayer]) -> frozenset[str]:
+        return frozenset(name for layer in layers for name, _ in self._stacks_of(layer))
+
+    def stored(self, names: frozenset[str]) -> frozenset[str]:
+        return names
+
+    def common_dtype(self, names: Iterable[str]) -> str:
+        return "fp32"  # which all weights are read as
+
+    def layer_views(self, layer: ExpertsLayer) -> list[dict[str, _View]]:
+        views: list[dict[str, _View]] = [{} for _ in range(layer.num_experts)]
+        for name, parts in self._stacks_of(layer):
+            index, weight = self._places[name]
+            values = Tensor(name, "F32", weight.shape, 0, 4 * math.prod(weight.shape))
+            for expert, matrix in enumerate(_split_experts(index, values)):
+                rows = matrix.shape[0] // len(parts)
+                for number, part in enumerate(parts):
+                    views[expert][part] = _strided(layer, name, matrix.rows(number * rows, rows))
+        return views
+
+    def _stacks_of(self, layer: ExpertsLayer) -> list[tuple[str, tuple[str, ...]]]:
+        """The tensors that hold a layer's experts, each with the parts whose rows follow one another in it.
+
+        Raises ``StoreError`` for what is missing or of another shape than the model's.
+        """
+        number = re.search(r"\.layers\.(\d+)\.", layer.path)
+        if number is None:
+            raise UnsupportedModelError(f"{self._path}: {layer.path} is in no numbered layer, and GGUF counts layers.")
+        found: list[tuple[str, tuple[str, ...]]] = []
+        for kind in ("weight", "bias") if layer.has_bias else ("weight",):
+            suffix = "_bias" if kind == "bias" else ""
+            fused = f"blk.{number[1]}.ffn_gate_up_exps.{kind}"
+            if layer.has_gate and fused in self._places:
+                found.append((fused, ("gate" + suffix, "up" + suffix)))
+            else:
+                apart = ("gate", "up") if layer.has_gate else ("up",)
+                found += [(f"blk.{number[1]}.ffn_{part}_exps.{kind}", (part + suffix,)) for part in apart]
+            found.append((f"blk.{number[1]}.ffn_down_exps.{kind}", ("down" + suffix,)))
+        for name, parts in found:
+            self._check(name, layer, len(parts), parts[0].startswith("down"), parts[0].endswith("_bias"))
+        return found
+
+    def _check(self, name: str, layer: ExpertsLayer, parts: int, is_down: bool, is_bias: bool) -> None:
+        if name not in self._places:
+            raise store_error(self._path, f"no tensor is called {name!r}, which {layer.path} needs: incomplete?")
+        weight = self._places[name][1]
+        rows, columns = (layer.hidden, layer.intermediate) if is_down else (layer.intermediate * parts, layer.hidden)
+        expected = (layer.num_experts, rows) if is_bias else (layer.num_experts, rows, columns)
+        if weight.shape != expected:
+            path, tensor = weight.codes
+            raise store_error(
+                path,
+                f"tensor {name!r} has the shape {list(weight.shape)}, {layer.path} needs {list(expected)}",
+                tensor.offset,
+            )
+
+
+_Stacks = _ParameterStacks | _GgufStacks
+
+
 def _plain_view(file: int, tensor: Tensor) -> _View:
     rows, columns = (*tensor.shape, 1, 1)[:2]
     return _View(file, tensor.offset, tensor.bytes, 0, rows, columns, columns, 1)
@@ -665,20 +772,6 @@ _OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
 }
 
 
-def _layer_views(layer: ExpertsLayer, stacks: _ParameterStacks) -> list[dict[str, _View]]:
-    """Per expert of one layer, the view of each part."""
-    views: list[dict[str, _View]] = [{} for _ in range(layer.num_experts)]
-    gate_up, down = layer.parameter_names[:2]
-    for suffix in ("", "_bias") if layer.has_bias else ("",):
-        turn = layer.is_transposed and suffix == ""
-        for expert, matrix in enumerate(stacks.stack(f"{layer.path}.{gate_up}{suffix}")):
-            for part, view in _gate_and_up(layer, matrix.transposed() if turn else matrix).items():
-                views[expert][part + suffix] = _strided(layer, gate_up, view)
-        for expert, matrix in enumerate(stacks.stack(f"{layer.path}.{down}{suffix}")):
-            views[expert]["down" + suffix] = _strided(layer, down, (matrix.transposed() if turn else matrix).whole())
-    return views
-
-
 def _gate_and_up(layer: ExpertsLayer, matrix: _Matrix) -> dict[str, _View | None]:
     count = layer.intermediate
     if not layer.has_gate:
@@ -740,6 +833,8 @@ def _expert_pieces(views: Mapping[str, _View]) -> tuple[list[tuple[int, int, int
 
 def read_config(folder: str | os.PathLike[str]) -> transformers.PretrainedConfig:
     """The folder's config, whatever its quantisation. UnsupportedModelError if transformers does not know the model."""
+    if is_gguf(folder):
+        return gguf_model.read_config(Path(folder))
     check_folder(folder)
     if not (Path(folder) / "config.json").is_file():
         raise store_error(folder, "has no config.json: not a Hugging Face checkpoint")

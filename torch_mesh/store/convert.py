@@ -20,6 +20,7 @@ from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
+    checkpoint_files,
     checkpoint_fingerprint,
     find_checkpoint_experts,
     find_left_alone,
@@ -28,7 +29,9 @@ from torch_mesh.store.checkpoint import (
     read_config,
     shape_of,
 )
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Tensor, encode_header, store_error, weight_files
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
+from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Tensor, encode_header, store_error
 from torch_mesh.store.manifest import (
     GROUP_SIZES,
     MAX_FILE_BYTES,
@@ -76,7 +79,7 @@ def convert(
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
-    """Converts the checkpoint in the folder ``source`` to a store, expert by expert.
+    """Converts the checkpoint in the folder ``source``, or in the GGUF file of that name, to a store, expert by expert.
 
     ``weights`` is 'bf16', 'int8', 'int4' or 'lut4', 'auto', which is what is nearest to the source, or the format that holds its codes as they
     are; ``group_size`` (32, 64 or 128) is for the integers that it names; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
@@ -108,7 +111,7 @@ def convert(
         modules=experts.modules,
         weights=weights,
         group_size=group_size,
-        source_name=name or source.resolve().name,
+        source_name=name or source_name(source),
         source_fingerprint=fingerprint,
     )
     records = (
@@ -231,7 +234,7 @@ def _fits_bf16(experts: CheckpointExperts) -> bool:
 
 
 def _fingerprint(source: Path) -> str:
-    return checkpoint_fingerprint(weight_files(source), find_quantisation(source))
+    return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source))
 
 
 def _check_unchanged(source: Path, fingerprint: str) -> None:
@@ -245,6 +248,11 @@ def _check_unchanged(source: Path, fingerprint: str) -> None:
             source,
             "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
         )
+
+
+def source_name(source: Path) -> str:
+    """What a manifest calls it."""
+    return source.stem if is_gguf(source) else source.resolve().name
 
 
 def checked_group_size(weights: str, group_size: int) -> int:
@@ -313,14 +321,9 @@ def _files_beside_records(
         "weight_map": {member.tensor.name: name for name, members in dense for member in members},
     }
     files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
-    text = (experts.folder / "config.json").read_text(encoding="utf-8")
-    config = mesh_config(
-        _unquantised(text) if experts.weights else text, model, plan.modules, plan.weights, plan.group_size
-    )
-    files.append(_in_memory("config.json", config))
-    left_out = QUANTISATION_FILES if experts.weights else ()
-    copied = [path for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out]
-    files.extend(_copied(path) for path in copied)
+    text = _config_of(experts, model)
+    files.append(_in_memory("config.json", mesh_config(text, model, plan.modules, plan.weights, plan.group_size)))
+    files.extend(_others_of(experts))
     files.extend(_dense_file(name, members) for name, members in dense)
     return files
 
@@ -335,6 +338,24 @@ def write_rest(
     files = [_dense_file(name, members) for name, members in _dense_files(experts, model, MAX_FILE_BYTES)]
     write_folder(folder, files, progress)
     return [folder / file.name for file in files]
+
+
+def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
+    if not is_gguf(experts.folder):
+        text = (experts.folder / "config.json").read_text(encoding="utf-8")
+        return _unquantised(text) if experts.weights else text
+    table = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    return json.dumps(table)
+
+
+def _others_of(experts: CheckpointExperts) -> list[NewFile]:
+    """The tokenizer and whatever else is no weight."""
+    if is_gguf(experts.folder):
+        return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
+    left_out = QUANTISATION_FILES if experts.weights else ()
+    return [
+        _copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out
+    ]
 
 
 def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
@@ -397,7 +418,10 @@ def _is_copied(path: Path) -> bool:
 
 
 def _in_memory(name: str, text: str) -> NewFile:
-    data = text.encode()
+    return _of_bytes(name, text.encode())
+
+
+def _of_bytes(name: str, data: bytes) -> NewFile:
     return NewFile(name, len(data), lambda: [data])
 
 
@@ -434,6 +458,10 @@ def _dense_files(
 
 
 def _dense(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[_Dense]:
+    if is_gguf(experts.folder):
+        for part in rest_of_model(experts.folder, experts.weights, experts.names, model):
+            yield _written(part.name, part.dtype, part.shape, part.values)
+        return
     weights = {weight.codes[1].name: weight for weight in experts.weights}
     dtype = getattr(model.config.get_text_config(), "dtype", None)
     for header, tensors in experts.other_tensors:
@@ -451,16 +479,21 @@ def _values(weight: Weight, dtype: torch.dtype) -> _Dense:
     turned = weight.layout.turned
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
 
-    def chunks() -> Iterator[bytes]:
+    def values() -> torch.Tensor:
         values = weight.read().to(dtype)
-        values = (values.mT if turned else values).contiguous().flatten()
-        for part in values.split(_COPY_BYTES):
+        return values.mT if turned else values
+
+    return _written(weight.name, dtype, shape, values)
+
+
+def _written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> _Dense:
+    """What ``values`` makes when it is wanted."""
+
+    def chunks() -> Iterator[bytes]:
+        for part in values().contiguous().flatten().split(_COPY_BYTES):
             yield part.view(torch.uint8).numpy().tobytes()
 
-    return _Dense(
-        Tensor(weight.name, _DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize),
-        chunks,
-    )
+    return _Dense(Tensor(name, _DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
 
 
 def _dense_file(name: str, members: Sequence[_Dense]) -> NewFile:

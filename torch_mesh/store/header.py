@@ -15,9 +15,10 @@ import stat
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from torch_mesh.errors import StoreError
 
@@ -135,6 +136,18 @@ def read_range(path: str | os.PathLike[str], offset: int, size: int) -> bytearra
     finally:
         os.close(descriptor)
     return buffer
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The file and its size. Raises ``StoreError`` if it cannot be read or is no regular file."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise store_error(path, "is not a regular file")
+        with path.open("rb") as file:
+            yield file, os.fstat(file.fileno()).st_size
+    except OSError as problem:
+        raise store_error(path, f"cannot be read: {problem.strerror}") from problem
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -311,28 +324,20 @@ class _HeaderText:
 
 def _read_raw_header(path: Path) -> tuple[str, int]:
     """The header, a character for each byte, and the bytes of the file."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise store_error(path, "is not a regular file")
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise store_error(
-                    path, f"ends after {len(prefix)} bytes; a safetensors file starts with an 8-byte length", 0
-                )
-            (length,) = struct.unpack("<Q", prefix)
-            if length > MAX_HEADER_BYTES:
-                raise store_error(path, f"says its header has {length} bytes; the format allows {MAX_HEADER_BYTES}", 0)
-            if length > file_bytes - 8:
-                raise store_error(
-                    path, f"says its header has {length} bytes, but has {file_bytes} in all: truncated?", 0
-                )
-            raw = file.read(length)
-            if len(raw) < length:
-                raise store_error(path, f"shrank while it was read: {len(raw)} of {length} header bytes", 8)
-    except OSError as problem:
-        raise store_error(path, f"cannot be read: {problem.strerror}") from problem
+    with open_regular(path) as (file, file_bytes):
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise store_error(
+                path, f"ends after {len(prefix)} bytes; a safetensors file starts with an 8-byte length", 0
+            )
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES:
+            raise store_error(path, f"says its header has {length} bytes; the format allows {MAX_HEADER_BYTES}", 0)
+        if length > file_bytes - 8:
+            raise store_error(path, f"says its header has {length} bytes, but has {file_bytes} in all: truncated?", 0)
+        raw = file.read(length)
+        if len(raw) < length:
+            raise store_error(path, f"shrank while it was read: {len(raw)} of {length} header bytes", 8)
     if not raw.startswith(b"{"):
         raise store_error(path, "the header does not start with '{': not a safetensors file", 8)
     return raw.decode("latin-1"), file_bytes

@@ -13,6 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from huggingface_hub.utils import validate_repo_id
 
 from torch_mesh.errors import StoreError
+from torch_mesh.store.gguf import is_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -29,9 +30,14 @@ _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"
 
 
 def local_folder(source: str | os.PathLike[str]) -> Path:
-    """``source`` if it is a folder; else the files of that model id on the Hugging Face hub, downloaded to its cache."""
+    """``source`` if it is a folder or a GGUF file; else the files of that model id on the Hugging Face hub, downloaded to its cache.
+
+    A model id and the name of a GGUF file, as in ``maker/model/file.gguf``, is that file, and what it is the first part of.
+    """
     if Path(source).is_dir():
         return Path(source)
+    if is_gguf(source):
+        return _gguf_file(source)
     _check_model_id(source)
     with _hub_errors(source):
         return Path(huggingface_hub.snapshot_download(os.fspath(source), ignore_patterns=_NO_WEIGHTS))
@@ -47,6 +53,9 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     if Path(source).is_dir():
         yield Path(source), True
         return
+    if is_gguf(source):  # from the hub it comes whole, as its header says how long it is only where it ends
+        yield _gguf_file(source), True
+        return
     _check_model_id(source)
     present = _cached_folder(os.fspath(source))
     if present is not None:
@@ -56,6 +65,22 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
         with _hub_errors(source):
             _write_outline(os.fspath(source), Path(folder))
         yield Path(folder), False
+
+
+def _gguf_file(source: str | os.PathLike[str]) -> Path:
+    if Path(source).exists():
+        return Path(source)
+    maker, _, rest = os.fspath(source).partition("/")
+    model, _, name = rest.partition("/")
+    if not name or os.path.isabs(source):
+        raise store_error(source, "there is no such file; one of the hub is named maker/model/file.gguf")
+    try:
+        names = part_names(name)
+    except ValueError as problem:
+        raise store_error(source, str(problem)) from None
+    with _hub_errors(source):
+        folder = huggingface_hub.snapshot_download(f"{maker}/{model}", allow_patterns=names)
+    return Path(folder) / name
 
 
 def _cached_folder(model: str) -> Path | None:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.header import weight_files
+from torch_mesh.store.checkpoint import checkpoint_files, find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.convert import source_name
 from torch_mesh.store.manifest import FORMAT_VERSIONS, is_store, open_store
 
 
@@ -40,7 +40,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
 
 
 def _describe_checkpoint(folder: Path) -> dict[str, Any]:
-    weight_files(folder)  # says that there are no weights before the config is looked at
+    checkpoint_files(folder)  # says that there are no weights before the config is looked at
     config = read_config(folder)
     experts = find_checkpoint_experts(folder, meta_model(config))
     shape = experts.shape
@@ -48,7 +48,7 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
         "kind": "checkpoint",
         "folder": str(folder),
         "model_type": config.model_type,
-        "source": folder.resolve().name,
+        "source": source_name(folder),
         "weights": experts.format,
         "group_size": None,
         **asdict(shape),

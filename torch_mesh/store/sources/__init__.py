@@ -101,7 +101,8 @@ class Source:
 
 def nearest(weights: Sequence[Weight]) -> Nearest:
     """The format for the values of all of them."""
-    found = {weight.rounded() for weight in weights if not weight.is_plain} or {w.rounded() for w in weights}
+    # Biases stay what they are in any of them.
+    found = {weight.rounded() for weight in weights if not (weight.is_plain and weight.name.endswith("bias"))}
     if len({choice.weights for choice in found}) == 1:
         # A group that fits one of them is part of one that fits another.
         return min(found, key=lambda choice: (choice.exact, choice.group_size))

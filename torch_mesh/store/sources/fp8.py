@@ -96,7 +96,7 @@ class ScaledFp8(Layout):
             return rows, columns
         if scale[:-2] == experts and len(scale) == len(shape):
             if self._block is not None and scale[-2:] == grid(rows, columns, self._block):
-                return self._block
+                return min(self._block[0], rows), min(self._block[1], columns)
             if is_multiple(rows, scale[-2]) and is_multiple(columns, scale[-1]):
                 return rows // scale[-2], columns // scale[-1]
         named = "" if self._block is None else f" in blocks of {self._block[0]} x {self._block[1]}"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torch_mesh.store.gguf import BLOCK_TYPES
 from torch_mesh.store.header import Tensor, read_range, store_error
 
 Shape = tuple[int, ...]
@@ -31,6 +32,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
+    **dict.fromkeys(BLOCK_TYPES, torch.uint8),
 }
 FLOATS = ("BF16", "F16", "F32")
 SCALE_TYPES: Mapping[str, str] = {
@@ -153,6 +155,7 @@ class Layout(ABC):
     """
 
     title: str
+    quantised: ClassVar[bool] = True
     required: ClassVar[frozenset[str]] = frozenset()  # roles beside the codes
     turned: ClassVar[bool] = False  # ``read`` gives the transpose of what the model has
 
@@ -197,7 +200,7 @@ class Weight:
     @property
     def is_plain(self) -> bool:
         """Not quantised."""
-        return len(self.parts) == 1
+        return not self.layout.quantised
 
     @property
     def stored_bytes(self) -> int:

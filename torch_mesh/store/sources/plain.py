@@ -12,6 +12,7 @@ from torch_mesh.store.sources.layout import Layout, Nearest, Shape, nearest_to
 
 class Plain(Layout):
     title = "unquantised"
+    quantised = False
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         return name

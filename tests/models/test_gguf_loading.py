@@ -1,0 +1,140 @@
+"""from_pretrained of GGUF files, and of the stores that are made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, StoreError, loading
+from torch_mesh.modules import patched_modules
+from torch_mesh.store.convert import convert
+
+IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
+
+
+@pytest.fixture(autouse=True)
+def _in_cache(cache: Path) -> None:
+    """Conversions go there."""
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+def _open(path: Path, weights: str = "bf16", store: str | None = None, **given: Any) -> PreTrainedModel:
+    config = MeshConfig(resident=0.5, weights=weights, store=store)
+    if path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **given)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, quantization_config=config, **given)
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(expected).all()
+    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+
+
+@pytest.mark.parametrize("architecture", gguf_files.ARCHITECTURES)
+def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", architecture, {"_exps.weight": "Q4_1", "attn_(q|qkv)": "F16"})
+    logits = _logits(made.model)
+    with pytest.warns(UserWarning, match="are rounded to bf16"):
+        model = _open(made.path, dtype=torch.float32)
+    assert len(list(patched_modules(model))) == 2
+    assert _difference(_logits(model), logits) <= 0.005
+    convert(made.path, tmp_path / "store", "bf16")
+    assert torch.equal(_logits(_open(tmp_path / "store", dtype=torch.float32)), _logits(model))
+    if architecture != "gpt-oss":  # whose experts and sinks transformers leaves out
+        own = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="model.gguf", config=made.model.config, dtype=torch.float32
+        )
+        assert _difference(_logits(model), _logits(own)) <= 0.005
+    patched = _logits(torch_mesh.patch(made.model, weights="bf16", resident=0.5))
+    # Of what GGUF has another function of, fp32 does not come back as it went.
+    assert _difference(_logits(model), patched) <= (1e-5 if architecture == "qwen35moe" else 0)
+
+
+def test_auto_names_its_choice_and_bf16_is_the_dtype(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q4_1"})
+    with pytest.warns(UserWarning, match="converts Q4_1 experts to int8 in groups of 32"):
+        model = _open(made.path, weights="auto")
+    assert model.dtype == torch.bfloat16 and model.config.quantization_config.weights == "int8"
+    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_experts_are_read_from_the_file_itself(kind: str, tmp_path: Path, cache: Path) -> None:
+    made = gguf_files.write(
+        tmp_path / "model.gguf", "gpt-oss" if kind == "MXFP4" else "qwen3moe", {"_exps.weight": kind}
+    )
+    model = _open(made.path, weights="auto")
+    assert not list(cache.glob("stores/*/mesh_manifest.json"))
+    stored = _open(made.path, weights="auto", store=str(tmp_path / "store"))
+    assert torch.equal(_logits(model), _logits(stored))
+    assert _difference(_logits(model), _logits(made.model)) <= 0.06
+    assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape[1] > IDS.shape[1]
+
+
+def test_parts_are_one_model(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen2moe", {"_exps.weight": "Q8_0"}, parts=3)
+    model = _open(made.path, dtype=torch.float32)
+    assert not model.config.tie_word_embeddings  # the head is in another part than the one that transformers reads
+    assert _difference(_logits(model), _logits(made.model)) <= 0.005
+
+
+def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--maker--model" / "snapshots" / "f00"
+    (snapshot / "q8").mkdir(parents=True)
+    made = gguf_files.write(snapshot / "q8" / "model.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=3)
+    others = [path.rename(tmp_path / path.name) for path in sorted((snapshot / "q8").iterdir())[1:]]
+    asked = []
+
+    def cached(model: str, name: str, cache_dir: Path, revision: str) -> None:
+        asked.append((model, name, cache_dir, revision))
+        (tmp_path / Path(name).name).rename(snapshot / name)
+
+    monkeypatch.setattr(loading, "cached_file", cached)
+    model = _open(made.path, dtype=torch.float32)
+    assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00") for path in others]
+    assert _difference(_logits(model), _logits(made.model)) <= 0.005
+
+
+def test_a_config_of_any_form_is_taken(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "minimax-m2", {"_exps.weight": "Q8_0"})
+    config = {"quant_method": "mesh", "resident": 0.5, "weights": "int8"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
+    assert len(list(patched_modules(model))) == 2
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", quantization_config=MeshConfig(resident=0.5, weights="int8")
+    )
+    assert torch.equal(_logits(model), _logits(again)) and made.path.exists()
+
+
+def test_without_a_mesh_config_transformers_loads_as_ever(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen35moe", {"_exps.weight": "Q8_0"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert not list(patched_modules(model))
+    assert _difference(_logits(model), _logits(made.model)) <= 1e-4
+
+
+def test_what_was_trained_is_saved(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    model = _open(made.path, weights="int8")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(_logits(_open(tmp_path / "saved", weights="auto")), _logits(model))
+
+
+def test_damage_is_a_typed_error(tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    data = made.path.read_bytes()
+    made.path.write_bytes(data[: len(data) - 4096])
+    with pytest.raises(StoreError, match="truncated"):
+        _open(made.path)

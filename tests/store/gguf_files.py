@@ -1,0 +1,300 @@
+"""Tiny GGUF files of models with experts, as llama.cpp's converter writes them, with the gguf package's writer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from torch_mesh.families import find_experts
+
+Tensors = dict[str, torch.Tensor]
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "sliding_window": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 20000.0,
+    "rotary_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_FAMILIES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+    "qwen35moe": "qwen3_5_moe_text",
+}
+ARCHITECTURES = tuple(_FAMILIES)
+# What the writer's package has no encoder for is drawn as bytes.
+_DRAWN = (
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "NVFP4"),
+)
+# Where the fp16 scales of a block are.
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_TOKENS = ["<pad>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(26)), "\u0120", "he", "ll", "lo", "hell"]
+
+
+@dataclass(frozen=True)
+class Written:
+    path: Path
+    model: PreTrainedModel  # in fp32, of the values that the file has
+    tensors: Mapping[str, np.ndarray]  # by GGUF's names, in fp32
+
+
+def tiny_model(architecture: str, **sizes: Any) -> PreTrainedModel:
+    """A random model in fp32 whose experts all differ."""
+    family = CONFIG_MAPPING[_FAMILIES[architecture]]
+    defaults = family()
+    known = {
+        name: value
+        for name, value in {**_SIZES, **sizes}.items()
+        if hasattr(defaults, name) or name in ("rotary_dim", "head_dim")
+    }
+    if architecture == "gpt-oss":
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+        known["rope_parameters"] = scaling | {"rope_theta": 20000.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    if architecture == "qwen35moe":
+        rope = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True}
+        known["rope_parameters"] = rope | {"mrope_section": [3, 3, 2]}
+        known["full_attention_interval"] = 2
+        known["layer_types"] = ["linear_attention", "full_attention"]
+    if architecture == "qwen3moe":
+        known["norm_topk_prob"] = True
+    if architecture != "minimax-m2":
+        known.pop("rotary_dim")
+    if architecture == "qwen2moe":
+        known.pop("head_dim", None)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[family](family(**known)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            if "experts" in name:
+                parameter.normal_(0, 0.03 if architecture == "gpt-oss" else 0.06)
+            elif parameter.dim() >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+            elif parameter.is_floating_point() and "A_log" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def write(
+    path: Path,
+    architecture: str,
+    types: Mapping[str, str] | None = None,
+    *,
+    parts: int = 0,
+    tied: bool = False,
+    vocabulary: bool = True,
+    extra: Mapping[str, np.ndarray] | None = None,
+    **sizes: Any,
+) -> Written:
+    """Writes a model. ``types``: of the tensors whose names a pattern finds, the first that does; all others are F32.
+
+    The model that is returned has the values that the file then has.
+    """
+    model = tiny_model(architecture, tie_word_embeddings=tied, **sizes)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=0)
+    tensors = dict(_tensors(architecture, model))
+    if parts > 1:
+        writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(tensors) // parts))
+    _add_metadata(writer, architecture, model.config)
+    if vocabulary:
+        _add_tokenizer(writer, model.config)
+    values: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        kind = next((kind for pattern, kind in (types or {}).items() if re.search(pattern, name)), "F32")
+        data, values[name] = encode(tensor.detach().contiguous().numpy(), kind if tensor.dim() > 1 else "F32")
+        writer.add_tensor(name, data, raw_dtype=Type[kind if tensor.dim() > 1 else "F32"])
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _take(architecture, model, values)
+    first = path if parts < 2 else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
+    return Written(first, model, values)
+
+
+def encode(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a tensor in that type, and the values that they then stand for."""
+    if kind == "F32":
+        return values, values
+    if kind not in _DRAWN:
+        data = gguf.quants.quantize(values, Type[kind])
+        return data, gguf.quants.dequantize(data, Type[kind])
+    count, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+    blocks = np.random.randint(0, 256, (values.size // count, size), dtype=np.uint8)
+    for at in _SCALES.get(kind, (0,)):
+        scale = np.full(len(blocks), 3e-5, np.float16).view(np.uint8).reshape(-1, 2)
+        blocks[:, at : at + 2] = scale
+    if kind == "NVFP4":
+        blocks[:, :4] = np.random.randint(1, 40, (len(blocks), 4))
+    if kind == "IQ1_M":  # four bits of its scale are in each of four words
+        blocks[:, 48:56].view(np.uint16)[:] &= 0x0FFF
+        blocks[:, 48:56].view(np.uint16)[:] |= np.array([0x7000, 0xF000, 0x1000, 0x0000], np.uint16)
+    data = blocks.reshape(*values.shape[:-1], values.shape[-1] // count * size)
+    return data, gguf.quants.dequantize(data, Type[kind])
+
+
+def _name_map(architecture: str, layers: int) -> gguf.TensorNameMap:
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(arch, layers)
+
+
+def _tensors(architecture: str, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """By GGUF's names and in its forms."""
+    experts = {f"{layer.path}.{name}": layer for layer in find_experts(model) for name in layer.parameter_names}
+    for layer in find_experts(model):
+        number = re.search(r"layers\.(\d+)", layer.path)[1]
+        every = [layer.expert(index) for index in range(layer.num_experts)]
+        for part in ("gate", "up", "down"):
+            yield f"blk.{number}.ffn_{part}_exps.weight", torch.stack([getattr(expert, part) for expert in every])
+            if layer.has_bias:
+                biases = torch.stack([getattr(expert, f"{part}_bias") for expert in every])
+                yield f"blk.{number}.ffn_{part}_exps.bias", biases
+    for name, tensor in model.state_dict().items():
+        if name not in experts and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            yield _gguf_name(architecture, model, name), _forward(architecture, model, name, tensor)
+
+
+def _gguf_name(architecture: str, model: PreTrainedModel, name: str) -> str:
+    if name.endswith("e_score_correction_bias"):
+        return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.exp_probs_b.bias"
+    for leaf, own in {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}.items():
+        if name.endswith(leaf):
+            return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.{own}"
+    stem, _, leaf = name.rpartition(".")
+    stem, suffix = (stem, f".{leaf}") if leaf in ("weight", "bias") else (name, ".weight")
+    if architecture == "qwen35moe" and stem.endswith("post_attention_layernorm"):
+        return f"blk.{re.search(r'layers.([0-9]+)', name)[1]}.post_attention_norm{suffix}"
+    found = _name_map(architecture, model.config.num_hidden_layers).get_name(stem)
+    assert found is not None, name
+    return found + suffix
+
+
+def _head_order(config: Any, width: int) -> torch.Tensor:
+    """Of the rows of value heads as llama.cpp has them: the first of each key head, then the second."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    return torch.arange(values * width).reshape(keys, values // keys, width).transpose(0, 1).reshape(-1)
+
+
+def _forward(architecture: str, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter in the form that GGUF has of it."""
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor[0]
+    if architecture != "qwen35moe":
+        return tensor
+    config = model.config
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return tensor + 1
+    if "linear_attn" not in name:
+        return tensor
+    width, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    heads, rows = _head_order(config, 1), _head_order(config, width)
+    if name.endswith("A_log"):
+        return -torch.exp(tensor)[heads]
+    if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return tensor[heads]
+    if name.endswith("in_proj_z.weight"):
+        return tensor[rows]
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        turned = torch.cat([tensor[:keys], tensor[keys:][rows]])
+        return turned.squeeze(1) if "conv1d" in name else turned
+    return tensor[:, rows] if name.endswith("out_proj.weight") else tensor
+
+
+def _take(architecture: str, model: PreTrainedModel, values: Mapping[str, np.ndarray]) -> None:
+    """Puts the values that a file has into the matrices of the model."""
+    with torch.no_grad():
+        for layer in find_experts(model):
+            number = re.search(r"layers\.(\d+)", layer.path)[1]
+            for index in range(layer.num_experts):
+                expert = layer.expert(index)
+                for part in ("gate", "up", "down"):
+                    weight = values[f"blk.{number}.ffn_{part}_exps.weight"][index]
+                    getattr(expert, part).copy_(torch.from_numpy(weight.copy()))
+        for name, tensor in model.state_dict().items():
+            own = None if "experts." in name and "shared" not in name else _gguf_name(architecture, model, name)
+            if own is not None and own in values and tensor.dim() == 2 and tensor.shape[0] > 1:
+                order = torch.arange(tensor.numel()).reshape(tensor.shape)
+                moved = _forward(architecture, model, name, order)
+                tensor.view(-1)[moved.flatten()] = torch.from_numpy(values[own].copy()).flatten()
+
+
+def _add_metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or inner)
+    if architecture != "qwen2moe":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if architecture in ("qwen2moe", "qwen35moe"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "gpt-oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
+    if architecture == "minimax-m2":
+        writer.add_rope_dimension_count(config.rotary_dim)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "qwen35moe":
+        writer.add_full_attention_interval(2)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+        writer.add_rope_dimension_count(config.head_dim // 2)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, config: Any) -> None:
+    tokens = [*_TOKENS, *(f"<unused{i}>" for i in range(config.vocab_size - len(_TOKENS)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in ("<pad>", "<s>", "</s>") else 1 for token in tokens])
+    writer.add_token_merges(["h e", "l l", "l o", "he ll"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")

@@ -1,0 +1,209 @@
+"""Damaged files of every format that is read: each is a typed error or a success, soon, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import gguf
+import gguf_files
+import mutations
+import numpy as np
+import pytest
+import torch
+from quantised import KINDS
+from safetensors.torch import save_file
+
+from torch_mesh.errors import MeshError
+from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
+from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf
+from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
+from torch_mesh.store.header import read_header
+from torch_mesh.store.sources import own_quantisation, source_of
+from torch_mesh.store.sources.gguf import gguf_weights
+
+_EXTRA_BYTES = 512 << 20  # address space: threads and arenas of the libraries take some, a wrong count takes all
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where it can be: a file is written for each mutation."""
+    in_memory = Path("/dev/shm")
+    if not in_memory.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=in_memory) as made:
+        yield Path(made)
+
+
+def _runs(quick: int, whole: int) -> pytest.MarkDecorator:
+    """How many mutations: of the normal suite, and of the slow one."""
+    return pytest.mark.parametrize("count", [quick, pytest.param(whole, marks=pytest.mark.slow)])
+
+
+def _fuzz(seed: int, count: int, run: Callable[[random.Random], None]) -> None:
+    """Runs ``run`` that often; what it raises but typed errors is a failure, which names the draw."""
+    succeeded = 0
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run(rng)
+            succeeded += 1
+        except MeshError:
+            continue
+        except BaseException as problem:  # noqa: BLE001
+            where = "".join(traceback.format_exception(problem)[-6:])
+            pytest.fail(f"mutation {number} of seed {seed}: {type(problem).__name__}\n{where}")
+    print(f"{count} mutations, {succeeded} of them read")
+
+
+def _written(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def gguf_seeds(folder: Path) -> list[bytes]:
+    """Small headers with every kind of value and of tensor."""
+    seeds = []
+    for number in range(4):
+        writer = gguf.GGUFWriter(folder / "seed.gguf", "qwen3moe")
+        writer.add_block_count(2)
+        writer.add_rope_freq_base(1e6)
+        if number % 2:
+            writer.add_token_list(["a", "bc", "<s>"])
+            writer.add_token_scores([0.5, 1.5, -1.0])
+            writer.add_add_bos_token(True)
+            writer.add_array("qwen3moe.rope.dimension_sections", [1, 2, 3])
+        if number > 1:
+            writer.add_custom_alignment(64)
+            writer.add_uint16("split.count", 1)
+        for kind in random.Random(number).sample(BLOCK_TYPES, 2):
+            data, _ = gguf_files.encode(np.ones((2, 1, 256), np.float32), kind)
+            writer.add_tensor(f"blk.{kind}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor("norm", np.ones(3, np.float32))
+        _written(writer)
+        seeds.append((folder / "seed.gguf").read_bytes())
+    return seeds
+
+
+@_runs(2500, 650_000)
+def test_gguf_headers(count: int, seed: int, gguf_seeds: list[bytes], folder: Path) -> None:
+    path = folder / "mutated.gguf"
+
+    def run(rng: random.Random) -> None:
+        path.write_bytes(mutations.mutate(gguf_seeds, rng))
+        weights = gguf_weights([read_gguf(path).header])
+        if rng.random() < 0.05:
+            for weight in weights.values():
+                weight.read()
+
+    with mutations.limits(60 + count // 200, _EXTRA_BYTES):
+        _fuzz(seed, count, run)
+
+
+@_runs(40, 4000)
+def test_gguf_models(count: int, seed: int, folder: Path) -> None:
+    """The whole way, from the metadata to the values of every tensor."""
+    sizes = {"hidden_size": 32, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    sizes |= {"intermediate_size": 32, "vocab_size": 40, "num_local_experts": 2, "num_experts": 2}
+    seeds = {}
+    for architecture in ("qwen3moe", "gpt-oss", "qwen35moe"):
+        types = {"_exps.weight": "Q8_0", "attn_q.weight": "Q4_0"}
+        made = gguf_files.write(folder / f"{architecture}.gguf", architecture, types, **sizes)
+        seeds[made.path.read_bytes()] = read_gguf(made.path).header.data_start
+    path = folder / "mutated.gguf"
+
+    def run(rng: random.Random) -> None:
+        data = rng.choice(list(seeds))
+        header = mutations.mutate([data[: seeds[data]]], rng, in_place=True)
+        path.write_bytes(header + data[seeds[data] :])
+        model = meta_model(read_config(path))
+        experts = find_checkpoint_experts(path, model)
+        experts.read_expert(experts.shape.layers - 1, experts.shape.experts - 1)
+        for part in rest_of_model(path, experts.weights, experts.names, model):
+            part.values()
+        tokenizer_files(path)
+
+    with mutations.limits(60 + count, _EXTRA_BYTES):
+        _fuzz(seed, count, run)
+
+
+def _with_length(text: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@_runs(1500, 250_000)
+def test_safetensors_headers(count: int, seed: int, folder: Path) -> None:
+    path = folder / "mutated.safetensors"
+    tensors = {"a": torch.ones(2, 3), "b.weight": torch.ones(4, dtype=torch.float8_e4m3fn), "c": torch.ones(0, 2)}
+    save_file(tensors, path, {"format": "pt"})
+    whole = path.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    text, data = whole[8 : 8 + length], whole[8 + length :]
+
+    def run(rng: random.Random) -> None:
+        as_text = rng.random() < 0.7
+        mutated = mutations.mutate([text], rng, text=True) if as_text else b""
+        path.write_bytes(_with_length(mutated, data) if as_text else mutations.mutate([whole], rng))
+        read_header(path)
+
+    with mutations.limits(60 + count // 200, _EXTRA_BYTES):
+        _fuzz(seed, count, run)
+
+
+def _kinds(folder: Path) -> Sequence[tuple[bytes, bytes, bytes]]:
+    """Of every quantised format the header of a small checkpoint, its data and its config."""
+    found = []
+    for name in KINDS:
+        made = KINDS[name]()
+        tensors = {"model.norm.weight": torch.ones(4)}
+        for expert in range(2):
+            parts, _ = made.quantise(torch.randn(64, 128))
+            stem = f"model.layers.0.mlp.experts.{expert}.up_proj.weight".removesuffix(made.suffix)
+            tensors |= {f"{stem}{rest}": part.contiguous() for rest, part in parts.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        whole = (folder / "model.safetensors").read_bytes()
+        length = struct.unpack("<Q", whole[:8])[0]
+        config = json.dumps({"quantization_config": dict(made.config)} if made.config else {}).encode()
+        if made.config:
+            found.append((whole[8 : 8 + length], whole[8 + length :], config))
+    return found
+
+
+@_runs(1500, 110_000)
+def test_quantised_checkpoints(count: int, seed: int, folder: Path) -> None:
+    kinds = _kinds(folder)
+
+    def run(rng: random.Random) -> None:
+        text, data, config = rng.choice(kinds)
+        what = rng.randrange(3)
+        if what == 0:
+            config = mutations.mutate([config], rng, text=True)
+        elif what == 1:
+            text = mutations.mutate([text], rng, text=True)
+        else:
+            data = mutations.mutate([data], rng, in_place=True)
+        (folder / "config.json").write_bytes(config)
+        (folder / "model.safetensors").write_bytes(_with_length(text, data))
+        said = own_quantisation(folder)
+        if said is None:
+            return
+        weights = source_of(said, str(folder)).weights([read_header(folder / "model.safetensors")])
+        for weight in rng.sample(sorted(weights.values(), key=lambda weight: weight.name), min(2, len(weights))):
+            weight.rounded()
+            weight.codes_as_they_are()
+            weight.read()
+
+    with mutations.limits(60 + count // 50, _EXTRA_BYTES):
+        _fuzz(seed, count, run)

@@ -1,0 +1,314 @@
+"""What transformers knows of the model in a GGUF file: its config, its tokenizer, and what becomes of the tensors that are no expert's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import tempfile
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import core_model_loading
+from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.store.gguf import Counted, read_parts, require_package
+from torch_mesh.store.header import store_error
+from torch_mesh.store.sources.layout import Shape, Weight
+
+# By the name that GGUF has for them: those with experts in the tables that transformers has for all, ...
+READ_BY_TABLES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+# ... and those that it has functions for.
+_IN_FUNCTIONS = ("qwen35moe",)
+ARCHITECTURES = (*READ_BY_TABLES, *_IN_FUNCTIONS)
+# What the tables leave out: a model of another size than the config's default would not fit its file.
+_LEFT_OUT: Mapping[str, Mapping[str, str]] = {
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "gpt-oss": {"expert_feed_forward_length": "intermediate_size", "attention.key_length": "head_dim"},
+    "minimax-m2": {},
+}
+_TABLES: Mapping[str, Mapping[str, str | None]] = GGUF_CONFIG_MAPPING  # type: ignore[assignment]
+_GATING = {0: "none", 1: "softmax", 2: "sigmoid"}
+_ROPE_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_KEPT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
+
+
+def read_config(path: Path) -> transformers.PretrainedConfig:
+    """Of the model in ``path`` and the parts that belong to it.
+
+    Raises ``UnsupportedModelError`` for other architectures than ``ARCHITECTURES`` and what transformers makes no config of, ``StoreError``
+    for files that are damaged.
+    """
+    table = _table_of(path)
+    try:
+        config = transformers.AutoConfig.for_model(**table)
+    except Exception as problem:
+        raise _no_config(path, problem) from problem
+    config.dtype = torch.bfloat16
+    return config
+
+
+def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
+    """Sets what transformers has left out of ``config``, or found in the first part of the model in ``path`` alone.
+
+    Raises as ``read_config`` does.
+    """
+    own = read_config(path)
+    for name in {*_table_of(path), "rope_parameters"} - {"model_type", "architectures"}:
+        if hasattr(own, name):
+            setattr(config, name, getattr(own, name))
+
+
+def _table_of(path: Path) -> dict[str, Any]:
+    parts = read_parts(path)
+    metadata = parts[0].metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path} holds a model of the architecture {architecture!r}. torch_mesh reads those with experts that transformers "
+            f"{transformers.__version__} knows the GGUF names of: {', '.join(ARCHITECTURES)}. Take the model's safetensors."
+        )
+    names = [name for part in parts for name in part.header.tensors]
+    try:
+        table = config_table(metadata, names)
+        # Configs and models have a loop of this length.
+        if not 0 < int(table["num_hidden_layers"]) <= len(names):
+            raise ValueError(f"{table['num_hidden_layers']} layers, and {len(names)} tensors")
+    except UnsupportedModelError:
+        raise
+    except Exception as problem:
+        raise _no_config(path, problem) from problem
+    return table
+
+
+def _no_config(path: Path, problem: Exception) -> UnsupportedModelError:
+    """For whatever transformers makes of metadata that it does not expect."""
+    what = f"{type(problem).__name__}: {problem}"
+    return UnsupportedModelError(f"{path}: transformers makes no config of its metadata ({what:.400})")
+
+
+def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a config that a file says. ``metadata`` as of ``Gguf`` or as transformers' own reader has it."""
+    said: dict[str, Any] = {
+        key: value.count if isinstance(value, Counted) else value for key, value in metadata.items()
+    }
+    architecture = said["general.architecture"]
+    if architecture in _IN_FUNCTIONS:
+        from transformers.integrations.gguf import get_gguf_config
+
+        return get_gguf_config(said, tuple(names))
+    model_type = READ_BY_TABLES[architecture]
+    table: dict[str, Any] = {"model_type": model_type, **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})}
+    known = {f"{architecture}.{key}": name for key, name in _TABLES[model_type].items()}
+    known |= {f"{architecture}.{key}": name for key, name in _LEFT_OUT[architecture].items()}
+    known |= {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items()}
+    table |= {name: said[key] for key, name in known.items() if name is not None and key in said}
+    table.setdefault("vocab_size", said.get("tokenizer.ggml.tokens"))
+    table["tie_word_embeddings"] = "output.weight" not in names
+    if "scoring_func" in table:
+        table["scoring_func"] = _GATING.get(table["scoring_func"], "softmax")
+    rope = _rope_parameters(said, architecture)
+    return table | ({} if rope is None else {"rope_parameters": rope | {"rope_theta": table["rope_theta"]}})
+
+
+def _rope_parameters(said: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
+    prefix = f"{architecture}.rope.scaling."
+    scaling = {key.removeprefix(prefix): value for key, value in said.items() if key.startswith(prefix)}
+    kind = scaling.pop("type", "none")
+    scaling.pop("finetuned", None)
+    if kind == "none":
+        # gpt-oss's config scales where nothing is said.
+        return {"rope_type": "default"} if architecture == "gpt-oss" else None
+    if kind not in ("linear", "yarn") or not set(scaling) <= set(_ROPE_SCALING):
+        raise UnsupportedModelError(
+            f"A GGUF file with positions scaled by {kind!r} ({', '.join(sorted(scaling))}) cannot be read; torch_mesh knows linear and yarn "
+            f"with {', '.join(_ROPE_SCALING)}. Take the model's safetensors."
+        )
+    own = {"truncate": False} if architecture == "gpt-oss" else {}
+    return {"rope_type": kind, **own, **{_ROPE_SCALING[key]: value for key, value in scaling.items()}}
+
+
+@dataclass(frozen=True)
+class RestOf:
+    """A tensor of the model that is no expert's: what it is called there, its dtype in a store, and how to make it."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    weight: Weight
+    names: _Names
+
+    def values(self) -> torch.Tensor:
+        """In ``dtype``, read now. Raises ``StoreError``."""
+        with torch.device(
+            "cpu"
+        ):  # while transformers builds a model, whatever is made without a device is made on "meta"
+            values = self.names.values(self.weight.name, self.weight.read())
+        if values.shape != self.shape:
+            path, tensor = self.weight.codes
+            raise store_error(
+                path,
+                f"tensor {tensor.name!r} has the shape {list(values.shape)}, {self.name} {list(self.shape)}",
+                tensor.offset,
+            )
+        return values.to(self.dtype)
+
+
+def rest_of_model(
+    path: Path, weights: Sequence[Weight], experts: frozenset[str], model: transformers.PreTrainedModel
+) -> Iterator[RestOf]:
+    """What all ``weights`` but ``experts`` are in ``model``, in the order of the files.
+
+    Raises ``StoreError`` if one has another size than in the model, belongs to nothing, or is missing.
+    """
+    state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own = _without_experts(state, model)
+    largest = max(max(weight.shape) for weight in weights)
+    for name in own:
+        if max(state[name], default=1) > largest:
+            raise store_error(
+                path, f"its metadata make {name} {list(state[name])}, and no tensor has a side of more than {largest}"
+            )
+    names = _names_of(path, model)
+    dtype = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.bfloat16
+    found: dict[str, str] = {}
+    for weight in weights:
+        if weight.name in experts:
+            continue
+        file, tensor = weight.codes
+        target = names.target(weight.name)
+        if target is not None and _is_left_out(target, model):
+            continue
+        if target not in own:
+            raise store_error(
+                file, f"tensor {tensor.name!r} belongs to nothing in {type(model).__name__}", tensor.offset
+            )
+        if target in found:
+            raise store_error(file, f"tensors {found[target]!r} and {tensor.name!r} are both {target}", tensor.offset)
+        if math.prod(weight.shape) != math.prod(state[target]):
+            raise store_error(
+                file,
+                f"tensor {tensor.name!r} has the shape {list(weight.shape)}, {target} {list(state[target])}",
+                tensor.offset,
+            )
+        found[target] = tensor.name
+        kept = _KEPT_DTYPES.get(tensor.dtype, dtype)
+        yield RestOf(target, state[target], kept, weight, names)
+    missing = sorted(own - set(found) - set(model.all_tied_weights_keys))
+    if missing:
+        raise store_error(
+            path, f"no tensor holds {', '.join(missing[:5])}{' and others' * (len(missing) > 5)}: incomplete?"
+        )
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where transformers makes none of it."""
+    try:
+        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+        architecture, described, said = get_gguf_tokenizer(str(path))
+        backend, _ = convert_gguf_tokenizer(architecture, described)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **said)
+        with tempfile.TemporaryDirectory(prefix="torch_mesh-tokenizer-") as folder:
+            tokenizer.save_pretrained(folder)
+            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+    except Exception as problem:  # noqa: BLE001  whatever transformers makes of what it does not expect
+        what = f"{type(problem).__name__}: {problem}"
+        warnings.warn(
+            f"No tokenizer is written, because transformers makes none of what {path} says ({what:.400}): take the original model's.",
+            stacklevel=2,
+        )
+        return {}
+
+
+class _Names(ABC):
+    """transformers' way from GGUF's tensors to a model's parameters."""
+
+    @abstractmethod
+    def target(self, name: str) -> str | None:
+        """The parameter, or None if it knows none."""
+
+    @abstractmethod
+    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """What the parameter is where the file has ``values``."""
+
+
+class _TableNames(_Names):
+    def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
+        from transformers import modeling_gguf_pytorch_utils as utils
+
+        self._processor = utils.TENSOR_PROCESSORS.get(architecture, utils.TensorProcessor)(
+            config=model.config.to_dict()
+        )
+        # Without its children, each of which it would look through anew, for 20 seconds: these models have all names at the top.
+        whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=lambda: None)
+        self._map: dict[str, str] = utils.get_gguf_hf_weights_map(whole, self._processor)
+
+    def target(self, name: str) -> str | None:
+        # Of a parameter that is no layer's, such as a sink, GGUF's name ends with .weight too.
+        return self._map.get(name) or self._map.get(name.removesuffix(".weight"))
+
+    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        processed = self._processor.process(
+            weights=values.numpy(), name=name, tensor_key_mapping=self._map, parsed_parameters={"tensors": {}}
+        )
+        return torch.from_numpy(np.ascontiguousarray(processed.weights))
+
+
+class _FunctionNames(_Names):
+    def __init__(self, architecture: str, model: transformers.PreTrainedModel) -> None:
+        from transformers.integrations.gguf import get_gguf_conversion_mapping
+
+        # A copy, since what is asked for a name remembers that.
+        mapping = copy.deepcopy(get_gguf_conversion_mapping(architecture, model.config))
+        self._renamings = [each for each in mapping if isinstance(each, core_model_loading.WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, core_model_loading.WeightConverter)]
+
+    def target(self, name: str) -> str | None:
+        return core_model_loading.rename_source_key(name, self._renamings, self._converters)[0]
+
+    def values(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        target, pattern = core_model_loading.rename_source_key(name, self._renamings, self._converters)
+        if pattern is None:
+            return values
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        for operation in converter.operations:
+            made: Mapping[str, Any] = operation.convert({pattern: values}, [pattern], [target], full_layer_name=target)
+            (values,) = made.values()
+        return values
+
+
+def _names_of(path: Path, model: transformers.PreTrainedModel) -> _Names:
+    require_package()
+    architecture = read_parts(path)[0].metadata["general.architecture"]
+    return (_FunctionNames if architecture in _IN_FUNCTIONS else _TableNames)(architecture, model)
+
+
+def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedModel) -> frozenset[str]:
+    from torch_mesh.families import find_experts, layers_left_alone
+
+    layers = (*find_experts(model), *layers_left_alone(model))
+    return frozenset(state) - {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
+
+
+def _is_left_out(target: str, model: transformers.PreTrainedModel) -> bool:
+    """What the model itself says that it does not take, such as layers that foretell tokens."""
+    return any(re.search(pattern, target) for pattern in model._keys_to_ignore_on_load_unexpected or ())

@@ -1,0 +1,108 @@
+"""GGUF's types in blocks: scales and codes in one run of bytes for each 32 to 256 weights of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from torch_mesh.store.gguf import BLOCK_TYPES, require_package
+from torch_mesh.store.header import Header, Tensor, store_error
+from torch_mesh.store.sources.layout import (
+    IN_BF16,
+    Codes,
+    Layout,
+    Misfit,
+    Nearest,
+    Scales,
+    Shape,
+    Weight,
+    in_int8,
+    make_weight,
+)
+from torch_mesh.store.sources.plain import Plain
+
+
+class GgufBlocks(Layout):
+    """All weights of one type."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+        return name if tensors[name].dtype == self.title else None
+
+    def companions(self, name: str) -> Mapping[str, Sequence[str]]:
+        return {}
+
+    def shape(self, parts: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> Shape:
+        *rows, row = parts["codes"].shape
+        values, size = _block(self.title)
+        return *rows, row // size * values
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        from gguf.quants import dequantize
+
+        blocks = parts["codes"].numpy()
+        if self.title == "MXFP4" and bool((blocks.reshape(-1, _block(self.title)[1])[:, 0] == 255).any()):
+            raise Misfit("codes", "holds the scale 255, which stands for no number")
+        with np.errstate(all="ignore"):  # what is no number is refused below
+            values = torch.from_numpy(dequantize(blocks, _type(self.title))).reshape(shape)
+        if not bool(torch.isfinite(values).all()):
+            raise Misfit("codes", "holds a weight that is not a finite number")
+        return values
+
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        kept = _OF_CODES.get(self.title)
+        if kept is None:
+            return None
+        weights, order, scale = kept
+        values, size = _block(self.title)
+        row = shape[-1] // values * size
+        scales = Scales(scale, 1, values, row, size, part="codes")
+        offset = 1 if scale == "e8m0" else 2
+        return Codes(weights, values, order, values, size, row, scales, offset=offset)
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        if self.title == "MXFP4":
+            return IN_BF16
+        return in_int8(f"none of ours has {self.title}'s blocks")
+
+
+# Blocks of a scale and its codes: the record that holds them, the order of the codes, the scale.
+_OF_CODES = {
+    "Q4_0": ("int4_fp16", "halves", "fp16"),
+    "Q8_0": ("int8_fp16", "bytes", "fp16"),
+    "MXFP4": ("mxfp4", "halves", "e8m0"),
+}
+_BLOCKS = {name: GgufBlocks(name) for name in BLOCK_TYPES}
+_PLAIN = Plain()
+
+
+def gguf_weights(headers: Sequence[Header]) -> dict[str, Weight]:
+    """Every weight of a model's files by its name. Raises ``StoreError`` for one that is there twice."""
+    found: dict[str, Weight] = {}
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name in found:
+                raise store_error(header.path, f"tensor {name!r} is also in {found[name].codes[0]}", tensor.offset)
+            layout = _BLOCKS.get(tensor.dtype, _PLAIN)
+            found[name] = make_weight(name, layout, {"codes": (header.path, tensor)})
+    return found
+
+
+def _type(name: str):  # type: ignore[no-untyped-def]  # of a package that may not be there
+    require_package()
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType[name]
+
+
+def _block(name: str) -> tuple[int, int]:
+    """Values and bytes."""
+    kind = _type(name)
+    from gguf.constants import GGML_QUANT_SIZES
+
+    values, size = GGML_QUANT_SIZES[kind]
+    return values, size
