@@ -26,6 +26,8 @@ every one of these models patched and unpatched, and fail for a family that is n
 
 Each takes every format: bf16, int8, int4 and lut4, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
 
+Model types are those of a family that hold these experts; one that holds a language model of another family, as Kimi K2.5 holds DeepSeek V3, is as that.
+
 **layout**: how the experts' parameters lie: gate and up as *halves* of one tensor or *interleaved* row by row, as [out, in] or *transposed*. Records are alike for all.
 
 **path**: *kernel*, one fused op per layer, with the activation beside it. *projections*: the fused kernel does not know what the module computes between or after its two products,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY_MODELS, draw_routers, inputs_for, output_of
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, Kimi_K25Config, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
@@ -137,6 +137,25 @@ def test_the_tools_take_the_checkpoints_of_every_family(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _check_tools(name, tmp_path, lambda: capsys.readouterr().out)
+
+
+def test_experts_of_a_language_model_of_another_family_are_found(tmp_path: Path) -> None:
+    """Kimi K2.5's is a DeepSeek V3, a prefix deeper."""
+    text = TINY_MODELS["DeepseekV3Experts"].build().config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Kimi_K25Config(text_config=text.to_dict(), vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+    draw_routers(model)
+    with torch.no_grad():
+        for layer in find_experts(model):
+            for parameter in layer.parameters.values():
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(tmp_path)
+    inputs = {"input_ids": torch.randint(3, 60, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    expected = output_of(model, inputs)
+    opened = type(model).from_pretrained(tmp_path, quantization_config=MeshConfig(resident=0.5, io="threads"))
+    assert _errors(output_of(opened, inputs), expected).median() < 0.03
+    assert not torch_mesh.stats(opened).no_lookahead and torch_mesh.stats(opened).cold_misses > 0
 
 
 def test_some_families_generate_the_same_tokens(rng: np.random.Generator) -> None:
