@@ -12,13 +12,13 @@ from torch import Tensor
 
 from torch_mesh import _C
 
-from .launches import BLOCK_COLUMNS
+from .launches import depth_step
 from .streaming import Costs
 
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """One expert's record as kernels see it: offsets count 32-bit words. ``activation`` is that of the fused op."""
+    """One expert's record as kernels see it: offsets count 32-bit words. ``group_size`` is 0 where none is shared, ``activation`` is that of the fused op."""
 
     format: str
     group_size: int
@@ -47,13 +47,9 @@ class DeviceRecord:
         ):
             object.__setattr__(self, name, layout[entry] // 4)
 
-    @property
-    def group(self) -> int:
-        """Values along the depth that are taken at a time: those that share a scale, or a step of bf16."""
-        return self.group_size or BLOCK_COLUMNS
-
-    def groups(self, depth: int) -> int:
-        return -(-depth // self.group)
+    def steps(self, depth: int) -> int:
+        """That products along ``depth`` take."""
+        return -(-depth // depth_step(self.format, self.group_size))
 
     @property
     def halves(self) -> int:

@@ -1,7 +1,7 @@
 """A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and the order in which they run.
 
-Activations are bf16 and sums fp32; weights keep every bit of their format, since integers are exact in bf16 and the scale
-multiplies a group's sum. So integer formats round less here than on the CPU, which quantises activations too. The order of
+Activations are bf16 and sums fp32; weights keep every bit of their format, since integers, FP8 and FP4 are exact in bf16 and the
+scale multiplies a group's sum. So integer formats round less here than on the CPU, which quantises activations too. The order of
 every sum follows from shapes alone: split products are added split by split, a token's experts choice by choice.
 
 Two paths. Few rows (``gate_up_few``, ``down_few``): one program per (token, choice) pair, block of 64 columns and split of the
@@ -57,10 +57,32 @@ def _operand_from_bits(bits):
 # -- words of a record -----------------------------------------------------------------------------
 
 
-@triton.constexpr_function  # of a jit function Triton 3.6 makes a value of the device, which can be no shape
+# Of a jit function Triton 3.6 makes a value of the device, which can be no shape.
+_step = triton.constexpr_function(launches.depth_step)
+
+
+@triton.constexpr_function
 def _places(FORMAT):
     """Values in a word."""
-    return {"bf16": 2, "int8": 4}.get(FORMAT, 8)
+    return {"bf16": 2, "fp8": 2, "int8": 4, "int8_fp16": 4}.get(FORMAT, 8)
+
+
+@triton.constexpr_function
+def _scale_words(FORMAT):
+    """Of a group, before its words."""
+    return {"bf16": 0, "fp8": 0, "mxfp4": 16, "nvfp4": 16}.get(FORMAT, 32)
+
+
+@triton.constexpr_function
+def _has_step_scale(FORMAT, GROUP):
+    """Whether a scale multiplies the sum of a step. nvfp4's multiply values: they are exact in bf16, and its groups short."""
+    return FORMAT not in ("bf16", "nvfp4") and GROUP > 0
+
+
+@triton.constexpr_function
+def _unit(FORMAT):
+    """What ``_small_float`` has left out of all products."""
+    return {"mxfp4": 2.0**14, "nvfp4": 2.0**14 * 2.0**8, "fp8": 2.0**8}.get(FORMAT, 1.0)
 
 
 @triton.constexpr_function
@@ -81,24 +103,132 @@ def _level(nibble):
 
 
 @triton.jit
+def _half(bits):
+    """The bits of fp16, an integer, to float32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _small_float(bits, FEWER: tl.constexpr, MASK: tl.constexpr):
+    """E4M3 or E2M1 from bit 15 down, as float32, by the difference of biases too small: by 2**8 or 2**14 (``_unit``).
+
+    Its exponent has ``FEWER`` bits less than that of fp16, and ``MASK`` is where exponent and mantissa then are. Subnormals become such.
+    """
+    return _half((bits & 0x8000) | ((bits >> FEWER) & MASK))
+
+
+@triton.jit
 def _values(words, place, FORMAT: tl.constexpr):
     """What stands at ``place`` of each word, before scale and zero, as float32."""
     if FORMAT == "bf16":
         return ((words >> (place * 16)) << 16).to(tl.float32, bitcast=True)
-    elif FORMAT == "int8":
+    elif FORMAT == "fp8":
+        return _small_float(words.to(tl.int32) << (8 - place * 8), 1, 0x3F80)
+    elif _places(FORMAT) == 4:
         return ((words << (24 - place * 8)) >> 24).to(tl.float32)
     else:
         nibble = (words >> (place % 4 * 8 + place // 4 * 4)) & 15
-        if FORMAT == "int4":
-            return (nibble - 8).to(tl.float32)
-        else:
+        if FORMAT == "lut4":
             return _level(nibble).to(tl.float32)
+        elif _scale_words(FORMAT) == 16:  # FP4
+            return _small_float(nibble << 12, 3, 0x0E00)
+        else:
+            return (nibble - 8).to(tl.float32)
 
 
 @triton.jit
-def _scale_bits(group, columns):
-    """The bf16 scales at the beginning of a group, as integers."""
-    return (tl.load(group + columns // 2) >> (columns % 2 * 16)) & 0xFFFF
+def _bits(at, index, SIZE: tl.constexpr):
+    """Those at ``index`` of the numbers of ``SIZE`` bits from ``at`` on, as integers."""
+    EACH: tl.constexpr = 32 // SIZE
+    return (tl.load(at + index // EACH) >> (index % EACH * SIZE)) & ((1 << SIZE) - 1)
+
+
+@triton.jit
+def _e8m0(bits):
+    """0 for byte 0, as on the CPU."""
+    return (bits << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _steps(block, block_words, depth, FORMAT: tl.constexpr):
+    """Where the first step of a block begins."""
+    if FORMAT == "fp8":  # with the pairs, which end the block
+        return (block + block_words - (depth + 63) // 64 * 1024).to(tl.pointer_type(tl.int16))
+    elif FORMAT == "nvfp4":
+        return block + 16
+    else:
+        return block
+
+
+@triton.jit
+def _inside_step(FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """(where its words are [words of a column, 64], where the next step begins)."""
+    PLACES: tl.constexpr = _places(FORMAT)
+    SCALES: tl.constexpr = _scale_words(FORMAT)
+    WORDS: tl.constexpr = _step(FORMAT, GROUP) // PLACES
+    at = tl.arange(0, WORDS)
+    offsets = at * 64
+    length = WORDS * 64
+    if SCALES > 0:
+        offsets += (at // (GROUP // PLACES) + 1) * SCALES
+        length += WORDS // (GROUP // PLACES) * SCALES
+    return offsets[:, None] + tl.arange(0, 64)[None, :], length
+
+
+@triton.jit
+def _step_scale(block, step, index, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """What multiplies the sums of a step, float32 [1, 64] or one number."""
+    columns = tl.arange(0, 64)[None, :]
+    if FORMAT == "fp8":
+        if GROUP == 32:
+            return _e8m0(_bits(block + index * 16, columns, 8))
+        else:
+            return tl.load(block + index * 64 // GROUP).to(tl.float32, bitcast=True)
+    elif FORMAT == "mxfp4":
+        return _e8m0(_bits(step, columns, 8))
+    elif (FORMAT == "int8_fp16") or (FORMAT == "int4_fp16"):
+        return _half(_bits(step, columns, 16))
+    else:
+        return (_bits(step, columns, 16) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """What each value needs before it is multiplied, float32 [1 or words of a column, 64]: lut4's zeros, nvfp4's scales."""
+    columns = tl.arange(0, 64)[None, :]
+    if FORMAT == "lut4":
+        return (32 - _bits(step, columns, 16) % 4 * 2).to(tl.float32)
+    elif FORMAT == "nvfp4":
+        groups = tl.arange(0, _step(FORMAT, GROUP) // 8) // (GROUP // 8)
+        bits = _bits(step + groups[:, None] * (16 + GROUP * 8), columns, 8)
+        return _small_float((bits & 0x7F) << 8, 1, 0x3F80)
+    else:
+        return columns
+
+
+@triton.jit
+def _factors(words, place, apart, FORMAT: tl.constexpr):
+    """The values at ``place``, as they enter products; float32, exact in bf16."""
+    values = _values(words, place, FORMAT)
+    if FORMAT == "lut4":
+        values -= apart
+    elif FORMAT == "nvfp4":
+        values *= apart
+    return values
+
+
+@triton.jit
+def _of_block(sums, block, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """The sums over all steps [any, 64], times what belongs to the block as a whole."""
+    UNIT: tl.constexpr = _unit(FORMAT)
+    if UNIT != 1.0:
+        sums *= UNIT
+    if FORMAT == "nvfp4":
+        factor = tl.load(block).to(tl.float32, bitcast=True)
+        sums *= factor / tl.load(block + 1).to(tl.float32, bitcast=True)
+    elif (FORMAT == "fp8") and (GROUP == 0):
+        sums *= tl.load(block + tl.arange(0, 64)[None, :]).to(tl.float32, bitcast=True)
+    return sums
 
 
 @triton.jit
@@ -160,86 +290,75 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _row_times_block(row, depth, block, first, last, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """One row [depth] times groups ``first`` to ``last`` of a block of columns: float32 [64]."""
+def _row_times_block(row, depth, block, block_words, first, last, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """One row [depth] times steps ``first`` to ``last`` of a block of columns: float32 [64]."""
     PLACES: tl.constexpr = _places(FORMAT)
-    SCALES: tl.constexpr = 0 if FORMAT == "bf16" else 32
-    columns = tl.arange(0, 64)
-    words_at = tl.arange(0, GROUP // PLACES)
-    total = tl.zeros((GROUP // PLACES, 64), tl.float32)
+    STEP: tl.constexpr = _step(FORMAT, GROUP)
+    words_at = tl.arange(0, STEP // PLACES)
+    steps = _steps(block, block_words, depth, FORMAT)
+    offsets, length = _inside_step(FORMAT, GROUP)
+    total = tl.zeros((STEP // PLACES, 64), tl.float32)
     for index in range(first, last):
-        group = block + index * (SCALES + GROUP // PLACES * 64)
-        words = tl.load(group + SCALES + words_at[:, None] * 64 + columns[None, :])
-        if FORMAT == "lut4":
-            zero = (32 - _scale_bits(group, columns) % 4 * 2).to(tl.float32)
-        part = tl.zeros((GROUP // PLACES, 64), tl.float32)
+        step = steps + index * length
+        words = tl.load(step + offsets)
+        apart = _apart(step, FORMAT, GROUP)
+        part = tl.zeros((STEP // PLACES, 64), tl.float32)
         for place in tl.static_range(PLACES):
-            k = index * GROUP + words_at * PLACES + place
+            k = index * STEP + words_at * PLACES + place
             x = _from_bits(tl.load(row + k, mask=k < depth, other=0))
-            values = _values(words, place, FORMAT)
-            if FORMAT == "lut4":
-                values -= zero[None, :]
-            part += x[:, None] * values
-        if FORMAT == "bf16":
-            total += part
-        else:
-            scale = (_scale_bits(group, columns) << 16).to(tl.float32, bitcast=True)
-            total += part * scale[None, :]
-    return tl.sum(total, 0)
+            part += x[:, None] * _factors(words, place, apart, FORMAT)
+        if _has_step_scale(FORMAT, GROUP):
+            part *= _step_scale(block, step, index, FORMAT, GROUP)
+        total += part
+    return tl.sum(_of_block(total, block, FORMAT, GROUP), 0)
 
 
 @triton.jit
-def _operand(words, place, zero, FORMAT: tl.constexpr):
-    values = _values(words, place, FORMAT)
-    if FORMAT == "lut4":
-        values -= zero[None, :]
-    return values.to(_OPERAND)  # exact
+def _operand(words, place, apart, FORMAT: tl.constexpr):
+    return _factors(words, place, apart, FORMAT).to(_OPERAND)
 
 
 @triton.jit
-def _unpacked(words, zero, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """The values of words [GROUP / values in a word, 64] in the order of the depth: _OPERAND [GROUP, 64]."""
-    if FORMAT == "bf16":
-        both = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 1, zero, FORMAT))
-        return tl.reshape(tl.permute(both, (0, 2, 1)), (GROUP, 64))
-    elif FORMAT == "int8":
-        even = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 2, zero, FORMAT))
-        odd = tl.join(_operand(words, 1, zero, FORMAT), _operand(words, 3, zero, FORMAT))
-        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (GROUP, 64))
+def _unpacked(words, apart, FORMAT: tl.constexpr, STEP: tl.constexpr):
+    """The values of words [STEP / values in a word, 64] in the order of the depth: _OPERAND [STEP, 64]."""
+    if _places(FORMAT) == 2:
+        both = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 1, apart, FORMAT))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (STEP, 64))
+    elif _places(FORMAT) == 4:
+        even = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 2, apart, FORMAT))
+        odd = tl.join(_operand(words, 1, apart, FORMAT), _operand(words, 3, apart, FORMAT))
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (STEP, 64))
     else:
-        fours = tl.join(_operand(words, 0, zero, FORMAT), _operand(words, 4, zero, FORMAT))
-        after = tl.join(_operand(words, 2, zero, FORMAT), _operand(words, 6, zero, FORMAT))
+        fours = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 4, apart, FORMAT))
+        after = tl.join(_operand(words, 2, apart, FORMAT), _operand(words, 6, apart, FORMAT))
         even = tl.join(fours, after)
-        fours = tl.join(_operand(words, 1, zero, FORMAT), _operand(words, 5, zero, FORMAT))
-        after = tl.join(_operand(words, 3, zero, FORMAT), _operand(words, 7, zero, FORMAT))
+        fours = tl.join(_operand(words, 1, apart, FORMAT), _operand(words, 5, apart, FORMAT))
+        after = tl.join(_operand(words, 3, apart, FORMAT), _operand(words, 7, apart, FORMAT))
         odd = tl.join(fours, after)
-        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (GROUP, 64))
+        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (STEP, 64))
 
 
 @triton.jit
-def _rows_times_block(rows, here, depth, block, groups, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _rows_times_block(
+    rows, here, depth, block, block_words, steps, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
     """Rows [ROWS] of pointers, of which ``here`` exist, times a block of columns: float32 [ROWS, 64]."""
-    PLACES: tl.constexpr = _places(FORMAT)
-    SCALES: tl.constexpr = 0 if FORMAT == "bf16" else 32
-    columns = tl.arange(0, 64)
-    words_at = tl.arange(0, GROUP // PLACES)
-    inside = tl.arange(0, GROUP)
+    STEP: tl.constexpr = _step(FORMAT, GROUP)
+    inside = tl.arange(0, STEP)
+    first = _steps(block, block_words, depth, FORMAT)
+    offsets, length = _inside_step(FORMAT, GROUP)
     total = tl.zeros((ROWS, 64), tl.float32)
-    for index in range(groups):
-        group = block + index * (SCALES + GROUP // PLACES * 64)
-        words = tl.load(group + SCALES + words_at[:, None] * 64 + columns[None, :])
-        zero = columns
-        if FORMAT == "lut4":
-            zero = (32 - _scale_bits(group, columns) % 4 * 2).to(tl.float32)
-        values = _unpacked(words, zero, FORMAT, GROUP)
-        k = index * GROUP + inside
+    for index in range(steps):
+        step = first + index * length
+        words = tl.load(step + offsets)
+        values = _unpacked(words, _apart(step, FORMAT, GROUP), FORMAT, STEP)
+        k = index * STEP + inside
         x = tl.load(rows[:, None] + k[None, :], mask=here[:, None] & (k < depth)[None, :], other=0)
         part = tl.dot(_operand_from_bits(x), values)
-        if FORMAT == "bf16":
-            total += part
-        else:
-            total += part * (_scale_bits(group, columns) << 16).to(tl.float32, bitcast=True)[None, :]
-    return total
+        if _has_step_scale(FORMAT, GROUP):
+            part *= _step_scale(block, step, index, FORMAT, GROUP)
+        total += part
+    return _of_block(total, block, FORMAT, GROUP)
 
 
 # -- few rows --------------------------------------------------------------------------------------
@@ -259,7 +378,7 @@ def gate_up_few(
     depth,
     intermediate,
     width,
-    groups,
+    steps,
     record_words,
     block_words,
     bias_offset,
@@ -279,14 +398,16 @@ def gate_up_few(
         return
     record = records + slot.to(tl.int64) * record_words
     row = x + pair // top_k * depth
-    each = (groups + SPLITS - 1) // SPLITS
+    each = (steps + SPLITS - 1) // SPLITS
     first = split * each
-    last = tl.minimum(first + each, groups)
+    last = tl.minimum(first + each, steps)
     columns = block * 64 + tl.arange(0, 64)
-    gate = _row_times_block(row, depth, record + block * HALVES * block_words, first, last, FORMAT, GROUP)
+    gate = _row_times_block(row, depth, record + block * HALVES * block_words, block_words, first, last, FORMAT, GROUP)
     up = gate
     if GATED:
-        up = _row_times_block(row, depth, record + (block * 2 + 1) * block_words, first, last, FORMAT, GROUP)
+        up = _row_times_block(
+            row, depth, record + (block * 2 + 1) * block_words, block_words, first, last, FORMAT, GROUP
+        )
     if SPLITS == 1:
         if BIAS:
             gate += _bias(record, bias_offset, columns, intermediate)
@@ -353,7 +474,7 @@ def down_few(
     hidden,
     intermediate,
     width,
-    groups,
+    steps,
     record_words,
     offset,
     block_words,
@@ -368,11 +489,12 @@ def down_few(
     if slot < 0:
         return
     record = records + slot.to(tl.int64) * record_words
-    each = (groups + SPLITS - 1) // SPLITS
+    each = (steps + SPLITS - 1) // SPLITS
     first = split * each
-    last = tl.minimum(first + each, groups)
+    last = tl.minimum(first + each, steps)
     row = activated + pair * width
-    product = _row_times_block(row, intermediate, record + offset + block * block_words, first, last, FORMAT, GROUP)
+    start = record + offset + block * block_words
+    product = _row_times_block(row, intermediate, start, block_words, first, last, FORMAT, GROUP)
     columns = block * 64 + tl.arange(0, 64)
     to = products + (split.to(tl.int64) * pairs + pair) * hidden + columns
     tl.store(to, product, mask=columns < hidden)
@@ -406,7 +528,7 @@ def gate_up_many(
     depth,
     intermediate,
     width,
-    groups,
+    steps,
     record_words,
     block_words,
     bias_offset,
@@ -425,12 +547,14 @@ def gate_up_many(
     rows = x + pairs // top_k * depth
     block = tl.program_id(1)
     columns = block * 64 + tl.arange(0, 64)
-    gate = _rows_times_block(rows, here, depth, record + block * HALVES * block_words, groups, FORMAT, GROUP, ROWS)
+    start = record + block * HALVES * block_words
+    gate = _rows_times_block(rows, here, depth, start, block_words, steps, FORMAT, GROUP, ROWS)
     if BIAS:
         gate += _bias(record, bias_offset, columns, intermediate)[None, :]
     up = gate
     if GATED:
-        up = _rows_times_block(rows, here, depth, record + (block * 2 + 1) * block_words, groups, FORMAT, GROUP, ROWS)
+        start += block_words
+        up = _rows_times_block(rows, here, depth, start, block_words, steps, FORMAT, GROUP, ROWS)
         if BIAS:
             up += _bias(record, bias_offset + intermediate, columns, intermediate)[None, :]
     result = _activate(gate, up, ACTIVATION, GATED)
@@ -451,7 +575,7 @@ def down_many(
     hidden,
     intermediate,
     width,
-    groups,
+    steps,
     record_words,
     offset,
     block_words,
@@ -470,7 +594,8 @@ def down_many(
         here,
         intermediate,
         record + offset + block * block_words,
-        groups,
+        block_words,
+        steps,
         FORMAT,
         GROUP,
         ROWS,
@@ -582,14 +707,14 @@ def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tenso
     record, launch = layer.record, _options(launches.FEW[layer.record.format])
     (pairs, width), experts = activated.shape, layer.table.numel()
     place = ids, layer.table, layer.records.view(torch.int32)
-    format = {"FORMAT": record.format, "GROUP": record.group}
+    format = {"FORMAT": record.format, "GROUP": record.group_size}
     how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
 
     sizes: tuple[int, ...]
     blocks = width // BLOCK_COLUMNS
     splits = launches.splits(pairs, blocks * record.halves, record.hidden)
     partial = torch.empty((splits, pairs, record.halves, width), dtype=torch.float32, device=x.device)
-    sizes = pairs, ids.size(1), experts, record.hidden, record.intermediate, width, record.groups(record.hidden)
+    sizes = pairs, ids.size(1), experts, record.hidden, record.intermediate, width, record.steps(record.hidden)
     offsets = record.words, record.gate_up_block, record.gate_up_bias
     how["SPLITS"] = splits
     gate_up_few[pairs, blocks, splits](x, *place, activated, partial, *sizes, *offsets, **format, **how, **launch)
@@ -600,7 +725,7 @@ def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tenso
     blocks = triton.cdiv(record.hidden, BLOCK_COLUMNS)
     splits = launches.splits(pairs, blocks, record.intermediate)
     products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=x.device)
-    sizes = pairs, experts, record.hidden, record.intermediate, width, record.groups(record.intermediate)
+    sizes = pairs, experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
     offsets = record.words, record.down, record.down_block
     down_few[pairs, blocks, splits](activated, *place, products, *sizes, *offsets, SPLITS=splits, **format, **launch)
     return products
@@ -614,7 +739,7 @@ def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tens
     grouping = _group(ids.view(-1), layer.table, rows)
     tiles = grouping[-1].numel()
     place = *grouping, layer.table, layer.records.view(torch.int32)
-    format = {"FORMAT": record.format, "GROUP": record.group, "ROWS": rows}
+    format = {"FORMAT": record.format, "GROUP": record.group_size, "ROWS": rows}
     how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
 
     sizes: tuple[int, ...] = (
@@ -623,14 +748,14 @@ def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tens
         record.hidden,
         record.intermediate,
         width,
-        record.groups(record.hidden),
+        record.steps(record.hidden),
     )
     offsets = record.words, record.gate_up_block, record.gate_up_bias
     grid = tiles, width // BLOCK_COLUMNS
     gate_up_many[grid](x, *place, activated, *sizes, *offsets, **format, **how, **launch)
 
     products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=x.device)
-    sizes = experts, record.hidden, record.intermediate, width, record.groups(record.intermediate)
+    sizes = experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
     offsets = record.words, record.down, record.down_block
     grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
     down_many[grid](activated, *place, products, *sizes, *offsets, **format, **launch)

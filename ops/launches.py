@@ -21,9 +21,15 @@ class Launch:
 
 # Few rows: each row reads the weights itself, in 64-column blocks that are cut along their depth into enough programs to keep a
 # card's memory busy.
-FEW: dict[str, Launch] = {"bf16": Launch(4, 3), "int8": Launch(4, 3), "int4": Launch(2, 4), "lut4": Launch(2, 4)}
+_FOUR_BITS = "int4", "lut4", "int4_fp16", "mxfp4", "nvfp4"
+_EIGHT_BITS = "int8", "int8_fp16", "fp8"
+FEW: dict[str, Launch] = {
+    "bf16": Launch(4, 3),
+    **dict.fromkeys(_EIGHT_BITS, Launch(4, 3)),
+    **dict.fromkeys(_FOUR_BITS, Launch(2, 4)),
+}
 # Many rows: an expert's rows in tiles, through the tensor cores.
-MANY: dict[str, Launch] = {"bf16": Launch(4, 4), "int8": Launch(4, 3), "int4": Launch(4, 3), "lut4": Launch(4, 3)}
+MANY: dict[str, Launch] = {"bf16": Launch(4, 4), **dict.fromkeys((*_EIGHT_BITS, *_FOUR_BITS), Launch(4, 3))}
 ELEMENTWISE = Launch(4, 1)
 
 _FEW_PROGRAMS = 1024  # four on each of an H100's multiprocessors, twice
@@ -31,6 +37,16 @@ _MOST_SPLITS = 16
 _LEAST_DEPTH = 256  # of a split
 TILE_ROWS = (16, 32, 64, 128)  # 16 is the least that tl.dot takes
 REDUCE_COLUMNS = 256
+
+
+def depth_step(format: str, group_size: int) -> int:
+    """Values along the depth that products take at a time: a group of most formats.
+
+    fp8's of 128 and nvfp4's of 16 are divided or joined: blocks are filled up to a multiple of 64.
+    """
+    if format in ("bf16", "nvfp4") or (format == "fp8" and group_size != 32):
+        return 64
+    return group_size
 
 
 def takes_many(pairs: int, experts: int) -> bool:

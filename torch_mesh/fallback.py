@@ -9,7 +9,7 @@ from torch import nn
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 from .families import ExpertsLayer
-from .other_format import BITS
+from .other_format import formats_of_fewer_bits
 from .pool import least_slots, record_bytes
 from .store.convert import checked_group_size
 
@@ -29,8 +29,8 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
     if config.lossy.fallback == "none":
         return
     given = f"lossy.fallback={config.lossy.fallback!r}"
-    if BITS[config.lossy.fallback] >= BITS[weights]:
-        fewer = [name for name, bits in BITS.items() if bits < BITS[weights]]
+    fewer = formats_of_fewer_bits(weights)
+    if config.lossy.fallback not in fewer:
         advice = f"give one of {', '.join(map(repr, fewer))}" if fewer else "leave lossy.fallback at 'none'"
         raise ValueError(f"{given} has no fewer bits than the experts' {weights}: {advice}.")
     if config.lossy.deferred_experts:

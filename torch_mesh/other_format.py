@@ -11,7 +11,7 @@ from . import _C
 from .config import MeshConfig
 from .families import ExpertsLayer, common_geometry, pool_activations
 from .pool import ExpertPool
-from .store.manifest import Store
+from .store.manifest import WEIGHTS, Store
 
 BITS = {
     "bf16": 16,
@@ -24,6 +24,11 @@ BITS = {
     "nvfp4": 4,
     "fp8": 8,
 }
+
+
+def formats_of_fewer_bits(weights: str) -> list[str]:
+    """What experts in ``weights`` can be rounded to with less bytes."""
+    return [name for name in WEIGHTS if BITS[name] < BITS[weights]]
 
 
 def format_of(config: MeshConfig) -> str:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 import torch_mesh  # noqa: F401  registers the ops
+from torch_mesh.store.manifest import group_sizes
 
 POINTERS = {
     **dict.fromkeys(("x", "activated", "out"), "*i16"),
@@ -32,17 +33,18 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
     most = launches.TILE_ROWS[-1]
     for index, (format, few) in enumerate(launches.FEW.items()):
-        group = 64 if format == "bf16" else (32, 64, 128)[index % 3]
-        shape = {"FORMAT": format, "GROUP": group}
-        how = {"ACTIVATION": ACTIVATIONS[index], "GATED": index != 2, "BIAS": index % 2 == 0}
+        groups = group_sizes(format)[: 1 if format.endswith("_fp16") else None]  # the others are as those of int8 and int4
+        activation = ACTIVATIONS[index % len(ACTIVATIONS)]
+        shape = {"FORMAT": format, "GROUP": groups[index % len(groups)]}
+        how = {"ACTIVATION": activation, "GATED": activation == "swigluoai" or index % 3 != 2, "BIAS": index % 2 == 0}
         many = launches.MANY[format]
         found += [
             (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2)}, few),
-            (kernels.down_few, shape | {"SPLITS": 1}, few),
             (kernels.gate_up_many, shape | how | {"ROWS": launches.TILE_ROWS[0]}, many),
             (kernels.gate_up_many, shape | how | {"GATED": True, "ROWS": most}, many),
         ]
-        groups = (64,) if format == "bf16" else (32, 64, 128)
+        apart = groups if format == "fp8" else groups[:1]  # its scales are elsewhere in each
+        found += [(kernels.down_few, {"FORMAT": format, "GROUP": each, "SPLITS": 1}, few) for each in apart]
         found += [(kernels.down_many, {"FORMAT": format, "GROUP": each, "ROWS": most}, many) for each in groups]
     for activation in ACTIVATIONS:
         split = {"ACTIVATION": activation, "GATED": True, "BIAS": True, "SPLITS": 4}

@@ -9,14 +9,17 @@ from tiny_pools import Spec, TinyExperts
 from torch import Tensor
 from torch_mesh.ops.device import DeviceLayer, DeviceRecord, SharedDevice
 
+from torch_mesh.store.manifest import group_sizes
+
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_record(spec: Spec) -> DeviceRecord:
     assert spec.activation is not None
+    allowed = group_sizes(spec.weights)
     return DeviceRecord(
         spec.weights,
-        0 if spec.weights == "bf16" else spec.group_size,
+        spec.group_size if spec.group_size in allowed else allowed[0],
         spec.hidden,
         spec.intermediate,
         spec.gated,

@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 from device_layers import DEVICE, device_layer, device_record, on_device
-from tiny_pools import OpenPool, Spec, TinyExperts, TinyPool, ops, relative_error, routing
+from tiny_pools import TOLERANCE, OpenPool, Spec, TinyExperts, TinyPool, ops, relative_error, routing
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -27,7 +27,6 @@ from torch_mesh import _C
 pytestmark = pytest.mark.device
 
 SPEC = Spec(layers=2, weights="bf16")
-TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 
 
 def _place(pool: TinyPool, hot: list[int]) -> device.DeviceLayer:
@@ -58,7 +57,7 @@ def _split(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, sentinels: b
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4"])
 def test_any_split_gives_the_cpus_output_within_rounding(open_pool: OpenPool, weights: str, tokens: int) -> None:
     pool = open_pool(Spec(weights=weights), slots=4)
     x = torch.randn(tokens, pool.spec.hidden)
@@ -290,6 +289,7 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
     ("there", "in_memory"),
     [
         ("bf16", "int4"),
+        ("int4", "fp8"),
         pytest.param("int4", "int8", marks=pytest.mark.slow),
         pytest.param("lut4", "bf16", marks=pytest.mark.slow),
     ],

@@ -10,6 +10,7 @@ from device_layers import DEVICE, device_layer, on_device
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pools import ACTIVATIONS, OpenPool, Spec, TinyExperts, ops, relative_error, routing
+from tiny_pools import TOLERANCE as CPU_TOLERANCE
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -18,17 +19,28 @@ import quick_interpreter  # noqa: F401
 from torch_mesh.ops import experts_triton, launches
 from torch_mesh.ops.device import DeviceLayer
 
+from torch_mesh import _C
+
 pytestmark = pytest.mark.device
 
 Experts = Callable[[Spec], TinyExperts]
 
 # Weights are exact and sums fp32: what is left is the rounding of what the activation gives to bf16.
 TOLERANCE = 0.006
-# And what the CPU adds to that, which quantises activations for integer weights.
-CPU_TOLERANCE = {"bf16": 0.006, "int8": 0.025, "int4": 0.025, "lut4": 0.025}
 
 FORMATS = [Spec(weights="bf16")] + [
     Spec(weights=weights, group_size=group) for weights in ("int8", "int4", "lut4") for group in (32, 64, 128)
+]
+# Records of a checkpoint's codes. Where the depth is no multiple of 128, fp8's last scale is of half a group.
+OF_CODES = [
+    Spec(weights="mxfp4", hidden=65, intermediate=70, experts=3, bias=True, activation="swigluoai"),
+    Spec(weights="nvfp4", hidden=129, intermediate=17, experts=2, bias=True),
+    Spec(weights="nvfp4", hidden=41, intermediate=70, experts=3, gated=False),
+    Spec(weights="fp8", group_size=128, hidden=264, intermediate=72, experts=2, bias=True),
+    Spec(weights="fp8", group_size=0, hidden=41, intermediate=70, experts=3, gated=False),
+    Spec(weights="fp8", group_size=32, hidden=65, intermediate=31, experts=3),
+    Spec(weights="int8_fp16", group_size=64, hidden=41, intermediate=70, experts=2),
+    Spec(weights="int4_fp16", group_size=128, hidden=129, intermediate=31, experts=3, gated=False),
 ]
 ODD = [
     Spec(weights="bf16", hidden=65, intermediate=1),
@@ -47,6 +59,8 @@ SPLIT = [
     Spec(weights="int4", hidden=136, intermediate=200, group_size=32, experts=3),
     Spec(weights="lut4", hidden=200, intermediate=136, group_size=128, experts=3, gated=False, bias=True),
     Spec(weights="int8", hidden=136, intermediate=130, group_size=32, experts=3, bias=True, activation="swigluoai"),
+    Spec(weights="nvfp4", hidden=136, intermediate=130, experts=3),
+    Spec(weights="fp8", group_size=128, hidden=264, intermediate=200, experts=3, gated=False),
 ]
 
 
@@ -69,11 +83,13 @@ def _run(
 
 
 # Odd sizes: what reads or writes beside a row does it here.
-SMOKE = (ODD[0], ODD[3], ODD[6], ODD[7])
+SMOKE = (ODD[0], ODD[3], ODD[6], ODD[7], OF_CODES[0], OF_CODES[1], OF_CODES[3])
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=[pytest.mark.smoke] * (spec in SMOKE)) for spec in FORMATS + ODD], ids=_name
+    "spec",
+    [pytest.param(spec, marks=[pytest.mark.smoke] * (spec in SMOKE)) for spec in FORMATS + ODD + OF_CODES],
+    ids=_name,
 )
 def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
     experts = experts_of(spec)
@@ -90,6 +106,61 @@ def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
         usual = torch.cat(exact).square().mean().sqrt()
         size = torch.maximum(usual, expected.square().mean().sqrt())
         assert (out - expected).square().mean().sqrt() < 2 * TOLERANCE * size
+
+
+def _take_any_codes(experts: TinyExperts) -> None:
+    """Gives the first record codes and scales of every kind in the down projection."""
+    spec, record = experts.spec, experts.records[0][0].clone()
+    layout = _C.record_layout(*spec.record_layout)
+    start, size = layout["down_offset"], layout["down_block_bytes"]
+    block = record[start : start + size]  # the only one
+    groups = size // layout["group_bytes"]
+    header = size - groups * layout["group_bytes"]
+    codes = torch.randint(256, block[header:].shape, dtype=torch.uint8)
+    if spec.weights == "fp8":
+        codes[codes & 127 == 127] = 8  # NaN, which no record has
+    scales = codes.view(groups, -1)[:, : layout["scales_bytes"]]
+    kept = block[header:].view(groups, -1)[:, : layout["scales_bytes"]]
+    exponents = torch.randint(64, 190, scales.shape, dtype=torch.uint8) * (torch.rand(scales.shape) > 0.1)
+    scales.copy_({"mxfp4": exponents, "nvfp4": scales % 127}.get(spec.weights, kept))
+    block[header:] = codes
+    if spec.weights == "nvfp4":
+        block[:8] = torch.tensor([0.37, 3.1]).view(torch.uint8)
+    elif spec.weights == "fp8" and spec.group_size == 32:
+        block[:64] = 0
+    experts.records[0][0] = record
+
+
+@pytest.mark.parametrize(
+    ("weights", "group"),
+    [("mxfp4", 32), ("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("fp8", 32), ("int8_fp16", 32), ("int4_fp16", 128)],
+)
+def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, group: int) -> None:
+    """Rows of the identity times the down projection, in both paths: its weights."""
+    depth, hidden, few = 136, 40, 12
+    experts = TinyExperts(Spec(weights=weights, group_size=group, experts=1, hidden=hidden, intermediate=depth), seed)
+    _take_any_codes(experts)
+    expected = experts.unpacked[0][0][1].T
+    expected = torch.where(expected.abs() < 2.0**-100, 0, expected)  # of E8M0's byte 0
+    layer = device_layer(experts, [0])
+    record, width = layer.record, 192
+    rows = torch.zeros(depth, width, dtype=torch.int16, device=DEVICE)
+    rows[:, :depth].fill_diagonal_(0x3F80)
+    records, zeros = layer.records.view(torch.int32), torch.zeros(depth, dtype=torch.long, device=DEVICE)
+    shape = hidden, depth, width, record.steps(depth), record.words, record.down, record.down_block
+    how = {"FORMAT": weights, "GROUP": group}
+
+    products = torch.full((depth, hidden), float("nan"), device=DEVICE)
+    order, tile_rows = torch.arange(depth, device=DEVICE), torch.arange(0, depth, 128, device=DEVICE)
+    grouping = order, torch.tensor([0, depth], device=DEVICE), zeros[:2], tile_rows
+    experts_triton.down_many[2, 1](rows, *grouping, layer.table, records, products, 1, *shape, **how, ROWS=128)
+    torch.testing.assert_close(products.cpu().double(), expected, rtol=2**-21, atol=0)
+
+    some = torch.randperm(depth)[:few]
+    products = torch.full((1, few, hidden), float("nan"), device=DEVICE)
+    place = zeros[:few], layer.table, records
+    experts_triton.down_few[few, 1, 1](rows[some].contiguous(), *place, products, few, 1, *shape, **how, SPLITS=1)
+    torch.testing.assert_close(products[0].cpu().double(), expected[some], rtol=2**-21, atol=0)
 
 
 @pytest.fixture
@@ -150,6 +221,27 @@ def test_swigluoai_takes_what_is_not_finite_as_torch_does(seed: int, tokens: int
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(weights="mxfp4", experts=3, bias=True, activation="swigluoai"),
+        Spec(weights="nvfp4", experts=3),
+        Spec(weights="fp8", group_size=128, experts=3),
+    ],
+    ids=lambda spec: spec.weights,
+)
+def test_a_row_that_is_no_number_spoils_itself_alone(experts_of: Experts, spec: Spec, tokens: int) -> None:
+    experts = experts_of(spec)
+    x = torch.randn(tokens, spec.hidden)
+    x[0, spec.hidden - 1] = float("nan")
+    ids, weights = routing(spec, tokens, 2)
+    out = _run(device_layer(experts, range(3)), x, ids, weights)
+    assert out[0].isnan().all()
+    if tokens > 1:
+        assert relative_error(out[1:], experts.reference(x.bfloat16(), ids, weights)[1:]) < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_what_is_elsewhere_adds_nothing(experts_of: Experts, tokens: int) -> None:
     """Whatever part of a layer is here, from none to all."""
     spec = Spec(weights="bf16")
@@ -193,8 +285,9 @@ def test_an_expert_repeated_within_a_token_counts_each_time(experts_of: Experts)
         assert relative_error(out, experts.reference(x[:tokens].bfloat16(), ids[:tokens], weights[:tokens])) < TOLERANCE
 
 
-def test_nothing_to_do_gives_zeros(experts_of: Experts) -> None:
-    layer = device_layer(experts_of(Spec()), range(8))
+@pytest.mark.parametrize("weights", ["int8", "mxfp4", "fp8"])
+def test_nothing_to_do_gives_zeros(experts_of: Experts, weights: str) -> None:
+    layer = device_layer(experts_of(Spec(weights=weights)), range(8))
     for tokens, top_k in ((0, 3), (4, 0)):
         ids, weights = torch.empty(tokens, top_k, dtype=torch.long), torch.empty(tokens, top_k)
         out = _run(layer, torch.randn(tokens, 72), ids, weights)

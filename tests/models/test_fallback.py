@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig
-from torch_mesh.fallback import split_slots
+from torch_mesh.fallback import check_fallback_config, split_slots
 from torch_mesh.modules import patched_modules
 from torch_mesh.plan import plan
 from torch_mesh.pool import ExpertPool
@@ -298,9 +298,14 @@ def test_wrong_values(open_model: OpenModel, store: Path) -> None:
     ):
         MeshConfig(lossy={"fallback": "int2"})
     with pytest.raises(
-        ValueError, match="lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4'"
+        ValueError,
+        match=r"lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4'\.",
     ):
         open_model(lossy={"fallback": "int8"})
+    with pytest.raises(ValueError, match=r"has no fewer bits than the experts' fp8: give one of 'int4', 'lut4'\."):
+        check_fallback_config(MeshConfig(lossy={"fallback": "int8"}), "fp8")
+    with pytest.raises(ValueError, match="has no fewer bits than the experts' mxfp4: leave lossy.fallback at 'none'"):
+        check_fallback_config(MeshConfig(lossy={"fallback": "int4"}), "mxfp4")
     build = TINY_MODELS["Qwen3MoeExperts"].build
     with pytest.raises(
         ValueError,

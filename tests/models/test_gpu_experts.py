@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from decode_steps import DecodeSteps
+from quantised import KINDS, write_quantised
 from tiny_models import TINY_MODELS
 from torch_mesh.ops import device as devices
 from torch_mesh.ops.device import find
@@ -32,6 +33,7 @@ from torch_mesh.foresight.traces import Trace
 from torch_mesh.gpu import choosing, placing, planning
 from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.modules import patched_modules
+from torch_mesh.plan import plan
 from torch_mesh.statistics.counters import DeviceCounters
 from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
@@ -448,6 +450,55 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
     assert len(list(stores.iterdir())) == 2, "nothing was made for it"
     with pytest.raises(ValueError, match="gpu.weights='int4' says how experts lie on a GPU, and gpu.experts gives it"):
         torch_mesh.patch(_build(), gpu={"weights": "int4"})
+
+
+@pytest.mark.usefixtures("card", "cache")
+@pytest.mark.parametrize(
+    ("kind", "weights", "fewer"),
+    [("ct_mxfp4", "mxfp4", ()), ("fp8_blocks", "fp8", ("int4", "lut4"))],
+)
+def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]
+) -> None:
+    folder, converted = tmp_path / "raw", tmp_path / "converted"
+    write_quantised(folder, KINDS[kind]())
+    store = convert(folder, converted, "auto").store
+    size, shape = store.manifest.record_bytes, store.manifest.shape
+    monkeypatch.setattr(planning, "_ALLOCATION", 1)
+    room = 2 * GIB + 3 * shape.layers * size  # the reserve, and three experts of each layer
+    monkeypatch.setattr(choosing, "_device_memory", lambda device: (room, 4 * GIB))
+    monkeypatch.setattr(choosing, "_bytes_on", lambda layer, device: 0)
+
+    def load(path: Path, **gpu: object) -> PreTrainedModel:
+        config = MeshConfig(resident=0.5, gpu={"streaming": "off", **gpu})
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, quantization_config=config, device_map=str(DEVICE)
+        )
+
+    ids = _ids()
+    expected = _logits(load(folder), ids)
+    for path in (folder, converted):
+        model = load(path, experts="auto")
+        assert ((_logits(model, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.05
+        for layer, module in enumerate(patched_modules(model)):
+            placed = find(module._mesh_handle)
+            assert placed.record.format == weights and placed.count == 3
+            for expert in placed.here.nonzero().flatten().tolist():
+                number, offset = store.manifest.place(layer, expert)
+                file = store.folder / store.manifest.record_files[number].name
+                record = torch.from_numpy(np.fromfile(file, dtype=np.uint8, count=size, offset=offset))
+                assert torch.equal(placed.records[placed.table[expert]].cpu(), record)
+    planned = plan(converted, MeshConfig(gpu={"experts": "auto"}), card=(4 * GIB, 4 * GIB)).gpu
+    assert planned is not None and planned.placed == shape.layers * shape.experts
+
+    with pytest.raises(
+        ValueError, match=f"of this converted checkpoint.*give {', '.join(map(repr, (*fewer, 'auto')))}, or"
+    ):
+        load(converted, experts=1, weights="int8")
+    for other in fewer[:1]:
+        assert f"on {DEVICE} in {other}" in repr(load(converted, experts=1, weights=other))
+    original = load(folder, experts=1, weights="bf16")
+    assert f"on {DEVICE} in bf16" in repr(original) and f"weights={weights}" in repr(original)
 
 
 @pytest.mark.usefixtures("card")

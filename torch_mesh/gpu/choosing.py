@@ -16,7 +16,7 @@ from ..config import LEAST_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..families import ExpertsLayer
 from ..foresight.profiles import check_fits, load_profile
-from ..other_format import BITS
+from ..other_format import formats_of_fewer_bits
 from ..packed_weight import device_of
 from ..pool import record_bytes
 from ..store.convert import checked_group_size
@@ -44,10 +44,13 @@ def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
     given = f"gpu.weights={config.gpu.weights!r}"
     if config.gpu.experts == 0:
         raise ValueError(f"{given} says how experts lie on a GPU, and gpu.experts gives it none: set gpu.experts.")
-    if stored is not None and config.gpu.weights != stored and BITS[config.gpu.weights] >= BITS[stored]:
+    if stored is None or config.gpu.weights == stored:
+        return
+    fewer = formats_of_fewer_bits(stored)
+    if config.gpu.weights not in fewer:
         raise ValueError(
-            f"{given} has no fewer bits than the {stored} of this converted checkpoint, and would be no more precise: give a format of fewer "
-            f"bits, 'auto', or the original checkpoint with weights={stored!r} and store= naming this one."
+            f"{given} has no fewer bits than the {stored} of this converted checkpoint, and would be no more precise: give "
+            f"{', '.join(map(repr, (*fewer, 'auto')))}, or the original checkpoint with weights={stored!r} and store= naming this one."
         )
 
 
@@ -73,10 +76,11 @@ def choose_experts(
     experts = layers[0].num_experts
     wanted = config.gpu.experts
     there = format_on_gpu(config, weights)
-    group_there = group_size if there == weights else checked_group_size(there, config.group_size)
+    up = record_bytes(layers, weights, group_size)
+    other = there != weights
     size = _RecordSizes(
-        there=record_bytes(layers, there, group_there),
-        up=record_bytes(layers, weights, group_size),
+        there=record_bytes(layers, there, checked_group_size(there, config.group_size)) if other else up,
+        up=up,
     )
     uses = _uses(config, stored_layers or len(layers), layers, places)
     if wanted == "auto":
