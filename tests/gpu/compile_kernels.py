@@ -33,7 +33,9 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
     most = launches.TILE_ROWS[-1]
     for index, (format, few) in enumerate(launches.FEW.items()):
-        groups = group_sizes(format)[: 1 if format.endswith("_fp16") else None]  # the others are as those of int8 and int4
+        groups = group_sizes(format)
+        if format.endswith("_fp16"):
+            groups = groups[:1]  # the others are as those of int8 and int4
         activation = ACTIVATIONS[index % len(ACTIVATIONS)]
         shape = {"FORMAT": format, "GROUP": groups[index % len(groups)]}
         how = {"ACTIVATION": activation, "GATED": activation == "swigluoai" or index % 3 != 2, "BIAS": index % 2 == 0}
