@@ -182,7 +182,7 @@ def test_split_products_agree_with_float64(experts_of: Experts, spec: Spec) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("weights", sorted(CPU_TOLERANCE))
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4"])
 def test_agrees_with_the_cpu(open_pool: OpenPool, weights: str, tokens: int) -> None:
     pool = open_pool(Spec(weights=weights), in_memory=True)
     x = torch.randn(tokens, pool.spec.hidden)
