@@ -182,17 +182,19 @@ class _OfCheckpoint(_Opened):
         self._experts = experts
         self._folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
-        self._raw = self._is_own(weights, group_size) and config.store is None
+        self._raw = self._own == (weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
         super().__init__(layers, config, weights, group_size, exact=weights == "bf16" and from_bf16)
 
     def prepare(self) -> None:
-        self.set_records(self._as_they_are() if self._raw else self._converted(self.config))
+        self.set_records(
+            self._as_they_are(self.weights, self.group_size) if self._raw else self._converted(self.config)
+        )
 
     def other_records(self, weights: str) -> Records:
-        if self._is_own(weights, 0):
-            return self._as_they_are()
+        if self._own is not None and self._own[0] == weights:
+            return self._as_they_are(*self._own)
         return self._converted(other_config(self.config, weights))
 
     def check_other(self, weights: str) -> None:
@@ -203,19 +205,17 @@ class _OfCheckpoint(_Opened):
                 f"{self._folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
             )
 
-    def _is_own(self, weights: str, group_size: int) -> bool:
-        """Whether the checkpoint's files can be read as such records."""
-        return weights == "bf16"
+    @property
+    def _own(self) -> tuple[str, int] | None:
+        """The format and group size of records that the checkpoint's files can be read as."""
+        return "bf16", 0
 
-    def _as_they_are(self) -> Records:
-        if self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
+    def _as_they_are(self, weights: str, group_size: int) -> Records:
+        if weights == "bf16" and self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
             warnings.warn(
                 f"The experts of {self._experts.folder} are {self._experts.dtype} and are rounded to bf16.",
                 stacklevel=2,
             )
-        return self._of_files("bf16", 0)
-
-    def _of_files(self, weights: str, group_size: int) -> Records:
         count = len(self._layers)
         return Records(weights, group_size, count, list(range(count)), self._experts.source_arguments(), store=None)
 
@@ -260,12 +260,10 @@ class _OfQuantised(_OfCheckpoint):
             with progress_bar(f"Dequantising the rest of {self._name}") as progress:
                 self._files[:] = map(str, write_rest(self._experts, self._model, folder, progress))
 
-    def _is_own(self, weights: str, group_size: int) -> bool:
+    @property
+    def _own(self) -> tuple[str, int] | None:
         kept = self._experts.kept
-        return kept is not None and (weights, group_size) == (kept.weights, kept.group_size)
-
-    def _as_they_are(self) -> Records:
-        return self._of_files(self.weights, self.group_size)
+        return None if kept is None else (kept.weights, kept.group_size)
 
 
 class _OfStore(_Opened):
