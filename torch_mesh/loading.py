@@ -40,6 +40,7 @@ from .store.convert import (
     checked_group_size,
     convert,
     convert_store,
+    fingerprint_of,
     source_name,
     weights_of_checkpoint,
     write_rest,
@@ -236,8 +237,9 @@ class _OfQuantised(_OfCheckpoint):
         config: MeshConfig,
         checkpoint_files: list[str],
     ) -> None:
+        self._fingerprint = fingerprint_of(folder)
         experts = find_checkpoint_experts(folder, model)
-        self._model, self._files = model, checkpoint_files
+        self._files = checkpoint_files
         if config.weights in WEIGHTS:
             weights, group_size = config.weights, checked_group_size(config.weights, config.group_size)
         else:
@@ -256,9 +258,9 @@ class _OfQuantised(_OfCheckpoint):
             check_other_files(store, self.config.verify)
             self._files[:] = [str(path) for path in weight_files(store.folder)]
         elif self._experts.rest_is_quantised:
-            folder = _cached(f"{self._name}-rest", self._experts.fingerprint, "bf16")
+            folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
             with progress_bar(f"Dequantising the rest of {self._name}") as progress:
-                self._files[:] = map(str, write_rest(self._experts, self._model, folder, progress))
+                self._files[:] = map(str, write_rest(self._experts, self._fingerprint, folder, progress))
 
     @property
     def _own(self) -> tuple[str, int] | None:

@@ -24,6 +24,7 @@ from .other_format import Records, format_of, other_config
 from .packed_weight import device_of
 from .saving import PatchedModelQuantizer, detach_quantizer
 from .store.convert import checked_group_size, convert_model
+from .store.manifest import OF_CODES
 from .store.progress import progress_bar
 from .undivided import check_undivided
 from .undo import PatchUndo
@@ -135,6 +136,11 @@ def _is_patched(model: nn.Module) -> bool:
 def _check_exact(model: nn.Module) -> None:
     rounded = {module._mesh_pool.weights for module in patched_modules(model) if not module._mesh_pool.exact}
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
+    if rounded and rounded <= set(OF_CODES):
+        raise MeshError(
+            f"The weights are the checkpoint's own codes, as {' and '.join(sorted(rounded))}: what they stand for is rounded to the model's dtype "
+            "by unpatch(model, lossy=True)."
+        )
     if rounded:
         raise MeshError(
             f"Weights were rounded to {' and '.join(sorted(rounded))}, and their original values are not in memory. "

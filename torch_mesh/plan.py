@@ -312,18 +312,18 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
-    own = "bf16" if not experts.weights else None if experts.kept is None else experts.kept.weights
-    raw = own is not None and config.weights in ("auto", own) and config.store is None
-    if raw and config.io == "mmap":
-        raise ValueError(
-            "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
-            "store=, or use io='auto'."
-        )
     weights, group_size = config.weights, config.group_size
     if weights in WEIGHTS:
         group_size = checked_group_size(weights, group_size)
     else:
         weights, group_size = weights_of_checkpoint(experts, weights)
+    own = ("bf16", 0) if not experts.weights else experts.kept and (experts.kept.weights, experts.kept.group_size)
+    raw = own == (weights, group_size) and config.store is None
+    if raw and config.io == "mmap":
+        raise ValueError(
+            "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
+            "store=, or use io='auto'."
+        )
     return _sizes(
         shape_of(layers),
         weights,
@@ -332,15 +332,15 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         layers_left_alone(model),
         staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
         files=experts.expert_files,
-        conversion=_conversion(experts, config),
+        conversion=_conversion(experts, config, weights, group_size),
     )
 
 
-def _conversion(experts: CheckpointExperts, config: MeshConfig) -> str:
+def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, group_size: int) -> str:
     if not experts.weights:
         return ""
     kept = experts.kept
-    if kept is not None and config.weights in ("auto", kept.weights):
+    if kept is not None and (weights, group_size) == (kept.weights, kept.group_size):
         if config.store is not None:
             return f"{experts.format} experts are converted to {kept.weights}, which holds their codes and scales as they are"
         return (

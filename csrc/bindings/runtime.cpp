@@ -111,14 +111,14 @@ bool interrupted() {
 
 const std::string& brgemm_bf16_unavailable() {
   static const std::string reason =
-      probe<uint16_t, uint16_t, float>(gemm_bf16, 0x3f80, 0x3f80, 1.0f, {64, 2048});
+      probe<uint16_t, uint16_t, float>(gemm_bf16, 0x3f80, 0x3f80, 1.0f, {32, 64, 128, 2048});
   return reason;
 }
 
 const std::string& brgemm_int8_unavailable() {
   static const std::string reason =
       // The largest operands: arithmetic that saturates would show.
-      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, 255, 127, 255 * 127, {32, 64, 128});
+      probe<uint8_t, int8_t, int32_t>(gemm_u8s8, 255, 127, 255 * 127, {16, 32, 64, 128});
   return reason;
 }
 

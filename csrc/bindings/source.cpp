@@ -77,7 +77,9 @@ RawCodes codes_from(const py::dict& table, int32_t pieces) {
   view.scales.columns = scales["columns"].cast<int32_t>();
   view.scales.row_bytes = scales["row_bytes"].cast<int64_t>();
   view.scales.column_bytes = scales["column_bytes"].cast<int64_t>();
-  if (view.run < 2 || view.first_row < 0 || view.scales.rows < 1 || view.scales.columns < 1) {
+  constexpr int32_t kMostRows = 1 << 20;
+  if (view.run < 2 || view.first_row < 0 || view.first_row > kMostRows || view.scales.rows < 1 ||
+      view.scales.columns < 1) {
     invalid("codes in runs of " + std::to_string(view.run) + " from row " +
             std::to_string(view.first_row) + " with scales for " +
             std::to_string(view.scales.rows) + " x " + std::to_string(view.scales.columns) +
@@ -117,8 +119,8 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
       continue;
     }
     RawPlace place = place_from(table, pieces);
-    if (place.offset > std::numeric_limits<int64_t>::max() / 4) {
-      invalid("raw_views['" + name + "'] has an offset beyond any file");
+    if (place.offset < 0 || place.offset > std::numeric_limits<int64_t>::max() / 4) {
+      invalid("raw_views['" + name + "'] has a negative offset or one beyond any file");
     }
     place.offset *= scalar_bytes(result.type);
     *floats = {place, table["row_stride"].cast<int64_t>(), table["column_stride"].cast<int64_t>()};
@@ -195,9 +197,12 @@ struct Range {
 void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t columns,
                   const char* name, std::span<const int64_t> piece_bytes) {
   const int64_t bytes = scalar_bytes(type);
-  const __int128 most = std::numeric_limits<int64_t>::max() / bytes;
-  if (view.row_stride > most || view.column_stride > most) {
-    invalid(std::string("raw_views['") + name + "'] has a stride beyond any file");
+  const int64_t most = std::numeric_limits<int64_t>::max() / bytes;
+  for (const int64_t stride : {view.row_stride, view.column_stride}) {
+    if (stride < 0 || stride > most) {
+      invalid(std::string("raw_views['") + name +
+              "'] has a negative stride or one beyond any file");
+    }
   }
   Range(name, view.place)
       .steps(rows - 1, view.row_stride * bytes)
@@ -209,7 +214,13 @@ void check_floats(const RawView& view, ScalarType type, int64_t rows, int64_t co
 void check_codes(const RawCodes& codes, int64_t rows, int64_t columns, const char* name,
                  std::span<const int64_t> piece_bytes) {
   const CodesView& view = codes.view;
-  // The last run may be cut off, but for halves, which have no end before their whole.
+  // The last run may be cut off, but for halves, which have no end before their whole; none may lie
+  // within another.
+  const int64_t whole = view.order == CodeOrder::kBytes ? view.run : view.run / 2;
+  if (columns > view.run && view.run_bytes < whole) {
+    invalid(std::string("raw_views['") + name + "'] has runs of " + std::to_string(whole) +
+            " bytes, " + std::to_string(view.run_bytes) + " apart");
+  }
   const int64_t last = (columns - 1) % view.run + 1;
   const int64_t last_bytes = view.order == CodeOrder::kBytes   ? last
                              : view.order == CodeOrder::kPairs ? (last + 1) / 2

@@ -39,7 +39,7 @@ struct ScalesView {
 struct CodesView {
   const std::byte* data = nullptr;  // of its first row
   CodeOrder order = CodeOrder::kBytes;
-  uint8_t flip = 0;       // bits of each code that are the other way round in records
+  uint8_t flip = 0;       // bits of each byte that are the other way round in records
   int32_t run = 0;        // input features that stand beside one another
   int64_t run_bytes = 0;  // from one run to the next
   int64_t row_bytes = 0;  // from one output feature to the next

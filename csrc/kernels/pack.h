@@ -20,7 +20,7 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
                  const KernelTable& table);
 
 // The same of codes and scales, none of which changes. Throws Error(kInvalid) for what the layout's
-// format cannot hold: scales of another type or of more weights than a group has, and those and
+// format cannot hold: scales of another type or of fewer weights than a group has, and those and
 // codes that stand for no number.
 void pack_record(const RecordLayout& layout, const ExpertCodes& codes, std::byte* record);
 

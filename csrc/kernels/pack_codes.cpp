@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
+#include "kernels/small_floats.h"
 
 namespace torch_mesh {
 namespace {
@@ -15,49 +16,9 @@ namespace {
   throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " cannot hold " + what);
 }
 
-template <typename T>
-T read_as(const std::byte* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
-float half_value(uint16_t bits) {
-  const float magnitude =
-      (bits & 0x7c00) == 0
-          ? std::ldexp(static_cast<float>(bits & 0x3ff), -24)
-          : std::ldexp(static_cast<float>((bits & 0x3ff) | 0x400), ((bits >> 10) & 31) - 25);
-  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
-}
-
-float bf16_value(uint16_t bits) {
-  const uint32_t wide = uint32_t{bits} << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-// Of what is_number.
-float scale_value(ScaleType type, const std::byte* from) {
-  switch (type) {
-    case ScaleType::kBf16:
-      return bf16_value(read_as<uint16_t>(from));
-    case ScaleType::kFp16:
-      return half_value(read_as<uint16_t>(from));
-    case ScaleType::kFp32:
-      return read_as<float>(from);
-    case ScaleType::kE8m0:
-      return std::ldexp(1.0f, static_cast<int>(*from) - 127);
-    case ScaleType::kE4m3:
-      break;
-  }
-  const auto bits = static_cast<uint32_t>(*from);
-  return half_value(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7)) * 256;
-}
-
 const std::byte* scale_at(const CodesView& view, int32_t row, int32_t column) {
   const ScalesView& scales = view.scales;
-  return scales.data + (view.first_row + row) / scales.rows * scales.row_bytes +
+  return scales.data + (int64_t{view.first_row} + row) / scales.rows * scales.row_bytes +
          column / scales.columns * scales.column_bytes;
 }
 
@@ -106,13 +67,18 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
   const int32_t group = matrix.group_size == 0 ? matrix.depth : matrix.group_size;
   const bool alike =
       !whole || (scales.rows % kBlockColumns == 0 && view.first_row % kBlockColumns == 0) ||
-      view.first_row / scales.rows == (view.first_row + matrix.columns - 1) / scales.rows;
+      view.first_row / scales.rows == (int64_t{view.first_row} + matrix.columns - 1) / scales.rows;
   if (!alike || (scales.columns % group != 0 && scales.columns < matrix.depth)) {
     refuse(matrix.format, "a scale for " + std::to_string(scales.rows) + " x " +
                               std::to_string(scales.columns) + " weights in groups of " +
                               std::to_string(group));
   }
-  if (view.order != CodeOrder::kBytes && view.run % 8 != 0) {
+  const bool bytes = matrix.format == Format::kInt8 || matrix.format == Format::kInt8Fp16 ||
+                     matrix.format == Format::kFp8;
+  if ((view.order == CodeOrder::kBytes) != bytes || (!bytes && view.flip != 0)) {
+    refuse(matrix.format, "codes of another number of bits");
+  }
+  if (!bytes && view.run % 8 != 0) {
     refuse(matrix.format, "nibbles in runs of " + std::to_string(view.run));
   }
 }
@@ -196,7 +162,7 @@ void pack_groups(const PackedMatrix& matrix, const CodesView& view, int32_t firs
   if (matrix.header_bytes > 0) {
     const float factor = view.factor == nullptr ? 1.0f : read_as<float>(view.factor);
     const float divisor = view.divisor == nullptr ? 1.0f : read_as<float>(view.divisor);
-    if (!std::isfinite(factor / divisor))
+    if (!std::isfinite(factor) || !std::isfinite(divisor) || !std::isfinite(factor / divisor))
       refuse(matrix.format, "a factor that is no finite number");
     std::memcpy(block, &factor, sizeof(factor));
     std::memcpy(block + sizeof(factor), &divisor, sizeof(divisor));
@@ -264,11 +230,13 @@ void check_codes(const PackedMatrix& matrix, const CodesView& view) {
   }
   check_scales(matrix, view);
   for (int64_t i = 0; view.zeros != nullptr && i < view.zeros_bytes; ++i) {
-    if (static_cast<uint8_t>(view.zeros[i]) != view.zero) refuse(matrix.format, "zero points");
+    if (static_cast<uint8_t>(view.zeros[i]) != view.zero)
+      refuse(matrix.format, "zero points; weights=\"int8\" or \"bf16\" takes them");
   }
   for (int32_t k = 0; view.in_turn != nullptr && k < matrix.depth; ++k) {
     if (read_as<int32_t>(view.in_turn + int64_t{4} * k) != k / view.scales.columns) {
-      refuse(matrix.format, "groups in an order of their own");
+      refuse(matrix.format,
+             "groups in an order of their own; weights=\"int8\" or \"bf16\" takes them");
     }
   }
 }

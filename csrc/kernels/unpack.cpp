@@ -1,55 +1,11 @@
 // The inverse of packing, one weight at a time: slow, obvious, and independent of the kernels.
-#include <cmath>
 #include <cstring>
 
 #include "kernels/pack.h"
+#include "kernels/small_floats.h"
 
 namespace torch_mesh {
 namespace {
-
-template <typename T>
-T read_as(const std::byte* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
-float bf16_at(const std::byte* from) {
-  const uint32_t bits = uint32_t{read_as<uint16_t>(from)} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// A number with a sign, `exponent_bits` and `mantissa_bits`; not for those that have none.
-float small_float(uint32_t bits, int exponent_bits, int mantissa_bits) {
-  const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);
-  const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1));
-  const int lowest = 2 - (1 << (exponent_bits - 1)) - mantissa_bits;
-  const float magnitude =
-      exponent == 0
-          ? std::ldexp(static_cast<float>(mantissa), lowest)
-          : std::ldexp(static_cast<float>(mantissa | 1u << mantissa_bits), lowest + exponent - 1);
-  return (bits >> (exponent_bits + mantissa_bits) & 1) != 0 ? -magnitude : magnitude;
-}
-
-float e4m3_at(const std::byte* from) { return small_float(static_cast<uint32_t>(*from), 4, 3); }
-
-float scale_at(ScaleType type, const std::byte* from) {
-  switch (type) {
-    case ScaleType::kBf16:
-      return bf16_at(from);
-    case ScaleType::kFp16:
-      return small_float(read_as<uint16_t>(from), 5, 10);
-    case ScaleType::kFp32:
-      return read_as<float>(from);
-    case ScaleType::kE8m0:
-      return std::ldexp(1.0f, static_cast<int>(*from) - 127);
-    case ScaleType::kE4m3:
-      return e4m3_at(from);
-  }
-  return 0;
-}
 
 uint32_t nibble_at(const std::byte* words, int32_t k, int32_t column) {
   const auto byte = static_cast<uint8_t>(words[(k / 8 * kBlockColumns + column) * 4 + k % 4]);
@@ -81,7 +37,7 @@ float fp8_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int3
   const int32_t scale = matrix.group_size == 0     ? column
                         : matrix.group_size == 128 ? k / 128
                                                    : k / 32 * kBlockColumns + column;
-  return value * scale_at(matrix.scale_type(), block + scale * scale_bytes(matrix.scale_type()));
+  return value * scale_value(matrix.scale_type(), block + scale * scale_bytes(matrix.scale_type()));
 }
 
 float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
@@ -92,7 +48,7 @@ float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, i
   const std::byte* group = block + matrix.header_bytes + k / matrix.group_size * matrix.group_bytes;
   const std::byte* words = group + matrix.scales_bytes();
   const std::byte* at = group + column * scale_bytes(matrix.scale_type());
-  float scale = scale_at(matrix.scale_type(), at);
+  float scale = scale_value(matrix.scale_type(), at);
   if (matrix.format == Format::kNvfp4) {
     scale = scale * read_as<float>(block) / read_as<float>(block + sizeof(float));
   }

@@ -403,12 +403,27 @@ TEST(RecordLayout, HasTheSizesOfTheFormat) {
   EXPECT_EQ(int8.down_bias_offset, int8.gate_up_bias_offset + 4);
 }
 
+// What stores on disk are written in.
+TEST(RecordLayout, OfCodesKeepsItsSizes) {
+  const auto block = [](Format format, int32_t group, int32_t depth) {
+    return PackedMatrix::make(format, group, 64, depth).block_bytes;
+  };
+  EXPECT_EQ(block(Format::kMxfp4, 0, 192), 6 * (64 + 1024));
+  EXPECT_EQ(block(Format::kNvfp4, 0, 192), 64 + 12 * (64 + 512));
+  EXPECT_EQ(block(Format::kInt4Fp16, 64, 192), 3 * (128 + 2048));
+  EXPECT_EQ(block(Format::kInt8Fp16, 32, 192), 6 * (128 + 2048));
+  EXPECT_EQ(block(Format::kFp8, 0, 192), 256 + 192 * 64);
+  EXPECT_EQ(block(Format::kFp8, 32, 192), 6 * 64 + 192 * 64);
+  EXPECT_EQ(block(Format::kFp8, 128, 192), 64 + 192 * 64);  // no more depth than that
+  EXPECT_EQ(block(Format::kFp8, 128, 2100), 128 + 2112 * 64);
+}
+
 TEST(RecordLayout, RefusesWhatTheFormatDoesNotKnow) {
   EXPECT_THROW(RecordLayout::make(Format::kInt4, 48, 64, 64, true, false), Error);
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 0, 64, true, false), Error);
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 64, (1 << 20) + 1, true, false), Error);
   EXPECT_THROW(format_from_name("fp6"), Error);
-  for (Format format : kRoundedFormats) EXPECT_EQ(format_from_name(format_name(format)), format);
+  for (Format format : kAllFormats) EXPECT_EQ(format_from_name(format_name(format)), format);
 }
 
 }  // namespace

@@ -110,7 +110,8 @@ def _places(
     for expert in extents.reshape(-1, len(pieces), 3).tolist():
         for piece, (index, offset, size) in zip(pieces, expert, strict=True):
             weight = weights[index]
-            if weight.codes_as_they_are() != piece.codes:
+            same_type = piece.codes is not None or weight.codes[1].dtype == piece.weight.codes[1].dtype
+            if weight.codes_as_they_are() != piece.codes or not same_type:
                 return None
             number = offset // size if size < 4 * math.prod(weight.shape) else None
             for role in piece.roles:

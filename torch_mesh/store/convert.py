@@ -94,7 +94,7 @@ def convert(
         raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *OF_CODES)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    fingerprint = _fingerprint(source)  # before the headers are read by which it is converted
+    fingerprint = fingerprint_of(source)  # before the headers are read by which it is converted
     model = meta_model(read_config(source))
     experts = find_checkpoint_experts(source, model)
     if others := [layer for layer, _ in find_left_alone(source, model)]:  # which says now what could not be read later
@@ -233,14 +233,14 @@ def _fits_bf16(experts: CheckpointExperts) -> bool:
     return choice.exact and choice.weights == "bf16"
 
 
-def _fingerprint(source: Path) -> str:
+def fingerprint_of(source: Path) -> str:
     return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source))
 
 
 def _check_unchanged(source: Path, fingerprint: str) -> None:
     """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
     try:
-        now = _fingerprint(source)
+        now = fingerprint_of(source)
     except (StoreError, OSError) as problem:
         raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
     if now != fingerprint:
@@ -329,14 +329,17 @@ def _files_beside_records(
 
 
 def write_rest(
-    experts: CheckpointExperts, model: PreTrainedModel, folder: Path, progress: Progress | None = None
+    experts: CheckpointExperts, fingerprint: str, folder: Path, progress: Progress | None = None
 ) -> list[Path]:
-    """All but the experts of a quantised checkpoint, dequantised, in safetensors files of ``folder``, which they are written to unless it is there.
+    """All but the experts of a quantised checkpoint, as a conversion writes it, in safetensors files of ``folder``, unless they are there.
 
-    Raises ``StoreError`` for damaged files and a disk without room.
+    ``fingerprint`` is the checkpoint's before its headers were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then,
+    and a disk without room.
     """
+    # Not the model that is being loaded, which may have another dtype.
+    model = meta_model(read_config(experts.folder))
     files = [_dense_file(name, members) for name, members in _dense_files(experts, model, MAX_FILE_BYTES)]
-    write_folder(folder, files, progress)
+    write_folder(folder, files, progress, functools.partial(_check_unchanged, experts.folder, fingerprint))
     return [folder / file.name for file in files]
 
 

@@ -71,9 +71,11 @@ def complete_config(config: transformers.PretrainedConfig, path: Path) -> None:
 
     Raises as ``read_config`` does.
     """
-    own = read_config(path)
+    own, usual = read_config(path), type(config)()
     for name in {*_table_of(path), "rope_parameters"} - {"model_type", "architectures"}:
-        if hasattr(own, name):
+        # What is not as usual was read, or given by the caller.
+        left_out = getattr(config, name, None) == getattr(usual, name, None)
+        if hasattr(own, name) and (left_out or name == "tie_word_embeddings"):
             setattr(config, name, getattr(own, name))
 
 

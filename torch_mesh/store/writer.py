@@ -184,32 +184,49 @@ def write_store(
     return Written(existing or open_store(folder), existed=existing is not None)
 
 
-def write_folder(folder: Path, files: Sequence[NewFile], progress: Progress | None = None) -> None:
-    """Writes files to a folder of the cache: all of them or none. One that is there is what an earlier call has written.
+def write_folder(
+    folder: Path,
+    files: Sequence[NewFile],
+    progress: Progress | None = None,
+    check_source: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes files to a folder of the cache, all of them or none, unless an earlier call has. ``check_source`` as of ``write_store``.
 
     Raises ``StoreError`` for a disk without room and a cache that cannot be written to.
     """
-    if folder.is_dir():
+    if _has_all(folder, files):
         return
     with _lock_of(folder, None):
-        if folder.is_dir():  # by another process meanwhile
+        if _has_all(folder, files):  # by another process meanwhile
             return
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        total, done = sum(file.size for file in files), 0
-        check_free_space(folder.parent, total)
-        partial.mkdir()
-        with full_disk_as_store_error(folder.parent, "Free some room and open the model again"):
-            for file in files:
-                with (partial / file.name).open("wb") as stream:
-                    for chunk in file.chunks():
-                        stream.write(chunk)
-                        done += len(chunk)
-                        if progress is not None:
-                            progress(done, total)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-        partial.rename(folder)
+        try:
+            for left in (partial, folder):
+                shutil.rmtree(left, ignore_errors=True)
+            total, done = sum(file.size for file in files), 0
+            check_free_space(folder.parent, total)
+            partial.mkdir()
+            with full_disk_as_store_error(folder.parent, "Free some room and open the model again"):
+                for file in files:
+                    with (partial / file.name).open("wb") as stream:
+                        for chunk in file.chunks():
+                            stream.write(chunk)
+                            done += len(chunk)
+                            if progress is not None:
+                                progress(done, total)
+                        stream.flush()
+                        os.fsync(stream.fileno())
+            check_source()
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _has_all(folder: Path, files: Sequence[NewFile]) -> bool:
+    try:
+        return all((folder / file.name).stat().st_size == file.size for file in files)
+    except OSError:
+        return False
 
 
 def remove_made_from(folder: str | os.PathLike[str], fingerprint: str) -> None:

@@ -167,7 +167,9 @@ def _refuse(where: str, what: str) -> NoReturn:
 def _fp8(config: Mapping[str, Any], where: str) -> tuple[Layout, ...]:
     if config.get("fmt") not in (None, "e4m3", "float8_e4m3fn", "mxfp8"):
         _refuse(where, f"fp8 of the format {config['fmt']!r}")
-    return ScaledFp8(_block(config.get("weight_block_size"), where), config.get("scale_fmt") == "ue8m0"), Fp4InFp8()
+    return ScaledFp8(
+        _block(config.get("weight_block_size", (128, 128)), where), config.get("scale_fmt") == "ue8m0"
+    ), Fp4InFp8()
 
 
 def _block(block: Any, where: str) -> tuple[int, int] | None:

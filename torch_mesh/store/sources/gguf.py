@@ -67,7 +67,7 @@ class GgufBlocks(Layout):
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         if self.title == "MXFP4":
             return IN_BF16
-        return in_int8(f"none of ours has {self.title}'s blocks")
+        return in_int8("its blocks are none of ours, or of several types")
 
 
 # Blocks of a scale and its codes: the record that holds them, the order of the codes, the scale.

@@ -87,6 +87,8 @@ class Gptq(Layout):
         scale = parts["scale"]
         if self._bits == 2 or not self._is_plain(parts, shape) or rows % self._each:
             return None
+        if "order" in parts and parts["order"].dtype != "I32":
+            return None
         size = DTYPE_BITS[scale.dtype] // 8
         scales = Scales(scale_type(scale), 1, columns // scale.shape[0], size, size * rows)
         middle = 0x88 if self._bits == 4 else 0x80

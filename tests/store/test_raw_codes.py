@@ -1,0 +1,131 @@
+"""_C.pack_raw: pieces in memory, as strides describe them, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torch_mesh import _C
+
+HIDDEN, INTERMEDIATE = 64, 32
+SIZES = (HIDDEN, INTERMEDIATE, False, True)
+
+
+def _views() -> tuple[list[int], dict[str, Any]]:
+    """Sizes of pieces and what lies in them: int4 codes with zero points and an order, each as long as it has to be."""
+    sizes: list[int] = []
+    views: dict[str, Any] = {}
+
+    def piece(size: int) -> dict[str, int]:
+        sizes.append(size)
+        return {"piece": len(sizes) - 1, "offset": 0}
+
+    for part, rows, columns in (("up", INTERMEDIATE, HIDDEN), ("down", HIDDEN, INTERMEDIATE)):
+        groups = columns // 32
+        views[part] = {
+            **piece(rows * columns // 2),
+            "order": "pairs",
+            "run": 32,
+            "run_bytes": 16,
+            "row_bytes": columns // 2,
+            "scales": {
+                **piece(rows * groups * 2),
+                "type": "bf16",
+                "rows": 1,
+                "columns": 32,
+                "row_bytes": 2 * groups,
+                "column_bytes": 2,
+            },
+            "zeros": {**piece(8), "bytes": 8, "value": 0},
+            "in_turn": piece(4 * columns),
+        }
+        views[f"{part}_bias"] = {**piece(2 * rows), "row_stride": 1, "column_stride": 0}
+    return sizes, views
+
+
+def _pack(sizes: list[int], views: dict[str, Any], format: str = "int4", group_size: int = 32) -> bytes:
+    pieces = [bytearray(size) for size in sizes]
+    for part in ("up", "down"):
+        turn = views[part].get("in_turn")
+        if turn is not None and turn["piece"] < len(pieces):
+            columns = HIDDEN if part == "up" else INTERMEDIATE
+            order = (torch.arange(columns, dtype=torch.int32) // 32).numpy().tobytes()
+            pieces[turn["piece"]][: len(order)] = order[: len(pieces[turn["piece"]])]
+    return _C.pack_raw(pieces, "bf16", views, format, group_size, *SIZES)
+
+
+def test_pieces_of_just_the_size_are_enough() -> None:
+    sizes, views = _views()
+    assert len(_pack(sizes, views)) == _C.record_bytes("int4", 32, *SIZES)
+
+
+@pytest.mark.parametrize("piece", range(len(_views()[0])))
+def test_a_byte_less_is_refused(piece: int) -> None:
+    sizes, views = _views()
+    sizes[piece] -= 1
+    with pytest.raises(ValueError, match="its shape needs"):
+        _pack(sizes, views)
+
+
+def _set(*path: str) -> Callable[[dict[str, Any], Any], None]:
+    def change(views: dict[str, Any], value: Any) -> None:
+        table = views
+        for name in path[:-1]:
+            table = table[name]
+        table[path[-1]] = value
+
+    return change
+
+
+HUGE = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("up", "piece"), 99, "names piece 99"),
+        (("up", "piece"), -1, "names piece -1"),
+        (("up", "offset"), -1, "negative"),
+        (("up", "offset"), HUGE, "its shape needs"),
+        (("up", "row_bytes"), -1, "negative"),
+        (("up", "row_bytes"), HUGE, "its shape needs"),
+        (("up", "run_bytes"), 0, "runs of 16 bytes, 0 apart"),
+        (("up", "run_bytes"), HUGE, "its shape needs"),
+        (("up", "run"), 1, "runs of 1"),
+        (("up", "run"), 20, "nibbles in runs of 20|its shape needs|bytes, 16 apart"),
+        (("up", "order"), "backwards", "order of codes is 'backwards'"),
+        (("up", "order"), "bytes", "its shape needs|another number of bits|apart"),
+        (("up", "flip"), 8, "another number of bits"),
+        (("up", "first_row"), 2**31 - 1, "from row"),
+        (("up", "first_row"), -1, "from row"),
+        (("up", "first_row"), 1, "its shape needs"),
+        (("up", "scales", "type"), "fp64", "scales are 'fp64'"),
+        (("up", "scales", "type"), "fp16", "scales of another type"),
+        (("up", "scales", "rows"), 0, "scales for 0 x"),
+        (("up", "scales", "columns"), 48, "in groups of 32"),
+        (("up", "scales", "offset"), -2, "negative"),
+        (("up", "scales", "row_bytes"), -4, "negative"),
+        (("up", "scales", "column_bytes"), HUGE, "its shape needs"),
+        (("up", "zeros", "bytes"), 9, "its shape needs"),
+        (("up", "zeros", "bytes"), -1, "negative"),
+        (("up", "zeros", "value"), 1, 'zero points; weights="int8" or "bf16" takes them'),
+        (("up_bias", "row_stride"), -(2**63) + 64, "negative stride"),
+        (("up_bias", "offset"), -(2**63), "negative offset"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(path: tuple[str, ...], value: Any, problem: str) -> None:
+    sizes, views = _views()
+    views = copy.deepcopy(views)
+    _set(*path)(views, value)
+    with pytest.raises(ValueError, match=problem):
+        _pack(sizes, views)
+
+
+@pytest.mark.parametrize("format", ["bf16", "lut4"])
+def test_codes_are_no_other_format(format: str) -> None:
+    with pytest.raises(ValueError, match=f"{format} cannot hold the codes of another format"):
+        _pack(*_views(), format)
