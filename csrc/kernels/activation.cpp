@@ -12,8 +12,11 @@ namespace torch_mesh {
 namespace {
 
 constexpr std::pair<std::string_view, Activation> kNamed[] = {
-    {"silu", Activation::kSilu},   {"gelu", Activation::kGelu}, {"gelu_tanh", Activation::kGeluTanh},
-    {"relu2", Activation::kRelu2}, {"swigluoai", kSwigluOai},
+    {"silu", Activation::kSilu},
+    {"gelu", Activation::kGelu},
+    {"gelu_tanh", Activation::kGeluTanh},
+    {"relu2", Activation::kRelu2},
+    {"swigluoai", kSwigluOai},
 };
 
 [[noreturn]] void unknown(std::string_view name, std::string_view why) {

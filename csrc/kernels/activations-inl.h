@@ -86,8 +86,8 @@ inline Floats swiglu(const Activation& a, Floats gate, Floats up) {
 }
 
 // A fit of (tanh(u) / u - 1) / u^2 by powers of u^2, for |u| <= kTanhNear.
-constexpr float kTanhCoefficients[] = {-0x1.555556p-2f, 0x1.1110eap-3f, -0x1.ba0914p-5f,
-                                       0x1.64add6p-6f, -0x1.11838ap-7f, 0x1.2cebap-9f};
+constexpr float kTanhCoefficients[] = {-0x1.555556p-2f, 0x1.1110eap-3f,  -0x1.ba0914p-5f,
+                                       0x1.64add6p-6f,  -0x1.11838ap-7f, 0x1.2cebap-9f};
 constexpr float kTanhNear = 0.625f;
 
 inline Floats hyperbolic_tangent(Floats u) {

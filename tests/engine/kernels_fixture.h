@@ -90,8 +90,8 @@ class Bytes {
 inline constexpr Activation kClamped{Activation::kSwiglu, 1.0f, 0.0f, 3.0f, 2.0f};
 inline constexpr Activation kSoftcapped{Activation::kSoftcap, 1.0f, 0.0f, 4.0f, 25.0f};
 inline constexpr Activation kActivations[] = {
-    Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2,
-    kSwigluOai,        kClamped,          kSoftcapped};
+    Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu2, kSwigluOai,
+    kClamped,          kSoftcapped};
 
 inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4,
                                              Format::kLut4};

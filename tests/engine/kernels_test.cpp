@@ -621,11 +621,26 @@ TEST(Activations, AreFoundByName) {
   EXPECT_EQ(activation_from_name("swiglu(gate=3.0,up=2.0)"), kClamped);
   EXPECT_EQ(activation_from_name("swiglu()"), Activation(Activation::kSwiglu));
   EXPECT_EQ(activation_from_name("softcap(gate=4,up=25)"), kSoftcapped);
-  for (const char* name :
-       {"swish9", "", "(", ")", "swiglu", "swiglu(", "silu()", "swiglu(gate)", "swiglu(gate=)",
-        "swiglu(gate=0)", "swiglu(gate=-1)", "swiglu(gate=nan)", "swiglu(up=inf)",
-        "swiglu(gate=1x)", "swiglu(beta=1)", "swiglu(gate=1 ,up=2)", "swiglu(alpha=0)",
-        "softcap(gate=4)", "softcap(gate=4,up=25,alpha=1)", "softcap(gate=1e99,up=1)"}) {
+  for (const char* name : {"swish9",
+                           "",
+                           "(",
+                           ")",
+                           "swiglu",
+                           "swiglu(",
+                           "silu()",
+                           "swiglu(gate)",
+                           "swiglu(gate=)",
+                           "swiglu(gate=0)",
+                           "swiglu(gate=-1)",
+                           "swiglu(gate=nan)",
+                           "swiglu(up=inf)",
+                           "swiglu(gate=1x)",
+                           "swiglu(beta=1)",
+                           "swiglu(gate=1 ,up=2)",
+                           "swiglu(alpha=0)",
+                           "softcap(gate=4)",
+                           "softcap(gate=4,up=25,alpha=1)",
+                           "softcap(gate=1e99,up=1)"}) {
     EXPECT_THROW(activation_from_name(name), Error) << name;
   }
 }
