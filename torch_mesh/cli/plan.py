@@ -120,7 +120,7 @@ def _print_table(planned: Plan) -> None:
         "bytes", f"{format_bytes(sizes.expert_bytes)} an expert, {format_bytes(sizes.all_experts_bytes)} in all"
     )
     if sizes.conversion:
-        table.add_row("converted once", escape(sizes.conversion))
+        table.add_row("conversion", escape(sizes.conversion))
     table.add_row("the rest", _bytes(sizes.dense_bytes))
     if sizes.left_alone:
         table.add_row("of that, experts that no pool takes", escape(sizes.left_alone))
