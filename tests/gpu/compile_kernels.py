@@ -38,7 +38,8 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
             groups = groups[:1]  # the others are as those of int8 and int4
         activation = ACTIVATIONS[index % len(ACTIVATIONS)]
         shape = {"FORMAT": format, "GROUP": groups[index % len(groups)]}
-        how = {"ACTIVATION": activation, "GATED": activation == "swigluoai" or index % 3 != 2, "BIAS": index % 2 == 0}
+        gated = activation.startswith(("swiglu", "softcap")) or index % 3 != 2
+        how = {"ACTIVATION": activation, "GATED": gated, "BIAS": index % 2 == 0}
         many = launches.MANY[format]
         found += [
             (kernels.gate_up_few, shape | how | {"SPLITS": 1 + 3 * (index % 2)}, few),

@@ -105,7 +105,8 @@ def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
     for out, expected in zip(outputs, exact, strict=True):
         usual = torch.cat(exact).square().mean().sqrt()
         size = torch.maximum(usual, expected.square().mean().sqrt())
-        assert (out - expected).square().mean().sqrt() < 2 * TOLERANCE * size
+        # Of a single column a few roundings are the whole error.
+        assert (out - expected).square().mean().sqrt() < (6 if spec.hidden == 1 else 2) * TOLERANCE * size
 
 
 def _take_any_codes(experts: TinyExperts) -> None:

@@ -106,7 +106,7 @@ with tempfile.TemporaryDirectory() as folder:
 def test_faults_of_others_are_reported_as_ever() -> None:
     """Python's faulthandler, enabled before, still gets the bus errors that are none of the store's."""
     tests = Path(__file__).parents[1]
-    folders = [str(tests.parent), str(tests / "ops")]
+    folders = [str(tests.parent), str(tests / "ops"), str(tests.parent / "benchmarks")]
     done = subprocess.run(
         [sys.executable, "-c", _FOREIGN_FAULT, *folders], capture_output=True, text=True, timeout=120, check=False
     )

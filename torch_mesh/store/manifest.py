@@ -303,7 +303,7 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if weights not in FORMAT_VERSIONS:
+    if weights not in tuple(FORMAT_VERSIONS):  # whatever it is
         raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMAT_VERSIONS)}")
     if version != FORMAT_VERSIONS[weights]:
         raise store_error(
