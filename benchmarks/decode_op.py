@@ -9,11 +9,10 @@ that neither finds what the other has just read.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
@@ -49,18 +48,24 @@ def experts_in_turn(start: int) -> Iterator[list[int]]:
         yield [expert % EXPERTS for expert in range(first, first + TOP_K)]
 
 
-def bytes_per_second(layer: ResidentLayer, pairs: int) -> dict[str, list[float]]:
-    """GB/s of the op and of the plain read, pair by pair, a pair being of the same records."""
+def op_speed(layer: ResidentLayer, turns: Iterator[list[int]]) -> Callable[[], float]:
+    """What takes the next run of experts and gives GB/s."""
     x = torch.randn(1, HIDDEN).to(torch.bfloat16)
     topk_weights = torch.full((1, TOP_K), 1 / TOP_K)
-    gigabytes = TOP_K * layer.record_bytes / 1e9
-    op_turns, read_turns = experts_in_turn(LAG), experts_in_turn(0)
 
     def op() -> float:
-        ids = torch.tensor([next(op_turns)])
+        ids = torch.tensor([next(turns)])
         begin = time.perf_counter()
         layer(x, ids, topk_weights)
-        return gigabytes / (time.perf_counter() - begin)
+        return TOP_K * layer.record_bytes / 1e9 / (time.perf_counter() - begin)
+
+    return op
+
+
+def bytes_per_second(layer: ResidentLayer, pairs: int) -> dict[str, list[float]]:
+    """GB/s of the op and of the plain read, pair by pair, a pair being of the same records."""
+    gigabytes = TOP_K * layer.record_bytes / 1e9
+    read_turns = experts_in_turn(0)
 
     def read() -> float:
         experts = next(read_turns)
@@ -68,24 +73,13 @@ def bytes_per_second(layer: ResidentLayer, pairs: int) -> dict[str, list[float]]
         layer.read(experts)
         return gigabytes / (time.perf_counter() - begin)
 
-    speeds = harness.interleave({"op": op, "read": read}, pairs + LAG)
+    speeds = harness.interleave({"op": op_speed(layer, experts_in_turn(LAG)), "read": read}, pairs + LAG)
     return {"op": speeds["op"][:pairs], "read": speeds["read"][LAG:]}
 
 
 def op_speeds(layers: dict[str, ResidentLayer], pairs: int) -> dict[str, list[float]]:
     """GB/s of layers that take turns."""
-    x = torch.randn(1, HIDDEN).to(torch.bfloat16)
-    topk_weights = torch.full((1, TOP_K), 1 / TOP_K)
-
-    def speed(layer: ResidentLayer, turns: Iterator[list[int]]) -> float:
-        ids = torch.tensor([next(turns)])
-        begin = time.perf_counter()
-        layer(x, ids, topk_weights)
-        return TOP_K * layer.record_bytes / 1e9 / (time.perf_counter() - begin)
-
-    return harness.interleave(
-        {name: functools.partial(speed, layer, experts_in_turn(0)) for name, layer in layers.items()}, pairs
-    )
+    return harness.interleave({name: op_speed(layer, experts_in_turn(0)) for name, layer in layers.items()}, pairs)
 
 
 def measure(options: Any) -> Report:

@@ -51,7 +51,6 @@ from .store.header import weight_files
 from .store.manifest import (
     FORMAT_VERSIONS,
     MANIFEST_NAME,
-    WEIGHTS,
     Manifest,
     Store,
     has_chosen_groups,
@@ -183,7 +182,7 @@ class _OfCheckpoint(_Opened):
         self._experts = experts
         self._folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
-        self._raw = self._own == (weights, group_size) and config.store is None
+        self._raw = experts.own_records == (weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
         super().__init__(layers, config, weights, group_size, exact=weights == "bf16" and from_bf16)
@@ -194,8 +193,9 @@ class _OfCheckpoint(_Opened):
         )
 
     def other_records(self, weights: str) -> Records:
-        if self._own is not None and self._own[0] == weights:
-            return self._as_they_are(*self._own)
+        own = self._experts.own_records
+        if own is not None and own[0] == weights:
+            return self._as_they_are(*own)
         return self._converted(other_config(self.config, weights))
 
     def check_other(self, weights: str) -> None:
@@ -205,11 +205,6 @@ class _OfCheckpoint(_Opened):
                 f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
                 f"{self._folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
             )
-
-    @property
-    def _own(self) -> tuple[str, int] | None:
-        """The format and group size of records that the checkpoint's files can be read as."""
-        return "bf16", 0
 
     def _as_they_are(self, weights: str, group_size: int) -> Records:
         if weights == "bf16" and self._experts.dtype != "bf16" and self._layers[0].dtype != torch.bfloat16:
@@ -240,11 +235,8 @@ class _OfQuantised(_OfCheckpoint):
         self._fingerprint = fingerprint_of(folder)
         experts = find_checkpoint_experts(folder, model)
         self._files = checkpoint_files
-        if config.weights in WEIGHTS:
-            weights, group_size = config.weights, checked_group_size(config.weights, config.group_size)
-        else:
-            weights, group_size = weights_of_checkpoint(experts, config.weights)
-            config = config.replace(weights=weights)
+        weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
+        config = config.replace(weights=weights)
         if has_chosen_groups(weights):
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)
@@ -261,11 +253,6 @@ class _OfQuantised(_OfCheckpoint):
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
             with progress_bar(f"Dequantising the rest of {self._name}") as progress:
                 self._files[:] = map(str, write_rest(self._experts, self._fingerprint, folder, progress))
-
-    @property
-    def _own(self) -> tuple[str, int] | None:
-        kept = self._experts.kept
-        return None if kept is None else (kept.weights, kept.group_size)
 
 
 class _OfStore(_Opened):

@@ -36,7 +36,7 @@ from .store.checkpoint import (
 )
 from .store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from .store.gguf import is_gguf
-from .store.manifest import WEIGHTS, Shape, has_chosen_groups, is_store, open_store
+from .store.manifest import Shape, has_chosen_groups, is_store, open_store
 from .synthetic import synthetic_trace
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
@@ -312,13 +312,8 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     model = meta_model(read_config(folder))
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
-    weights, group_size = config.weights, config.group_size
-    if weights in WEIGHTS:
-        group_size = checked_group_size(weights, group_size)
-    else:
-        weights, group_size = weights_of_checkpoint(experts, weights)
-    own = ("bf16", 0) if not experts.weights else experts.kept and (experts.kept.weights, experts.kept.group_size)
-    raw = own == (weights, group_size) and config.store is None
+    weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
+    raw = experts.own_records == (weights, group_size) and config.store is None
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
@@ -339,12 +334,13 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
 def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, group_size: int) -> str:
     if not experts.weights:
         return ""
-    kept = experts.kept
-    if kept is not None and (weights, group_size) == (kept.weights, kept.group_size):
+    if experts.own_records == (weights, group_size):
         if config.store is not None:
-            return f"{experts.format} experts are converted to {kept.weights}, which holds their codes and scales as they are"
+            return (
+                f"{experts.format} experts are converted to {weights}, which holds their codes and scales as they are"
+            )
         return (
-            f"{experts.format} experts are read as they are, in {experts.reads_per_expert} reads each, and packed to {kept.weights} when they "
+            f"{experts.format} experts are read as they are, in {experts.reads_per_expert} reads each, and packed to {weights} when they "
             "come; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":

@@ -111,6 +111,13 @@ class CheckpointExperts:
         return sum(len(self.weights[index].parts) for index in pieces) if self.weights else len(pieces)
 
     @property
+    def own_records(self) -> tuple[str, int] | None:
+        """The format and group size of records that the files can be read as, without a conversion."""
+        if not self.weights:
+            return "bf16", 0
+        return None if self.kept is None else (self.kept.weights, self.kept.group_size)
+
+    @property
     def rest_is_quantised(self) -> bool:
         """Whether any weight but the experts' is, or has other names and values than transformers', as those of GGUF files."""
         if is_gguf(self.folder):

@@ -89,7 +89,7 @@ def convert(
     """
     source, destination = Path(source), Path(destination)
     if weights in WEIGHTS:
-        group_size = checked_group_size(weights, group_size)
+        checked_group_size(weights, group_size)
     elif weights not in ("auto", *OF_CODES):
         raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *OF_CODES)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
@@ -102,9 +102,9 @@ def convert(
             f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
         )
         warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
-    if weights not in WEIGHTS:
-        weights, group_size = weights_of_checkpoint(experts, weights)
-    elif weights == "bf16" and not _fits_bf16(experts):
+    asked = weights
+    weights, group_size = weights_of_checkpoint(experts, weights, group_size)
+    if asked == "bf16" and not _fits_bf16(experts):
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     plan = StorePlan(
         shape=experts.shape,
@@ -206,11 +206,13 @@ def convert_store(
     return write_store(destination, plan, records, progress=progress)
 
 
-def weights_of_checkpoint(experts: CheckpointExperts, weights: str) -> tuple[str, int]:
-    """What 'auto', or the name of a format of codes, is for a checkpoint, and the group size; says so where values are rounded.
+def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: int = 64) -> tuple[str, int]:
+    """What a checkpoint's experts become, and the group size; says so where 'auto' rounds values. ``group_size`` is for what is rounded to it.
 
-    Raises ``ValueError`` where the checkpoint's codes are no such format's.
+    Raises ``ValueError`` for unknown ones, and where the checkpoint's codes are not those of a format of codes.
     """
+    if weights in WEIGHTS:
+        return weights, checked_group_size(weights, group_size)
     choice = experts.nearest()
     if weights not in ("auto", choice.weights):
         raise ValueError(
@@ -290,8 +292,7 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
 def _pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
-    kept = experts.kept
-    if kept is not None and (kept.weights, kept.group_size) == (weights, group_size):
+    if experts.kept is not None and experts.own_records == (weights, group_size):
         return experts.pack_kept(layer, expert)
     return pack_expert(experts.read_expert(layer, expert), weights, group_size)
 

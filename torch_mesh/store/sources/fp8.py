@@ -21,15 +21,13 @@ from torch_mesh.store.sources.layout import (
     check_rank,
     check_shape,
     e4m3_values,
-    fp4_values,
     grid,
     in_int8,
     is_multiple,
-    mxfp4_codes,
     scale_type,
     scale_values,
-    scaled_in_groups,
 )
+from torch_mesh.store.sources.mxfp4 import Mxfp4
 
 
 class ScaledFp8(Layout):
@@ -103,11 +101,10 @@ class ScaledFp8(Layout):
         raise Misfit("scale", f"has the shape {list(scale)}, which does not divide the weight {list(shape)}{named}")
 
 
-class Fp4InFp8(Layout):
+class Fp4InFp8(Mxfp4):
     """Two weights of E2M1 in each I8, and a power of two for each 32."""
 
     title = "FP4 with E8M0 scales"
-    required = frozenset({"scale"})
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         return name if tensors[name].dtype == "I8" and name.endswith(".weight") else None
@@ -123,15 +120,6 @@ class Fp4InFp8(Layout):
         if columns % 16:
             raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
         return rows, 2 * columns
-
-    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
-        return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
-
-    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        return mxfp4_codes(shape[-1])
-
-    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return IN_BF16
 
 
 def _fp8_codes(group_size: int, columns: int, scales: Scales) -> Codes:

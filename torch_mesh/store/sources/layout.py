@@ -137,12 +137,6 @@ def scale_type(scale: Tensor) -> str:
     return SCALE_TYPES[scale.dtype]
 
 
-def mxfp4_codes(columns: int) -> Codes:
-    """E2M1 in pairs, and E8M0 for each 32."""
-    scales = Scales("e8m0", 1, 32, columns // 32, 1)
-    return Codes("mxfp4", 32, "pairs", columns, columns // 2, columns // 2, scales)
-
-
 def nearest_to(dtype: str) -> Nearest:
     """For weights that nobody has quantised."""
     return IN_BF16 if dtype.lower() == "bf16" else Nearest("bf16", 0, False, f"to which {dtype} weights are rounded")

@@ -14,22 +14,37 @@ from torch_mesh.store.sources.layout import (
     Layout,
     Misfit,
     Nearest,
+    Scales,
     Shape,
     check_dtype,
     check_rank,
     check_shape,
     fp4_values,
-    mxfp4_codes,
     scale_values,
     scaled_in_groups,
 )
 
 
-class Mxfp4Blocks(Layout):
-    """All experts of a layer in one tensor, each row in blocks of 16 bytes."""
+class Mxfp4(Layout):
+    """Two codes in each byte, and a power of two for each 32; which tensors these are is left to others."""
 
     title = "MXFP4"
     required = frozenset({"scale"})
+
+    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
+        return scaled_in_groups(fp4_values(parts["codes"]).reshape(shape), scale_values(parts))
+
+    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
+        columns = shape[-1]
+        return Codes("mxfp4", 32, "pairs", columns, columns // 2, columns // 2, Scales("e8m0", 1, 32, columns // 32, 1))
+
+    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
+        return IN_BF16
+
+
+class Mxfp4Blocks(Mxfp4):
+    """All experts of a layer in one tensor, each row in blocks of 16 bytes."""
+
     turned = True
 
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
@@ -48,20 +63,8 @@ class Mxfp4Blocks(Layout):
             raise Misfit("codes", f"has blocks of {size} bytes; those of MXFP4 have 16")
         return experts, rows, groups * 32
 
-    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
-        return scaled_in_groups(fp4_values(parts["codes"]).reshape(shape), scale_values(parts))
 
-    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        return mxfp4_codes(shape[-1])
-
-    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return IN_BF16
-
-
-class PackedMxfp4(Layout):
-    title = "MXFP4"
-    required = frozenset({"scale"})
-
+class PackedMxfp4(Mxfp4):
     def weight_of(self, name: str, tensors: Mapping[str, Tensor]) -> str | None:
         stem = name.removesuffix("_packed")
         scale = tensors.get(f"{stem}_scale")
@@ -78,12 +81,3 @@ class PackedMxfp4(Layout):
             raise Misfit("codes", f"has {2 * columns} weights a row, which is no multiple of 32")
         check_shape(parts, "scale", (rows, columns // 16))
         return rows, 2 * columns
-
-    def values(self, parts: Mapping[str, torch.Tensor], shape: Shape) -> torch.Tensor:
-        return scaled_in_groups(fp4_values(parts["codes"]), scale_values(parts))
-
-    def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
-        return mxfp4_codes(shape[-1])
-
-    def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return IN_BF16
