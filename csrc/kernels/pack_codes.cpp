@@ -16,11 +16,26 @@ namespace {
   throw Error(ErrorKind::kInvalid, std::string(format_name(format)) + " cannot hold " + what);
 }
 
-const std::byte* scale_at(const CodesView& view, int32_t row, int32_t column) {
-  const ScalesView& scales = view.scales;
-  return scales.data + (int64_t{view.first_row} + row) / scales.rows * scales.row_bytes +
-         column / scales.columns * scales.column_bytes;
+// A code is a byte, not a nibble.
+bool has_byte_codes(Format format) {
+  return format == Format::kInt8 || format == Format::kInt8Fp16 || format == Format::kFp8;
 }
+
+// Where the rows of a block begin, found once: a division for each group would cost more than its
+// codes.
+struct RowOffsets {
+  int32_t count;
+  int64_t of_codes[kBlockColumns];
+  int64_t of_scales[kBlockColumns];
+
+  RowOffsets(const CodesView& view, int32_t first_row, int32_t rows) : count(rows) {
+    for (int32_t i = 0; i < rows; ++i) {
+      const int64_t row = int64_t{first_row} + i;
+      of_codes[i] = row * view.row_bytes;
+      of_scales[i] = (view.first_row + row) / view.scales.rows * view.scales.row_bytes;
+    }
+  }
+};
 
 bool is_number(ScaleType type, const std::byte* from) {
   switch (type) {
@@ -38,20 +53,45 @@ bool is_number(ScaleType type, const std::byte* from) {
   return false;
 }
 
-// One scale into the record's own type.
-void put_scale(const PackedMatrix& matrix, const CodesView& view, const std::byte* from,
-               std::byte* to) {
-  const ScaleType type = view.scales.type;
-  if (!is_number(type, from)) refuse(matrix.format, "a scale that is not a finite number");
-  if (matrix.scale_type() == ScaleType::kFp32) {
-    const float value = scale_value(type, from);
-    std::memcpy(to, &value, sizeof(value));
-    return;
+// The scales of a block's rows at k-value `column`, into the record's own type.
+template <ScaleType kType>
+void put_scales_of(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
+                   int64_t column, std::byte* to) {
+  constexpr auto kBytes = static_cast<size_t>(scale_bytes(kType));
+  const std::byte* from =
+      view.scales.data + column / view.scales.columns * view.scales.column_bytes;
+  const bool widen = matrix.scale_type() == ScaleType::kFp32;
+  for (int32_t i = 0; i < offsets.count; ++i) {
+    const std::byte* scale = from + offsets.of_scales[i];
+    if (!is_number(kType, scale)) refuse(matrix.format, "a scale that is not a finite number");
+    if (widen) {
+      const float value = scale_value(kType, scale);
+      std::memcpy(to, &value, sizeof(value));
+      to += sizeof(value);
+      continue;
+    }
+    if (kType == ScaleType::kE4m3 && (*scale & std::byte{0x80}) != std::byte{0}) {
+      refuse(matrix.format, "a scale below zero");
+    }
+    std::memcpy(to, scale, kBytes);
+    to += kBytes;
   }
-  if (type == ScaleType::kE4m3 && (*from & std::byte{0x80}) != std::byte{0}) {
-    refuse(matrix.format, "a scale below zero");
+}
+
+void put_scales(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
+                int64_t column, std::byte* to) {
+  switch (view.scales.type) {
+    case ScaleType::kBf16:
+      return put_scales_of<ScaleType::kBf16>(matrix, view, offsets, column, to);
+    case ScaleType::kFp16:
+      return put_scales_of<ScaleType::kFp16>(matrix, view, offsets, column, to);
+    case ScaleType::kFp32:
+      return put_scales_of<ScaleType::kFp32>(matrix, view, offsets, column, to);
+    case ScaleType::kE8m0:
+      return put_scales_of<ScaleType::kE8m0>(matrix, view, offsets, column, to);
+    case ScaleType::kE4m3:
+      return put_scales_of<ScaleType::kE4m3>(matrix, view, offsets, column, to);
   }
-  std::memcpy(to, from, static_cast<size_t>(scale_bytes(type)));
 }
 
 void check_scales(const PackedMatrix& matrix, const CodesView& view) {
@@ -73,8 +113,7 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
                               std::to_string(scales.columns) + " weights in groups of " +
                               std::to_string(group));
   }
-  const bool bytes = matrix.format == Format::kInt8 || matrix.format == Format::kInt8Fp16 ||
-                     matrix.format == Format::kFp8;
+  const bool bytes = has_byte_codes(matrix.format);
   if ((view.order == CodeOrder::kBytes) != bytes || (!bytes && view.flip != 0)) {
     refuse(matrix.format, "codes of another number of bits");
   }
@@ -83,103 +122,110 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
   }
 }
 
-// `count` codes of one row, a byte each, from k-value `first` on, which begins a run of nibbles or
-// lies on a whole byte of pairs.
-void load_codes(const CodesView& view, int32_t row, int32_t first, int32_t count, uint8_t* codes) {
-  const std::byte* data = view.data + row * view.row_bytes;
-  while (count > 0) {
-    const int32_t within = first % view.run;
-    const int32_t part = std::min(count, view.run - within);
-    const std::byte* run = data + first / view.run * view.run_bytes;
-    switch (view.order) {
-      case CodeOrder::kBytes:
-        for (int32_t i = 0; i < part; ++i) {
-          codes[i] = static_cast<uint8_t>(run[within + i]) ^ view.flip;
-        }
-        break;
-      case CodeOrder::kPairs:
-        for (int32_t i = 0; i + 1 < part; i += 2) {
-          const auto pair = static_cast<uint8_t>(run[(within + i) / 2]);
-          codes[i] = pair & 15;
-          codes[i + 1] = pair >> 4;
-        }
-        if (part % 2 != 0) codes[part - 1] = static_cast<uint8_t>(run[(within + part) / 2]) & 15;
-        break;
-      case CodeOrder::kHalves: {
-        const int32_t half = view.run / 2;
-        if (part == view.run) {
-          for (int32_t i = 0; i < half; ++i) {
-            const auto pair = static_cast<uint8_t>(run[i]);
-            codes[i] = pair & 15;
-            codes[half + i] = pair >> 4;
-          }
-          break;
-        }
-        for (int32_t i = 0; i < part; ++i) {
-          const auto pair = static_cast<uint8_t>(run[(within + i) % half]);
-          codes[i] = within + i < half ? pair & 15 : pair >> 4;
-        }
-        break;
+// Codes of a run from the `within`-th on, a byte each.
+void load_part(const CodesView& view, const std::byte* run, int32_t within, int32_t count,
+               uint8_t* __restrict codes) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(run);
+  const int32_t half = view.run / 2;
+  switch (view.order) {
+    case CodeOrder::kBytes:
+      for (int32_t i = 0; i < count; ++i) codes[i] = bytes[within + i] ^ view.flip;
+      return;
+    case CodeOrder::kPairs:
+      bytes += within / 2;
+      for (int32_t i = 0; i < count / 2; ++i) {
+        const auto two = static_cast<uint16_t>((bytes[i] | bytes[i] << 4) & 0x0f0f);
+        std::memcpy(codes + 2 * i, &two, sizeof(two));
       }
-    }
-    codes += part;
-    first += part;
-    count -= part;
+      if (count % 2 != 0) codes[count - 1] = bytes[count / 2] & 15;
+      return;
+    case CodeOrder::kHalves:
+      const int32_t low = std::clamp(half - within, 0, count);
+      for (int32_t i = 0; i < low; ++i) codes[i] = bytes[within + i] & 15;
+      for (int32_t i = low; i < count; ++i) codes[i] = bytes[within + i - half] >> 4;
+      return;
   }
 }
 
-// The codes of one row of a step, filled up with zeros.
+// A step of k-values, where it begins in every row.
+struct Step {
+  int64_t run;     // bytes from a row's first to the run that it begins in
+  int32_t within;  // which of that run's codes is its first
+  int32_t count;   // codes that are there
+  int32_t depth;   // and those that it is filled up to
+
+  Step(const PackedMatrix& matrix, const CodesView& view, int32_t first, int32_t depth)
+      : run(first / view.run * view.run_bytes),
+        within(first % view.run),
+        count(std::clamp(matrix.depth - first, 0, depth)),
+        depth(depth) {}
+};
+
+// The codes of one row of a step, a cache line or two of them, filled up with zeros.
 struct Line {
   alignas(64) uint8_t codes[kMaxGroup];
 
-  void load(const PackedMatrix& matrix, const CodesView& view, int32_t row, int32_t first,
-            int32_t depth) {
-    const int32_t count = std::clamp(matrix.depth - first, 0, depth);
-    load_codes(view, row, first, count, codes);
+  void load(const PackedMatrix& matrix, const CodesView& view, const Step& step,
+            const std::byte* row) {
+    const std::byte* run = row + step.run;
+    int32_t within = step.within;
+    for (int32_t done = 0; done < step.count; run += view.run_bytes, within = 0) {
+      const int32_t part = std::min(step.count - done, view.run - within);
+      load_part(view, run, within, part, codes + done);
+      done += part;
+    }
+    if (step.count == step.depth) return;
     const bool offset = matrix.format == Format::kInt4 || matrix.format == Format::kInt4Fp16;
-    std::memset(codes + count, offset ? 8 : 0, static_cast<size_t>(depth - count));
+    std::memset(codes + step.count, offset ? 8 : 0, static_cast<size_t>(step.depth - step.count));
   }
 };
 
 // Words of four bytes, or of eight nibbles, into a column of a group.
-void put_words(const PackedMatrix& matrix, const Line& line, int32_t column, std::byte* words) {
-  const bool bytes = matrix.format == Format::kInt8 || matrix.format == Format::kInt8Fp16;
-  const int32_t step = bytes ? 4 : 8;
+void put_words(const PackedMatrix& matrix, const uint8_t* line, int32_t column, std::byte* words) {
+  const auto* codes = reinterpret_cast<const std::byte*>(line);
   std::byte* to = words + column * 4;
-  for (int32_t k = 0; k < matrix.group_size; k += step, to += kBlockColumns * 4) {
-    auto word = read_as<uint32_t>(reinterpret_cast<const std::byte*>(line.codes + k));
-    if (!bytes) {
-      word |= read_as<uint32_t>(reinterpret_cast<const std::byte*>(line.codes + k + 4)) << 4;
+  if (has_byte_codes(matrix.format)) {
+    for (int32_t k = 0; k < matrix.group_size; k += 4, to += kBlockColumns * 4) {
+      std::memcpy(to, codes + k, 4);
     }
+    return;
+  }
+  for (int32_t k = 0; k < matrix.group_size; k += 8, to += kBlockColumns * 4) {
+    const auto eight = read_as<uint64_t>(codes + k);
+    const auto word = static_cast<uint32_t>(eight | eight >> 28);
     std::memcpy(to, &word, sizeof(word));
   }
 }
 
-void pack_groups(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, int32_t rows,
+void put_factors(const PackedMatrix& matrix, const CodesView& view, std::byte* header) {
+  const float factor = view.factor == nullptr ? 1.0f : read_as<float>(view.factor);
+  const float divisor = view.divisor == nullptr ? 1.0f : read_as<float>(view.divisor);
+  if (!std::isfinite(factor) || !std::isfinite(divisor) || !std::isfinite(factor / divisor))
+    refuse(matrix.format, "a factor that is no finite number");
+  std::memcpy(header, &factor, sizeof(factor));
+  std::memcpy(header + sizeof(factor), &divisor, sizeof(divisor));
+}
+
+void pack_groups(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
                  std::byte* block) {
-  const int64_t each = scale_bytes(matrix.scale_type());
-  std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
-  if (matrix.header_bytes > 0) {
-    const float factor = view.factor == nullptr ? 1.0f : read_as<float>(view.factor);
-    const float divisor = view.divisor == nullptr ? 1.0f : read_as<float>(view.divisor);
-    if (!std::isfinite(factor) || !std::isfinite(divisor) || !std::isfinite(factor / divisor))
-      refuse(matrix.format, "a factor that is no finite number");
-    std::memcpy(block, &factor, sizeof(factor));
-    std::memcpy(block + sizeof(factor), &divisor, sizeof(divisor));
-  }
   std::byte* group = block + matrix.header_bytes;
   Line line;
-  for (int32_t k = 0; k < matrix.depth_padded; k += matrix.group_size) {
-    std::byte* words = group + matrix.scales_bytes();
-    for (int32_t column = 0; column < rows; ++column) {
-      const int32_t row = first_row + column;
-      if (k < matrix.depth) {
-        put_scale(matrix, view, scale_at(view, row, k), group + column * each);
-      }
-      line.load(matrix, view, row, k, matrix.group_size);
-      put_words(matrix, line, column, words);
+  for (int32_t first = 0; first < matrix.depth_padded; first += kMaxGroup) {
+    const Step step(matrix, view, first, std::min(kMaxGroup, matrix.depth_padded - first));
+    const int32_t groups = step.depth / matrix.group_size;
+    for (int32_t g = 0; g < groups; ++g) {
+      const int32_t k = first + g * matrix.group_size;
+      if (k < matrix.depth) put_scales(matrix, view, offsets, k, group + g * matrix.group_bytes);
     }
-    group += matrix.group_bytes;
+    std::byte* words = group + matrix.scales_bytes();
+    for (int32_t column = 0; column < offsets.count; ++column) {
+      line.load(matrix, view, step, view.data + offsets.of_codes[column]);
+      for (int32_t g = 0; g < groups; ++g) {
+        put_words(matrix, line.codes + g * matrix.group_size, column,
+                  words + g * matrix.group_bytes);
+      }
+    }
+    group += groups * matrix.group_bytes;
   }
 }
 
@@ -189,28 +235,25 @@ bool holds_nan(const uint8_t* codes, int32_t count) {
   return found;
 }
 
-void pack_fp8_scales(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
-                     int32_t rows, std::byte* header) {
-  const int64_t each = scale_bytes(matrix.scale_type());
-  for (int32_t k = 0; k < matrix.depth; k += matrix.group_size) {
-    for (int32_t column = 0; column < rows; ++column) {
-      put_scale(matrix, view, scale_at(view, first_row + column, k), header);
-      header += each;
-      if (matrix.group_size == 128) break;
-    }
-    if (matrix.group_size == 0) return;
-    if (matrix.group_size == 32) header += (kBlockColumns - rows) * each;
+void pack_fp8_scales(const PackedMatrix& matrix, const CodesView& view, RowOffsets offsets,
+                     std::byte* header) {
+  if (matrix.group_size == 128) offsets.count = 1;  // for all of them
+  const int64_t each =
+      matrix.group_size == 128 ? 4 : kBlockColumns * scale_bytes(matrix.scale_type());
+  const int32_t deep = matrix.group_size == 0 ? matrix.depth : matrix.group_size;
+  for (int32_t k = 0; k < matrix.depth; k += deep, header += each) {
+    put_scales(matrix, view, offsets, k, header);
   }
 }
 
-void pack_fp8(const PackedMatrix& matrix, const CodesView& view, int32_t first_row, int32_t rows,
+void pack_fp8(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
               std::byte* block) {
-  std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
-  pack_fp8_scales(matrix, view, first_row, rows, block);
+  pack_fp8_scales(matrix, view, offsets, block);
   Line line;
   for (int32_t k = 0; k < matrix.depth_padded; k += kBlockColumns) {
-    for (int32_t column = 0; column < rows; ++column) {
-      line.load(matrix, view, first_row + column, k, kBlockColumns);
+    const Step step(matrix, view, k, kBlockColumns);
+    for (int32_t column = 0; column < offsets.count; ++column) {
+      line.load(matrix, view, step, view.data + offsets.of_codes[column]);
       if (holds_nan(line.codes, kBlockColumns)) {
         refuse(matrix.format, "a weight that is not a number");
       }
@@ -243,12 +286,14 @@ void check_codes(const PackedMatrix& matrix, const CodesView& view) {
 
 void pack_codes(const PackedMatrix& matrix, const CodesView& view, int32_t first_row,
                 std::byte* block) {
-  const int32_t rows = std::min(matrix.columns - first_row, kBlockColumns);
+  const RowOffsets offsets(view, first_row, std::min(matrix.columns - first_row, kBlockColumns));
+  std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
   if (matrix.format == Format::kFp8) {
-    pack_fp8(matrix, view, first_row, rows, block);
-  } else {
-    pack_groups(matrix, view, first_row, rows, block);
+    pack_fp8(matrix, view, offsets, block);
+    return;
   }
+  if (matrix.header_bytes > 0) put_factors(matrix, view, block);
+  pack_groups(matrix, view, offsets, block);
 }
 
 }  // namespace torch_mesh
