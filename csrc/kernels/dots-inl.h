@@ -65,14 +65,15 @@ struct E8m0Scales {
   static Floats load(const std::byte* from) { return as_floats(shift_left<23>(load_bytes(from))); }
 };
 
-constexpr float kE4m3Unit = 256;
+// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3HalfUnit of it.
+constexpr float kE4m3HalfUnit = 256;
 
 // Of E2M1 too; the block's header has a factor for all of them.
 struct E4m3Scales {
   static constexpr int32_t kBytes = 1;
-  static constexpr float kUnit = 0.5f * kE4m3Unit;
+  static constexpr float kUnit = 0.5f * kE4m3HalfUnit;
   static constexpr int32_t kHeaderBytes = block_header_bytes(Format::kNvfp4, 16, kBlockColumns);
-  static Floats load(const std::byte* from) { return load_unsigned_e4m3(from); }
+  static Floats load(const std::byte* from) { return load_half_of_e4m3(from); }
 };
 
 // bf16 is the upper half of fp32: two values unfold by a shift and a mask.
@@ -94,15 +95,23 @@ struct ExpandedBf16Dot {
   }
 };
 
-// In units of kE4m3Unit.
+// Its weights are in units of kE4m3Unit and its sums in those of kUnit.
 struct ExpandedFp8Dot : ExpandedBf16Dot {
+  static constexpr float kUnit = kE4m3Unit / kE4m3Lift;
   static constexpr int32_t kColumnBytes = 2;
+  static constexpr int kVectorsAtOnce = 2;
 
-  static Weights weights(const std::byte* pairs) {
-    Weights values;
-    load_e4m3_pairs(pairs, values.low, values.high);
-    return values;
+  static void weights(const std::byte* pairs, Weights (&both)[2]) {
+    Floats low[2], high[2];
+    load_e4m3_pairs(pairs, low, high);
+    for (int i = 0; i < 2; ++i) both[i] = {low[i], high[i]};
   }
+  static Row row(const std::byte* word) {
+    const Row values = ExpandedBf16Dot::row(word);
+    const Floats lift = broadcast(kE4m3Lift);
+    return {values.low * lift, values.high * lift};
+  }
+  static void put_in_order(Sum& first, Sum& second) { torch_mesh::put_in_order(first, second); }
 };
 
 }  // namespace

@@ -36,10 +36,17 @@ inline void gemm_bf16(const BlockProducts& products) {
 // Words of bf16, which holds every number of E4M3.
 inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte* to) {
   const Floats unit = broadcast(kE4m3Unit);
-  for (int32_t i = 0; i < words * kBlockColumns; i += kLanes) {
-    const auto pair = ExpandedFp8Dot::weights(pairs + i * 2);
-    const Words low = shift_right<16>(as_words(pair.low * unit));
-    store_words(to + i * 4, low | (as_words(pair.high * unit) & broadcast_word(0xffff0000)));
+  const WithSubnormals counted;
+  for (int32_t i = 0; i < words * kBlockColumns; i += 2 * kLanes) {
+    ExpandedFp8Dot::Weights both[2];
+    ExpandedFp8Dot::weights(pairs + i * 2, both);
+    put_in_order(both[0].low, both[1].low);
+    put_in_order(both[0].high, both[1].high);
+    for (int v = 0; v < 2; ++v) {
+      const Words low = shift_right<16>(as_words(both[v].low * unit));
+      const Words high = as_words(both[v].high * unit) & broadcast_word(0xffff0000);
+      store_words(to + (i + v * kLanes) * 4, low | high);
+    }
   }
 }
 
@@ -62,7 +69,7 @@ inline void gemm_fp8(const BlockProducts& products) {
     products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
                              reinterpret_cast<const uint16_t*>(gathered),
                              reinterpret_cast<const uint16_t*>(unfolded), part);
-    const Fp8Step step(products, k);
+    const Fp8Step step(products, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = step.scales_of(c);
       for (int32_t r = 0; r < rows; ++r) {
@@ -104,7 +111,7 @@ inline void gemm_surplus(const IntegerGroup<Dot, Scales>& group, uint32_t* surpl
     }
     // int8 goes to gemm as it is stored, wherever the Dot puts its zero.
     if constexpr (Dot::kRowWords == 1) {
-      sum = Dot::correct(sum, Dot::zeros(group.scales_of(c)), group.count * 4);
+      sum = add_words(sum, Dot::start(Dot::zeros(group.scales_of(c)), group.count * 4));
     }
     store_words(surplus + c, shift_left<7>(sum));
   }
@@ -134,7 +141,7 @@ inline void gemm_integer(const BlockProducts& products) {
         Words sum =
             subtract_words(load_words(exact + r * kBlockColumns + c), load_words(surplus + c));
         if constexpr (Dot::kRowWords == 2) {
-          sum = Dot::correct(sum, Dot::zeros(group.scales_of(c)), rows.sum[r]);
+          sum = add_words(sum, Dot::start(Dot::zeros(group.scales_of(c)), rows.sum[r]));
         }
         add_scaled<Scales>(products.sums + r * kBlockColumns + c, sum, rows.scale[r],
                            group.scales_of(c));

@@ -34,7 +34,7 @@ struct PairInt8Dot {
         sum, multiply_byte_pairs(weights.magnitudes, negate_bytes(row.bytes, weights.signs)));
   }
   static Words zeros(const std::byte*) { return broadcast_word(0); }
-  static Words correct(Words sum, Words, int32_t) { return sum; }
+  static Words start(Words, int32_t) { return broadcast_word(0); }
 };
 
 // Nibbles x s8: two words give at most 2 * 2 * 63 * 127 = 32004 per 16-bit lane. Of int4 alone four
@@ -62,9 +62,7 @@ struct PairNibbleDot {
                                     multiply_byte_pairs(weights.high, row.high)));
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words correct(Words sum, Words zeros, int32_t row_sum) {
-    return subtract_words(sum, times_row_sum(zeros, row_sum));
-  }
+  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 template <typename Nibbles>
 using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;

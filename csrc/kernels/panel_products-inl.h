@@ -18,12 +18,21 @@ struct Panel {
 };
 
 template <typename Dot>
-inline void unfold(const std::byte* words, Panel& panel) {
+inline void unfold(const std::byte* words, float weight_unit, Panel& panel) {
+  const Floats unit = broadcast(weight_unit);
+  constexpr int kAtOnce = vectors_unfolded<Dot>();
   for (int32_t k = 0; k < panel.depth; k += 2) {
-    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const auto pair = Dot::weights(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>());
-      store(panel.weights[k] + c, pair.low);
-      store(panel.weights[k + 1] + c, pair.high);
+    for (int32_t c = 0; c < kBlockColumns; c += kAtOnce * kLanes) {
+      typename Dot::Weights weights[kAtOnce];
+      unfold_weights<Dot>(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>(), weights);
+      if constexpr (kAtOnce == 2) {
+        put_in_order(weights[0].low, weights[1].low);
+        put_in_order(weights[0].high, weights[1].high);
+      }
+      for (int v = 0; v < kAtOnce; ++v) {
+        store(panel.weights[k] + c + v * kLanes, weights[v].low * unit);
+        store(panel.weights[k + 1] + c + v * kLanes, weights[v].high * unit);
+      }
     }
   }
 }
@@ -74,9 +83,9 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
 
 template <typename Dot, typename Step>
 inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
-                       const Step& step, Panel& panel) {
+                       float unit, const Step& step, Panel& panel) {
   panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
-  unfold<Dot>(words, panel);
+  unfold<Dot>(words, unit, panel);
   for (int32_t r = 0; r < products.rows.count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
     for (int32_t k = 0; k < panel.depth; k += kLanes) {
@@ -93,17 +102,18 @@ inline void bf16_panels(const BlockProducts& products) {
   panel.depth = kStepDepth;
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
     const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
-    panel_step<ExpandedBf16Dot>(products, depth, words, Unscaled{}, panel);
+    panel_step<ExpandedBf16Dot>(products, depth, words, 1, Unscaled{}, panel);
   }
 }
 
 inline void fp8_panels(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
+  const WithSubnormals counted;
   Panel panel;
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
-    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns,
-                               Fp8Step(products, depth), panel);
+    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, kE4m3Unit,
+                               Fp8Step(products, depth, 1), panel);
   }
 }
 

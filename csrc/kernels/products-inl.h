@@ -8,8 +8,11 @@
 //   kRowWords  how many 32-bit words of activations that is
 //   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
+//   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) unfolds together, where
+//                   that is cheaper than one
+//   put_in_order(first, second)   sums of two vectors of columns, where they are not so unfolded
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
-//   correct(sum, zeros, row_sum)   takes out what these have added
+//   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -42,6 +45,25 @@ constexpr int32_t column_bytes() {
 }
 
 template <typename Dot>
+constexpr int vectors_unfolded() {
+  if constexpr (requires { Dot::kVectorsAtOnce; }) {
+    return Dot::kVectorsAtOnce;
+  } else {
+    return 1;
+  }
+}
+
+template <typename Dot>
+inline void unfold_weights(const std::byte* words,
+                           typename Dot::Weights (&weights)[vectors_unfolded<Dot>()]) {
+  if constexpr (vectors_unfolded<Dot>() == 1) {
+    weights[0] = Dot::weights(words);
+  } else {
+    Dot::weights(words, weights);
+  }
+}
+
+template <typename Dot>
 inline void prefetch_ahead(const std::byte* words) {
   if constexpr (requires { Dot::kPrefetchBytes; }) {
     __builtin_prefetch(words + Dot::kPrefetchBytes);
@@ -51,14 +73,21 @@ inline void prefetch_ahead(const std::byte* words) {
 template <typename Dot, int kRows, int kVectors>
 inline void add_words_of_block(const std::byte* words, int32_t count, const std::byte* const* rows,
                                typename Dot::Sum (&sums)[kRows][kVectors]) {
+  constexpr int kAtOnce = vectors_unfolded<Dot>();
+  static_assert(kVectors % kAtOnce == 0);
   for (int32_t j = 0; j < count; ++j) {
     typename Dot::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kVectors; v += kAtOnce) {
       const std::byte* at = words + (j * kBlockColumns + v * kLanes) * column_bytes<Dot>();
       if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
-      const auto weights = Dot::weights(at);
-      for (int r = 0; r < kRows; ++r) sums[r][v] = Dot::add(sums[r][v], row[r], weights);
+      typename Dot::Weights weights[kAtOnce];
+      unfold_weights<Dot>(at, weights);
+      for (int i = 0; i < kAtOnce; ++i) {
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][v + i] = Dot::add(sums[r][v + i], row[r], weights[i]);
+        }
+      }
     }
   }
 }
@@ -145,16 +174,15 @@ inline void integer_tile(const IntegerGroup<Dot, Scales>& group, const GroupRows
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
-    for (auto& row : exact) {
-      for (Words& sum : row) sum = broadcast_word(0);
+    for (int v = 0; v < kVectors; ++v) {
+      const Words zeros = Dot::zeros(group.scales_of(c + v * kLanes));
+      for (int r = 0; r < kRows; ++r) exact[r][v] = Dot::start(zeros, rows.sum[first + r]);
     }
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
-      const Words zeros = Dot::zeros(group.scales_of(column));
       for (int r = 0; r < kRows; ++r) {
-        const Words corrected = Dot::correct(exact[r][v], zeros, rows.sum[first + r]);
-        add_scaled<Scales>(sums + (first + r) * kBlockColumns + column, corrected,
+        add_scaled<Scales>(sums + (first + r) * kBlockColumns + column, exact[r][v],
                            rows.scale[first + r], group.scales_of(column));
       }
     }
@@ -194,12 +222,14 @@ struct Unscaled {
   static void end(float* sums, Floats tile, int32_t) { store(sums, tile); }
 };
 
-// A step of fp8 with its scales.
+// A step of fp8 with its scales, whose sums are in units of `unit`.
 struct Fp8Step {
   const std::byte* scales;
   int32_t group_size;
+  float unit;
 
-  Fp8Step(const BlockProducts& products, int32_t depth) : group_size(products.shape.group_size) {
+  Fp8Step(const BlockProducts& products, int32_t depth, float unit)
+      : group_size(products.shape.group_size), unit(unit) {
     const int64_t group = group_size == 0 ? 0 : depth / group_size;
     scales = products.block + group * (group_size == 32 ? kBlockColumns : 4);
   }
@@ -214,7 +244,7 @@ struct Fp8Step {
 
   static Floats begin(const float*) { return broadcast(0.0f); }
   void end(float* sums, Floats tile, int32_t column) const {
-    store(sums, multiply_add(tile * broadcast(kE4m3Unit), scales_of(column), load(sums)));
+    store(sums, multiply_add(tile * broadcast(unit), scales_of(column), load(sums)));
   }
 };
 
@@ -239,6 +269,11 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
       }
     }
     add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
+    if constexpr (vectors_unfolded<Dot>() == 2) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; v += 2) Dot::put_in_order(tile[r][v], tile[r][v + 1]);
+      }
+    }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
       for (int r = 0; r < kRows; ++r) {
@@ -273,9 +308,10 @@ template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
+  const WithSubnormals counted;
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
-                    Fp8Step(products, depth));
+                    Fp8Step(products, depth, Dot::kUnit));
   }
 }
 

@@ -24,7 +24,7 @@ struct ScalarInt8Dot {
     return sum;
   }
   static Words zeros(const std::byte*) { return broadcast_word(0); }
-  static Words correct(Words sum, Words, int32_t) { return sum; }
+  static Words start(Words, int32_t) { return broadcast_word(0); }
 };
 
 template <typename Nibbles>
@@ -48,8 +48,8 @@ struct ScalarNibbleDot {
                               weights.high);
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words correct(Words sum, Words zeros, int32_t row_sum) {
-    return sum - zeros * static_cast<uint32_t>(row_sum);
+  static Words start(Words zeros, int32_t row_sum) {
+    return zeros * static_cast<uint32_t>(-row_sum);
   }
 };
 

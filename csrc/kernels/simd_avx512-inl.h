@@ -75,19 +75,29 @@ inline Floats load_half(const void* from) { return _mm512_cvtph_ps(load_sixteen_
 inline Words load_bytes(const void* from) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3Unit of it.
-inline Floats load_unsigned_e4m3(const void* from) {
+// As halves; see kE4m3HalfUnit.
+constexpr float kE4m3Unit = 256;
+constexpr float kE4m3Lift = 1;
+struct WithSubnormals {
+  WithSubnormals() {}  // halves that are subnormal are none as floats
+};
+inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
 }
-inline Floats upper_e4m3(__m256i pairs) {
-  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(pairs, 1), _mm256_set1_epi16(-0x4080)));
+inline void upper_e4m3(__m512i pairs, Floats (&floats)[2]) {
+  const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(pairs, 1), _mm512_set1_epi16(-0x4080));
+  floats[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  floats[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
-inline void load_e4m3_pairs(const void* from, Floats& low, Floats& high) {
-  const __m256i pairs = load_sixteen_halves(from);
-  low = upper_e4m3(_mm256_slli_epi16(pairs, 8));
-  high = upper_e4m3(pairs);
+// Two vectors of columns, so that only their conversion is done in halves.
+inline void load_e4m3_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
+  const __m512i pairs = load_words(from);
+  upper_e4m3(_mm512_slli_epi16(pairs, 8), low);
+  upper_e4m3(pairs, high);
 }
+
+inline void put_in_order(Floats&, Floats&) {}
 
 inline void store_uint16(void* to, Words words) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));

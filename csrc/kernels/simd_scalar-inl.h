@@ -100,15 +100,23 @@ inline float half_value(uint32_t bits) {
 inline float load_half(const void* from) { return half_value(load_uint16(from)); }
 
 inline uint32_t load_bytes(const void* from) { return *static_cast<const uint8_t*>(from); }
-// E4M3 has the bits of a half after its sign, but for the bias: halves are 1 / kE4m3Unit of it.
+// As halves; see kE4m3HalfUnit.
+constexpr float kE4m3Unit = 256;
+constexpr float kE4m3Lift = 1;
+struct WithSubnormals {
+  WithSubnormals() {}  // halves that are subnormal are none as floats
+};
 inline float e4m3_part(uint32_t byte) {
   return half_value((byte & 0x80) << 8 | (byte & 0x7f) << 7);
 }
-inline float load_unsigned_e4m3(const void* from) { return e4m3_part(load_bytes(from) & 0x7f); }
-inline void load_e4m3_pairs(const void* from, float& low, float& high) {
-  const uint32_t pair = load_uint16(from);
-  low = e4m3_part(pair & 0xff);
-  high = e4m3_part(pair >> 8);
+inline float load_half_of_e4m3(const void* from) { return e4m3_part(load_bytes(from) & 0x7f); }
+inline void put_in_order(float&, float&) {}
+inline void load_e4m3_pairs(const void* from, float (&low)[2], float (&high)[2]) {
+  const uint32_t pairs = load_words(from);
+  for (int i = 0; i < 2; ++i) {
+    low[i] = e4m3_part(pairs >> 16 * i & 0xff);
+    high[i] = e4m3_part(pairs >> (16 * i + 8) & 0xff);
+  }
 }
 
 }  // namespace

@@ -24,9 +24,7 @@ struct VnniInt8Dot {
     return add_byte_products(sum, weights.bytes, row.bytes);
   }
   static Words zeros(const std::byte*) { return broadcast_word(128); }
-  static Words correct(Words sum, Words zeros, int32_t row_sum) {
-    return subtract_words(sum, times_row_sum(zeros, row_sum));
-  }
+  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
 template <typename Nibbles>
@@ -52,9 +50,7 @@ struct VnniNibbleDot {
     return add_byte_products(sum, weights.high, row.high);
   }
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
-  static Words correct(Words sum, Words zeros, int32_t row_sum) {
-    return subtract_words(sum, times_row_sum(zeros, row_sum));
-  }
+  static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 template <typename Nibbles>
 using PrefetchingVnniNibbles = Prefetching<VnniNibbleDot<Nibbles>>;

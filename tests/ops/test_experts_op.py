@@ -319,7 +319,7 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
             "records": experts_of(spec).records[0],
             "arguments": [(torch.randn(tokens, spec.hidden), *routing(spec, tokens, 3)) for tokens in (1, 5, 40)],
         }
-        for spec in (Spec(weights="int8"), Spec(weights="int4"))
+        for spec in map(Spec, ("int8", "int4", "lut4", "mxfp4", "nvfp4"))
     ]
     torch.save(calls, tmp_path / "calls")
     isas = _C.features()["isas"].split()
@@ -332,6 +332,27 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
         assert results[isa]["isa"] == isa
         for output, expected in zip(results[isa]["outputs"], results["scalar"]["outputs"], strict=True):
             assert torch.equal(output, expected), isa
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_subnormal_weights_count_whatever_torch_does_with_subnormals(open_pool: OpenPool, tokens: int) -> None:
+    spec = Spec(weights="fp8", group_size=0, hidden=64, intermediate=64, gated=False, activation="relu2", experts=1)
+    pool = open_pool(spec, in_memory=True)
+    record = pool.weights.records[0][0].clone()
+    block = record[: 2 * (256 + 64 * 64)].view(2, -1)  # of up and of down: scales, then codes
+    block[:, 256:] &= 0x87
+    pool.engine.fill(0, 0, record.numpy())
+    values = ops.unpack(record, "fp8", 0, 64, 64, False, False)
+    up, down = values[0].double(), values[1].double()
+    x = torch.randn(tokens, 64).bfloat16()
+    arguments = (x, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), pool.handle())
+    usual = ops.experts(*arguments)
+    assert relative_error(usual, (x.double() @ up.T).relu().square() @ down.T) < TOLERANCE["fp8"]
+    try:
+        torch.set_flush_denormal(True)
+        assert torch.equal(ops.experts(*arguments), usual)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_allocates_nothing_but_its_output(open_pool: OpenPool) -> None:
