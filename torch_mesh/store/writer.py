@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -24,8 +23,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,8 @@ _SYNC_BYTES = 256 << 20  # written between two syncs: bounds the dirty pages, an
 _SMALL_FILE = 1 << 20
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
+_Result = TypeVar("_Result")
+_Written = Union[OtherFile, tuple[int, int, int]]  # a file, or layer, expert and checksum of a record
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
 
@@ -326,7 +329,6 @@ class _Conversion:
             plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
         )
         self._descriptors: list[int] = []
-        self._unsynced = 0
 
     def close(self) -> None:
         for descriptor in self._descriptors:
@@ -345,10 +347,14 @@ class _Conversion:
         counter = _Counter(self._plan, self._record_bytes, files, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
-        for file in files:
-            self._write_file(file)
-            counter.add(file.size)
-        self._write_records(records, workers, counter)
+        missing = (each for each in records if each[:2] not in self._journal.records)
+        # The files first, since the largest takes a thread for long.
+        tasks: list[Iterator[Callable[[], _Written]]] = [
+            (partial(self._write_file, file) for file in files),
+            (partial(self._write_record, *each) for each in missing),
+        ]
+        with _Workers(workers) as packing, _Workers(1) as syncing:
+            self._collect(packing.run(chain.from_iterable(tasks)), syncing, counter)
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         check_source()
@@ -389,12 +395,12 @@ class _Conversion:
 
         return _C.record_checksum(self._journal.store_id, layer, expert, record)
 
-    def _write_file(self, file: NewFile) -> None:
+    def _write_file(self, file: NewFile) -> OtherFile:
         path = self._folder / file.name
         known = self._journal.files.get(file.name)
         # Small files are written anew: they may have been edited in the source since.
         if known is not None and file.size == known.bytes > _SMALL_FILE and _has_digest(path, known.digest):
-            return
+            return known
         digest, checksums = hashlib.blake2b(digest_size=16), []
         with path.open("wb") as stream:
             for number, block in enumerate(_blocks(file.chunks())):
@@ -408,22 +414,21 @@ class _Conversion:
             raise store_error(
                 path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
             )
-        self._journal.add_file(OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums)))
+        return OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums))
 
-    def _write_records(self, records: Iterable[tuple[int, int, RecordMaker]], workers: int, counter: _Counter) -> None:
-        waiting: set[Future[tuple[int, int, int]]] = set()
-        executor = ThreadPoolExecutor(workers, thread_name_prefix="torch_mesh-pack")
-        try:
-            for layer, expert, make in records:
-                if (layer, expert) in self._journal.records:
-                    continue
-                waiting.add(executor.submit(self._write_record, layer, expert, make))
-                if len(waiting) > workers:
-                    waiting = self._collect(waiting, counter)
-            while waiting:
-                waiting = self._collect(waiting, counter)
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
+    def _collect(self, written: Iterable[_Written], syncing: _Workers, counter: _Counter) -> None:
+        unsynced = 0
+        for each in written:
+            if isinstance(each, OtherFile):
+                self._journal.add_file(each)
+                counter.add(each.bytes)
+                continue
+            self._journal.add_record(*each)
+            counter.add(self._record_bytes)
+            unsynced += self._record_bytes
+            if unsynced >= _SYNC_BYTES:
+                syncing.begin(self._sync)  # once the last one is done, while the next records are packed
+                unsynced = 0
 
     def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
         record = make().numpy()
@@ -436,25 +441,12 @@ class _Conversion:
         _write_all(descriptor, record.data, offset)
         return layer, expert, checksum
 
-    def _collect(
-        self, waiting: set[Future[tuple[int, int, int]]], counter: _Counter
-    ) -> set[Future[tuple[int, int, int]]]:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in done:
-            self._journal.add_record(*future.result())
-            counter.add(self._record_bytes)
-            self._unsynced += self._record_bytes
-        if self._unsynced >= _SYNC_BYTES:
-            self._sync()
-        return waiting
-
     def _sync(self) -> None:
         for descriptor in self._descriptors:
             os.fdatasync(descriptor)
             # Written once and not read here again: leave the page cache to others.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._journal.sync()
-        self._unsynced = 0
 
     def _write_manifest(self, files: Sequence[NewFile]) -> None:
         plan, journal = self._plan, self._journal
@@ -484,6 +476,45 @@ class _Conversion:
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.rename(self._folder / MANIFEST_NAME)
+
+
+class _Workers:
+    """Threads that are handed a few tasks at a time. Whoever leaves the context waits for those that have begun."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="torch_mesh-store")
+        self._waiting: set[Future[Any]] = set()
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._waiting:
+                future.result()
+
+    def run(self, tasks: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
+        """What they return, in the order of their ends. Raises what one of them raises."""
+        for task in tasks:
+            self._waiting.add(self._executor.submit(task))
+            if len(self._waiting) > self._count:
+                yield from self._finished()
+        while self._waiting:
+            yield from self._finished()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        """Returns when a thread can take it up. Raises what an earlier one raised."""
+        while len(self._waiting) >= self._count:
+            for _ in self._finished():
+                pass
+        self._waiting.add(self._executor.submit(task))
+
+    def _finished(self) -> Iterator[Any]:
+        done, self._waiting = wait(self._waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
 
 
 class _Counter:
@@ -554,7 +585,7 @@ def _lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            waiting = functools.partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
+            waiting = partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
             stack.enter_context(locked(_lock_path(folder), waiting))
         except OSError as error:
             raise problem or unwritable(folder, error) from error
