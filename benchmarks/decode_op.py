@@ -18,22 +18,13 @@ from typing import Any
 import harness
 import torch
 from harness import Report
-from op_layer import EXPERTS, HIDDEN, TOP_K, ResidentLayer, random_expert
+from op_layer import CODES, EXPERTS, HIDDEN, TOP_K, ResidentLayer, random_expert
 
 from torch_mesh._C import features
 
 GROUP_SIZE = 64
 ONE_THREAD = {"bf16": 0.9, "int8": 0.9, "int4": 0.85}
 ALL_THREADS = 0.8
-# Format, group size, its like with group size, and the share of that one's bytes per second.
-CODES = (
-    ("mxfp4", 32, "lut4", 32, 0.95),
-    ("nvfp4", 16, "lut4", 32, 0.95),
-    ("fp8", 128, "bf16", 0, 0.85),
-    ("fp8", 32, "bf16", 0, 0.85),
-    ("int4_fp16", 64, "int4", 64, 0.95),
-)
-
 
 # A record is read this many turns after it was computed with, and the other way round: far enough apart for it to be in no
 # cache, and of the same pages, since some memory is faster than other.

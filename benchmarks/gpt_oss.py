@@ -1,32 +1,43 @@
 """Claim: a checkpoint of gpt-oss-20b's full size opens as it is published, in MXFP4, with no more memory than `--resident` says and the rest of the model: from its
 own files within seconds, and from a store that a conversion makes at .6 of the disk's speed.
 
-The weights are random, written in the published layout. Routers of random weights choose nearly the same experts for every token: tokens per second are therefore those of a hit rate that
-is given beside them, not those of the trained model.
+The weights are random, written in the published layout. Routers of random weights choose nearly the same experts for every token, so routing is replayed from a made-up trace whose tokens
+share 39 % of their experts with the next one. `--llama` measures llama.cpp beside it: the same types, shapes and routing in a GGUF file, under the memory that torch_mesh's processes had
+charged at their peak.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import harness
+import sessions
+import synthetic
 import torch
 from harness import Report, Row
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from torch_mesh.foresight.traces import save_trace
 from torch_mesh.speed import disk_speed
+from torch_mesh.synthetic import synthetic_trace
 
 LAYERS = 24  # of the 20b; the 120b has 36 layers of 128 experts
 EXPERTS = 32
 TOKENIZER = Path(__file__).parents[1] / "examples" / "mesh-tiny"
+TOP_K, VOCABULARY = 4, 201088
+OVERLAP = 0.39
+PROMPT, SEED = 16, 20260101
+SLACK = 32 << 20
 _BLOCK = 8 << 20  # of reads by which the disk is measured
 
 
@@ -92,28 +103,65 @@ def _forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measure(options: Any) -> Report:
-    raw = write(options.dir, options.layers, options.experts)
-    stored = options.dir / f"{raw.name}-mesh"
-    report = Report(
-        f"gpt-oss's shapes, {options.layers} layers of {options.experts} experts, {options.resident} resident"
-    )
+def gguf(raw: Path) -> Path:
+    path = raw.with_suffix(".gguf")
+    if not path.exists():
+        synthetic.run_peer("write_gpt_oss_gguf.py", str(raw / "config.json"), str(path))
+    return path
+
+
+def converted(raw: Path, report: Report) -> Path:
+    stored = raw.with_name(f"{raw.name}-mesh")
     _forget(raw)
     seconds, _ = _command("convert", str(raw), str(stored), "--weights", "auto", "--force")
     held = sum(path.stat().st_size for path in raw.iterdir())
     disk = disk_speed([path for path in raw.iterdir() if path.suffix == ".safetensors"], _BLOCK)
     report.add(Row("conversion", held / seconds / 1e9, "GB/s", "disk", (disk or 0) / 1e9, at_least=0.6))
-    for name, folder in (("its own files", raw), ("a store", stored)):
-        _forget(folder)
-        out = options.dir / "bench.json"
-        lines = ("--resident", options.resident, "--tokens", str(options.tokens), "--json", str(out))
-        _command("bench", str(folder), *lines)
-        run = json.loads(out.read_text())
-        report.details[name] = run
-        for key, unit in (("open_seconds", "s"), ("tokens_per_second", "tok/s"), ("hit_rate", ""), ("peak_bytes", "B")):
-            if run.get(key) is not None:
-                report.add(Row(f"from {name}: {key}", run[key], unit))
-    report.notes.append("random weights: the hit rate is that of their routers")
+    return stored
+
+
+def measure(options: Any) -> Report:
+    raw = write(options.dir, options.layers, options.experts)
+    report = Report(
+        f"gpt-oss's shapes, {options.layers} layers of {options.experts} experts, {options.resident / 1e9:g} GB resident"
+    )
+    contenders = [("its own files", raw)]
+    if options.convert:
+        contenders.append(("a store", converted(raw, report)))
+    tokens = {"prompt": PROMPT, "warm_up": options.warm_up, "measured": options.tokens}
+    request = tokens | {"vocab": VOCABULARY, "seed": SEED, "threads": options.threads, "watch_memory": True}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.npz"
+        shape = {"layers": options.layers, "experts": options.experts, "top_k": TOP_K}
+        save_trace(synthetic_trace(**shape, prompts=1, prompt_tokens=2 * sum(tokens.values()), overlap=OVERLAP), trace)
+        request["trace"] = str(trace)
+        own = request | {"resident": options.resident, "prefetch": "off"}
+        results = {
+            name: sessions.run(Path(sys.executable), "mesh_replay.py", path, sessions.NO_LIMIT, own)
+            for name, path in contenders
+        }
+        for label in options.llama:
+            limit = max(result["group_peak"] for result in results.values()) + SLACK
+            peer = request | {"repack": False, "random_access": label == "random"}
+            peer |= {"measured": options.llama_tokens, "warm_up": options.llama_warm_up}
+            results[f"llama.cpp, {label}"] = sessions.run(
+                synthetic.PEERS_PYTHON, "llama_replay.py", gguf(raw), limit, peer
+            )
+    for name, result in results.items():
+        for what, entry, unit, scale in (
+            ("seconds to open", "load_seconds", "s", 1.0),
+            ("speed", "tokens_per_second", "tok/s", 1.0),
+            ("hit rate", "hit_rate", "%", 100.0),
+            ("read per token", "read_per_token", "MB", 1e-6),
+            ("peak of anonymous memory", "anonymous_peak", "GB", 1e-9),
+        ):
+            if result.get(entry) is not None:
+                report.add(Row(f"{name}: {what}", scale * result[entry], unit))
+    report.details = sessions.without_logits({name: [result] for name, result in results.items()})
+    report.notes += [
+        f"{options.tokens} timed tokens after {options.warm_up}, of llama.cpp {options.llama_tokens} after {options.llama_warm_up}",
+        "stock: llama.cpp's mapping as it is; random: with MADV_RANDOM",
+    ]
     return report
 
 
@@ -122,9 +170,16 @@ def main() -> int:
     harness.add_dir(arguments)
     arguments.add_argument("--layers", type=int, default=LAYERS)
     arguments.add_argument("--experts", type=int, default=EXPERTS)
-    arguments.add_argument("--resident", default="8GB")
+    arguments.add_argument("--resident", type=float, default=8.0, help="GB of experts")
     arguments.add_argument("--tokens", type=int, default=32)
+    arguments.add_argument("--warm-up", type=int, default=48, help="tokens that fill the pool")
+    arguments.add_argument("--threads", type=int, default=harness.available_cpus())
+    arguments.add_argument("--convert", action=argparse.BooleanOptionalAction, default=True, help="a store too")
+    arguments.add_argument("--llama", nargs="*", choices=("random", "stock"), default=[], help="llama.cpp too")
+    arguments.add_argument("--llama-tokens", type=int, default=8, help="timed")
+    arguments.add_argument("--llama-warm-up", type=int, default=24, help="tokens that fill the page cache")
     options = arguments.parse_args()
+    options.resident = int(options.resident * 1e9)
     return measure(options).finish(options.json)
 
 

@@ -25,6 +25,14 @@ SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
 EXPERTS, TOP_K = SHAPE.experts, SHAPE.experts_per_token
 WEIGHTS_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE
+# Records of a checkpoint's codes: format, group size, its like with group size, and the share of that one's speed to be had.
+CODES = (
+    ("mxfp4", 32, "lut4", 32, 0.95),
+    ("nvfp4", 16, "lut4", 32, 0.95),
+    ("fp8", 128, "bf16", 0, 0.85),
+    ("fp8", 32, "bf16", 0, 0.85),
+    ("int4_fp16", 64, "int4", 64, 0.95),
+)
 
 
 def random_expert(generator: torch.Generator, shape: Shape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
