@@ -135,7 +135,7 @@ def measure(options: Any) -> Report:
         shape = {"layers": options.layers, "experts": options.experts, "top_k": TOP_K}
         save_trace(synthetic_trace(**shape, prompts=1, prompt_tokens=2 * sum(tokens.values()), overlap=OVERLAP), trace)
         request["trace"] = str(trace)
-        own = request | {"resident": options.resident, "prefetch": "off"}
+        own = request | {"resident": options.resident, "prefetch": "off", "compiled": False}
         results = {
             name: sessions.run(Path(sys.executable), "mesh_replay.py", path, sessions.NO_LIMIT, own)
             for name, path in contenders

@@ -20,7 +20,8 @@ class Mesh(CompiledSteps):
         options = {name: request[name] for name in ("resident", "dense", "prefetch") if name in request}
         config = torch_mesh.MeshConfig(**options)
         model = AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
-        super().__init__(model, length=request["prompt"] + request["warm_up"] + request["measured"])
+        length = request["prompt"] + request["warm_up"] + request["measured"]
+        super().__init__(model, length, request.get("compiled", True))
 
     def begin(self) -> None:
         torch_mesh.reset_stats(self.model)

@@ -40,12 +40,15 @@ class CachedTransformer:
 
 
 class CompiledSteps(CachedTransformer):
-    """Prompts eagerly, decode steps compiled, as ``generate`` does with a static cache, of ``length`` tokens here."""
+    """Prompts eagerly, decode steps compiled, as ``generate`` does with a static cache, of ``length`` tokens here.
 
-    def __init__(self, model: PreTrainedModel, length: int) -> None:
+    Not ``compiled``: for models whose sliding windows count tokens in Python, which would be compiled anew for each of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, length: int, compiled: bool = True) -> None:
         super().__init__(model)
         self.cache = StaticCache(config=model.config, max_cache_len=length)
-        self.step = torch.compile(model, fullgraph=True, dynamic=False)
+        self.step = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         self.position = 0
 
     @torch.inference_mode()
