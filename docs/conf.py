@@ -22,3 +22,4 @@ html_title = f"torch_mesh {__version__}"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_copyright = False
