@@ -5,9 +5,11 @@ A page is run from top to bottom as a reader would, in an empty folder, with the
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,12 +90,19 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
                 exec(compile(code, str(page), "exec"), names)  # noqa: S102  the page's own code
             elif language == "sh":
                 for words in commands(code):
-                    parsed = _parser().parse_args(words)
-                    if words[0] not in SERVES:
-                        assert parsed.run(parsed) == 0, words
+                    _run_command(words)
     finally:
         names.clear()
         gc.collect()
+
+
+def _run_command(words: list[str]) -> None:
+    words, output = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
+    parsed = _parser().parse_args(words)
+    if words[0] in SERVES:
+        return
+    with open(output, "w") if output else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):
+        assert parsed.run(parsed) == 0, words
 
 
 @pytest.fixture

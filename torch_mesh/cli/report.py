@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +27,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
     parser.add_argument("--stretches", type=positive, default=12, help="rows of the table over time (%(default)s)")
-    parser.add_argument("--html", metavar="OUT", help="write the tables to this file, too")
+    parser.add_argument(
+        "--html", metavar="OUT", help="write a page that opens without a network: curves, residency by expert, memory"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="beside it what `torch-mesh plan --json` has printed to this file"
+    )
     parser.add_argument("--png", metavar="OUT", help="draw the last run over time; needs matplotlib")
     parser.set_defaults(run=run)
 
@@ -36,14 +40,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the reports; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
+    from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
     from torch_mesh.statistics.report import read_report
 
+    if arguments.plan and not arguments.html:
+        raise ValueError("--plan is shown on the page: give --html OUT too")
+    plan = read_plan(arguments.plan) if arguments.plan else None
     reports = [read_report(path, arguments.stretches) for path in arguments.files]
     _print(reports, Console(width=_WIDTH))
     if arguments.html:
-        page = Console(width=_WIDTH, record=True, file=io.StringIO())
-        _print(reports, page)
-        Path(arguments.html).write_text(page.export_html(), encoding="utf-8")
+        page = render_page([read_report(path, STRETCHES) for path in arguments.files], plan)
+        Path(arguments.html).write_text(page, encoding="utf-8")
     if arguments.png:
         _draw(reports[-1], arguments.png)
     return 0

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
+from .moment import Moment, parse_moment
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
@@ -22,11 +23,12 @@ _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)
 
 @dataclass(frozen=True)
 class Stretch:
-    """What was counted between two lines. ``begin`` and ``end`` are seconds since 1970."""
+    """What was counted between two lines, and what was so at the second one. ``begin`` and ``end`` are seconds since 1970."""
 
     begin: float
     end: float
     stats: Stats
+    moment: Moment
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _places(path: Path, file: BinaryIO) -> tuple[list[_Place], list[int]]:
             except (ValueError, RecursionError):
                 damaged.append(number)
             else:
-                time, stats = _parsed(path, number, table)
+                time, stats, _ = _parsed(path, number, table)
                 places.append(_Place(offset, time, table["forward"], stats.accesses))
         offset += len(line)
     if damaged and not places:
@@ -107,19 +109,19 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
 
 
 def _run(path: Path, file: BinaryIO, places: list[_Place], stretches: int) -> Run:
-    def stats(place: _Place) -> Stats:
+    def read(place: _Place) -> tuple[Stats, Moment]:
         file.seek(place.offset)
-        return _parsed(path, 0, json.loads(file.readline()))[1]
+        return _parsed(path, 0, json.loads(file.readline()))[1:]
 
     total, parts = Stats(), []
     share = max(1, math.ceil((len(places) - 1) / stretches))
     for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
         chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
-        seen = [stats(place) for place in chosen]
+        seen = [read(place) for place in chosen]
         for index in range(1, len(chosen)):
-            counted = _combined(seen[index], seen[index - 1], -1)
-            parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted))
-        total = _combined(seen[-1], total, 1)
+            (old, _), (new, moment) = seen[index - 1 : index + 1]
+            parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
+        total = _combined(seen[-1][0], total, 1)
     return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
 
 
@@ -139,8 +141,8 @@ def _added(new: Any, old: Any, sign: int) -> dict[str, Any]:
     return sums(new, old) | {phase: Counters(**sums(getattr(new, phase), getattr(old, phase))) for phase in PHASES}
 
 
-def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
-    """Time and statistics of one line. What other versions count besides is left aside, what they did not count is 0."""
+def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
+    """Time, statistics and moment of one line. What other versions count besides is left aside, what they did not count is 0."""
 
     def refuse(problem: str) -> MeshError:
         return MeshError(f"{path}, line {number}: no line of statistics, {problem}.")
@@ -175,4 +177,9 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
     lossy = table.get("lossy", "")
     if not isinstance(lossy, str):
         raise refuse(f"its lossy is {lossy!r}")
-    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes)
+    try:
+        moment = parse_moment(table, len(per_layer))
+    except ValueError as problem:
+        raise refuse(str(problem)) from None
+    lossy = lossy.encode(errors="replace").decode()  # JSON may name half a character, which nothing can print
+    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes), moment
