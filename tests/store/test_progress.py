@@ -39,3 +39,10 @@ def test_where_a_bar_is_drawn(
     shown = stream.getvalue()
     assert ("Converting tiny to int8: 100%" in shown) == drawn and bool(shown) == drawn
     assert not drawn or "3.00M/3.00M" in shown
+
+
+def test_what_makes_no_progress_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Stream(True))
+    with progress_bar("Converting tiny to int8"):
+        pass
+    assert stream.getvalue() == ""

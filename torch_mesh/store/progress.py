@@ -16,11 +16,16 @@ def progress_bar(description: str, show: bool = True) -> Iterator[Progress]:
 
     # None asks whether there is a terminal, which a notebook is not; without widgets it shows the bar of a terminal.
     disable = False if "ipykernel.zmqshell" in sys.modules else None
-    with tqdm(desc=description, unit="B", unit_scale=True, disable=disable if show else True) as bar:
+    bar: tqdm | None = None
 
-        def progress(done: int, total: int) -> None:
-            if bar.total != total:
-                bar.reset(total)
-            bar.update(done - bar.n)
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:  # now, and not before: what is there already is not made again, and has no bar
+            bar = tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=disable if show else True)
+        bar.update(done - bar.n)
 
+    try:
         yield progress
+    finally:
+        if bar is not None:
+            bar.close()
