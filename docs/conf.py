@@ -1,5 +1,7 @@
 """The site that `make docs` builds of these pages: Sphinx, strictly, without a network."""
 
+from pathlib import Path
+
 from torch_mesh.version import __version__
 
 project = "torch_mesh"
@@ -19,6 +21,7 @@ maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = f"torch_mesh {__version__}"
+html_search_scorer = str(Path(__file__).parent / "search_order.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
