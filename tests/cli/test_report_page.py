@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ import pytest
 from torch_mesh import MeshError
 from torch_mesh.cli import main
 from torch_mesh.statistics.counters import Counters, LayerCounters, Stats
+from torch_mesh.statistics.live import LivePage
 from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
-from torch_mesh.statistics.report import read_report
+from torch_mesh.statistics.report import StatsFile, read_report
 
 LAYERS, EXPERTS = 3, 12
 HOSTILE = "</script><script>document.title='broken'</script><!-- data --><img src=x onerror=\"document.title='broken'\">&amp;\ud800'"
@@ -146,6 +151,74 @@ def test_a_plan_needs_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "give --html" in capsys.readouterr().err
 
 
+def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 40)] + [line(index, rng) for index in range(1, 20)]
+    whole = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    file, growing = tmp_path / "s.jsonl", StatsFile(tmp_path / "s.jsonl")
+    for end in [*sorted(rng.integers(0, len(whole), 12).tolist()), len(whole)]:
+        file.write_bytes(whole[:end])
+        complete = whole[: whole.rfind(b"\n", 0, end) + 1]
+        (tmp_path / "complete.jsonl").write_bytes(complete)
+        runs = growing.report(7, growing=True).runs
+        assert runs == (read_report(tmp_path / "complete.jsonl", 7).runs if complete else ())
+    write(file, lines[:3])  # another process began the file anew
+    assert growing.report(7, growing=True).runs == read_report(file, 7).runs
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LivePage]:
+    with LivePage([tmp_path / "s.jsonl"], None, 0) as page:
+        thread = threading.Thread(target=page.serve_forever)
+        thread.start()
+        yield page
+        page.shutdown()
+        thread.join()
+
+
+def ask(page: LivePage, path: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(page.address + path, headers=headers), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.random.Generator) -> None:
+    file = tmp_path / "s.jsonl"
+    assert json.loads(ask(live, "data.json")[1]) == {"runs": [], "plan": None, "notes": [f"{file} has no line yet"]}
+    assert ask(live, "")[0] == 200
+    write(file, [line(1, rng), line(2, rng)])
+    assert [len(run["begin"]) for run in json.loads(ask(live, "data.json")[1])["runs"]] == [1]
+    with file.open("a") as more:
+        more.write(json.dumps(line(3, rng)) + "\n" + '{"time": 5')
+    assert [len(run["begin"]) for run in json.loads(ask(live, "data.json")[1])["runs"]] == [2]
+    status, page = ask(live, "")
+    assert status == 200 and data_of(page) == json.loads(ask(live, "data.json")[1])
+    file.write_text("hello\n" * 1000)
+    status, said = ask(live, "data.json")
+    assert status == 500 and "not JSON" in said
+
+
+def test_a_live_page_is_for_this_machine_alone(live: LivePage) -> None:
+    assert live.address.startswith("http://127.0.0.1:")
+    assert ask(live, "", Host="evil.example")[0] == 403
+    assert ask(live, "../etc/passwd")[0] == 404 and ask(live, "data.json?x")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--live", "x"], "no port"), (["--live", "65536"], "no port"), (["--live", "0", "--html", "o"], "still grow")],
+)
+def test_live_wants_a_port_and_nothing_else(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["report", str(tmp_path / "s.jsonl"), *options]) == 2
+    except SystemExit as exit:
+        assert exit.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.fixture
 def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")
@@ -202,4 +275,33 @@ def test_a_browser_shows_it_and_the_keyboard_moves_it(browser: Any, tmp_path: Pa
     assert find("layer-text").text == "2"
     drawn = "const c = arguments[0], d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return new Set(d).size"
     assert all(browser.execute_script(drawn, find(name)) > 2 for name in ("layers", "now", "one"))
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.slow
+def test_a_browser_follows_a_live_page(browser: Any, live: LivePage, tmp_path: Path, rng: np.random.Generator) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    def until(seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not seen():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def find(name: str) -> Any:
+        return browser.find_element("id", name)
+
+    browser.get(live.address)
+    assert "has no line yet" in find("notes").text and not find("main").is_displayed()
+    file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 6)])
+    until(lambda: find("main").is_displayed())
+    assert find("when").get_attribute("value") == "3"
+    with file.open("a") as more:
+        more.write(json.dumps(line(6, rng)) + "\n")
+    until(lambda: find("when").get_attribute("value") == "4")  # at the end it follows
+    find("when").send_keys(Keys.HOME)
+    with file.open("a") as more:
+        more.write(json.dumps(line(7, rng)) + "\n")
+    until(lambda: find("when").get_attribute("max") == "5")
+    assert find("when").get_attribute("value") == "0"  # elsewhere it stays
     assert browser.get_log("browser") == []

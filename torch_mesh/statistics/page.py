@@ -27,21 +27,30 @@ def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -
 
     Whatever stands in a report is shown as text: nothing of it becomes markup or a program.
     """
-    runs = [(_name(report, run), run) for report in reports for run in report.runs]
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    # Split and not replaced: what goes in may have either mark in it.
+    (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in _runs(reports))
+    middle, end = rest.split(_DATA)
+    return begin + tables + middle + render_data(reports, plan) + end
+
+
+def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
+    """What the page shows, as JSON that may stand in a script element."""
     notes = [
         f"{_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
         for report in reports
         if report.damaged
     ]
-    data = {"runs": [_run_data(name, run) for name, run in runs], "plan": plan, "notes": notes}
+    notes += [f"{_text(report.path)} has no line yet" for report in reports if not report.runs]
+    data = {"runs": [_run_data(name, run) for name, run in _runs(reports)], "plan": plan, "notes": notes}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # none of which JSON has but in strings
         text = text.replace(character, f"\\u{ord(character):04x}")
-    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # Split and not replaced: what goes in may have either mark in it.
-    (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in runs)
-    middle, end = rest.split(_DATA)
-    return begin + tables + middle + text + end
+    return text
+
+
+def _runs(reports: Sequence[Report]) -> list[tuple[str, Run]]:
+    return [(_name(report, run), run) for report in reports for run in report.runs]
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -159,6 +168,6 @@ def _table(name: str, run: Run) -> str:
     headings, *rows = run.total.table()
     body = "".join(row(cells, "td") for cells in rows)
     return (
-        f'<figure><figcaption>{html.escape(name)}: {html.escape(_span(run))}</figcaption><div class="wide"><table><thead>'
+        f'<figure><figcaption>{html.escape(name)}: {html.escape(_span(run))}</figcaption><div class="wide" tabindex="0" role="region" aria-label="counters"><table><thead>'
         f"{row(headings, 'th')}</thead><tbody>{body}</tbody></table></div></figure>"
     )

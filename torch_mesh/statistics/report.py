@@ -66,39 +66,86 @@ def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
     A line that is cut short, as a full disk or a killed process leaves it, is left out and counted. MeshError for a file that
     holds anything else than statistics, saying which line; OSError if it cannot be read.
     """
-    path = Path(path)
-    with path.open("rb") as file:
-        places, damaged = _places(path, file)
-        if not places:
-            raise MeshError(f"{path} holds no line of statistics: give a file that MeshConfig.stats.file named.")
-        runs = tuple(_run(path, file, run, stretches) for run in _split(places, lambda a, b: b.forward <= a.forward))
-    return Report(path, runs, tuple(damaged))
+    return StatsFile(path).report(stretches)
 
 
-def _places(path: Path, file: BinaryIO) -> tuple[list[_Place], list[int]]:
-    places: list[_Place] = []
-    damaged: list[int] = []
-    number = offset = 0
-    while line := file.readline(_LONGEST_LINE):
-        number += 1
-        if len(line) == _LONGEST_LINE:
-            raise MeshError(f"{path}, line {number}: longer than any line of statistics.")
-        if line.strip():
-            try:
-                table = json.loads(line)
-            except (ValueError, RecursionError):
-                damaged.append(number)
-            else:
-                time, stats, _ = _parsed(path, number, table)
-                places.append(_Place(offset, time, table["forward"], stats.accesses))
-        offset += len(line)
-    if damaged and not places:
-        raise MeshError(f"{path}, line {damaged[0]}: not JSON, so no line of statistics.")
-    return places, damaged
+class StatsFile:
+    """A file of statistics that may still grow: ``report`` reads what has come since the last one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._places: list[_Place] = []
+        self._damaged: list[int] = []
+        self._offset = self._number = 0  # of what has been read, in bytes and lines
+        self._seen: dict[int, tuple[Stats, Moment]] = {}  # what the last report was made of, by offset
+
+    def report(self, stretches: int, growing: bool = False) -> Report:
+        """As ``read_report``. If the file is ``growing``, a last line without an end is waited for, and there may be no line yet."""
+        with self.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:  # another file by now
+                self._begin_anew()
+            self._read_on(file, growing)
+            if not self._places and not growing:
+                raise MeshError(
+                    f"{self.path} holds no line of statistics: give a file that MeshConfig.stats.file named."
+                )
+            seen, self._seen = self._seen, {}
+            runs = tuple(
+                self._run(file, places, stretches, seen)
+                for places in _split(self._places, lambda a, b: b.forward <= a.forward)
+            )
+        return Report(self.path, runs, tuple(self._damaged))
+
+    def _read_on(self, file: BinaryIO, growing: bool) -> None:
+        file.seek(self._offset)
+        while line := file.readline(_LONGEST_LINE):
+            if growing and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                break
+            self._number += 1
+            if len(line) == _LONGEST_LINE:
+                raise MeshError(f"{self.path}, line {self._number}: longer than any line of statistics.")
+            if line.strip():
+                try:
+                    table = json.loads(line)
+                except (ValueError, RecursionError):
+                    self._damaged.append(self._number)
+                else:
+                    time, stats, _ = _parsed(self.path, self._number, table)
+                    self._places.append(_Place(self._offset, time, table["forward"], stats.accesses))
+            self._offset += len(line)
+        if self._damaged and not self._places:
+            raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so no line of statistics.")
+
+    def _run(
+        self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Moment]]
+    ) -> Run:
+        def read(place: _Place) -> tuple[Stats, Moment]:
+            if (found := known.get(place.offset)) is None:
+                file.seek(place.offset)
+                _, stats, moment = _parsed(self.path, 0, json.loads(file.readline()))
+                found = stats, moment
+            self._seen[place.offset] = found
+            return found
+
+        total, parts = Stats(), []
+        share = max(1, math.ceil((len(places) - 1) / stretches))
+        for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
+            chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
+            seen = [read(place) for place in chosen]
+            for index in range(1, len(chosen)):
+                (old, _), (new, moment) = seen[index - 1 : index + 1]
+                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
+            total = _combined(seen[-1][0], total, 1)
+        return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
 
 
 def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     """Cuts a list before each element that ``begins`` something after the one before it."""
+    if not places:
+        return
     part = [places[0]]
     for before, place in itertools.pairwise(places):
         if begins(before, place):
@@ -106,23 +153,6 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
             part = []
         part.append(place)
     yield part
-
-
-def _run(path: Path, file: BinaryIO, places: list[_Place], stretches: int) -> Run:
-    def read(place: _Place) -> tuple[Stats, Moment]:
-        file.seek(place.offset)
-        return _parsed(path, 0, json.loads(file.readline()))[1:]
-
-    total, parts = Stats(), []
-    share = max(1, math.ceil((len(places) - 1) / stretches))
-    for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
-        chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
-        seen = [read(place) for place in chosen]
-        for index in range(1, len(chosen)):
-            (old, _), (new, moment) = seen[index - 1 : index + 1]
-            parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
-        total = _combined(seen[-1][0], total, 1)
-    return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
 
 
 def _combined(new: Stats, old: Stats, sign: int) -> Stats:
