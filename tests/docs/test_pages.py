@@ -54,9 +54,9 @@ def runnable(page: Path) -> bool:
 
 
 def _parameter(page: Path) -> object:
-    # A block that needs a card says so behind its language; nothing else may stand there.
+    # A block that needs a card says so behind its language, and one that asks a server, which has tests of its own; nothing else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
-    assert words <= {"", "gpu"}, f"{page}: {words}"
+    assert words <= {"", "gpu", "server"}, f"{page}: {words}"
     marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem in SLOW)
     return pytest.param(page, id=page.stem, marks=marks)
 
@@ -83,11 +83,13 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
     places = dict.fromkeys(MODELS, str(mesh_tiny)) | {"/nvme": str(empty_folder / "nvme")}
     names: dict[str, object] = {}
     try:
-        for language, _, code in blocks(page):
+        for language, needs, code in blocks(page):
             for place, stand_in in places.items():
                 code = code.replace(place, stand_in)
             if language == "python":
-                exec(compile(code, str(page), "exec"), names)  # noqa: S102  the page's own code
+                block = compile(code, str(page), "exec")
+                if needs != "server":
+                    exec(block, names)  # noqa: S102  the page's own code
             elif language == "sh":
                 for words in commands(code):
                     _run_command(words)
