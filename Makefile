@@ -14,7 +14,7 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev engine-tests demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev engine-tests docs demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,6 +56,9 @@ test-gpu: build-test ## the Python tests that need a CUDA device
 
 test-gpu-sanitizer: build-test ## a few of them under compute-sanitizer's tools
 	tools/gpu_sanitizer.sh $(RUN) $(PYTEST)
+
+docs: build-dev ## the pages of docs/ as a site, build/docs/index.html, which opens without a network
+	$(RUN) -m sphinx -W --keep-going -q -b html -d build/docs-trees docs build/docs
 
 style: build-dev ## ruff, mypy on the public package, clang-format
 	$(RUN) -m ruff check .

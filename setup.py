@@ -252,7 +252,7 @@ setup(
     version=version(),
     packages=[*find_packages(include=["torch_mesh*"], exclude=["torch_mesh.ops"]), "torch_mesh.ops"],
     package_dir={"torch_mesh.ops": "ops"},
-    package_data={"torch_mesh": ["py.typed", "_C.pyi"]},
+    package_data={"torch_mesh": ["py.typed", "_C.pyi", "statistics/page.html"]},
     ext_modules=[Extension(EXTENSIONS[0], sources=[])],
     cmdclass={"build_ext": BuildExtension, "engine_tests": EngineTests},
 )

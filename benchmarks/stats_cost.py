@@ -27,6 +27,7 @@ import torch_mesh
 from torch_mesh import _C
 from torch_mesh.speed import pool_of_zeros
 from torch_mesh.statistics.counters import Stats, engine_stats
+from torch_mesh.statistics.moment import look
 from torch_mesh.statistics.watch import render
 from torch_mesh.store.manifest import Shape
 
@@ -61,7 +62,8 @@ def add_looks(report: Report, rounds: int) -> None:
         console.print(render(earlier, (1.0, engine_stats([engine], experts=False))))
 
     def line() -> str:
-        return json.dumps(engine_stats([engine], experts=False).to_dict(experts=False))
+        counted = engine_stats([engine], experts=False).to_dict(experts=False)
+        return json.dumps(look(engine, LAYERS).to_dict() | counted)
 
     times = harness.interleave({"look": lambda: milliseconds(draw), "line": lambda: milliseconds(line)}, rounds)
     interval = 2e3

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
-# Usage: tools/bootstrap.sh [--test | --dev]; --test adds what the Python tests need, --dev the engine's tests and style checks too.
+# Usage: tools/bootstrap.sh [--test | --dev]; --test adds what the Python tests need, --dev the engine's tests, style checks and the site too.
 # TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
 set -eu
@@ -16,7 +16,7 @@ groups='build run'
 case "${1-}" in
   '') ;;
   --test) groups='build run test' ;;
-  --dev) groups='build run test style' ;;
+  --dev) groups='build run test style docs' ;;
   *) echo "usage: $0 [--test | --dev]" >&2; exit 2 ;;
 esac
 

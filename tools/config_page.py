@@ -12,6 +12,8 @@ _HEAD = """\
 `python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them.
 
 ```python
+import torch_mesh
+
 config = torch_mesh.MeshConfig(resident="8GiB", gpu={"experts": 8})
 config.resident, config.gpu.experts
 ```

@@ -1,4 +1,4 @@
-"""Prints the requirements that pyproject.toml states, one a line: requirements.py {build,run,test,style}."""
+"""Prints the requirements that pyproject.toml states, one a line: requirements.py {build,run,test,style,docs}."""
 
 import sys
 from pathlib import Path

@@ -16,6 +16,7 @@ import torch
 
 from .config import MeshConfig
 from .errors import MeshError
+from .memory import anonymous_bytes
 from .plan import Plan, find_sizes, plan
 from .speed import measure_speeds
 from .statistics.counters import Stats
@@ -183,21 +184,14 @@ class _PeakMemory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="torch_mesh memory", daemon=True)
-        self.bytes = _anonymous_bytes()
+        self.bytes = anonymous_bytes()
         self._ended = threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            self.bytes = max(self.bytes, _anonymous_bytes())
+            self.bytes = max(self.bytes, anonymous_bytes())
 
     def stop(self) -> None:
         self._ended.set()
         self.join()
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon line")

@@ -180,8 +180,8 @@ class StatsFields:
     file: str | None = _field(
         None,
         path("file"),
-        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time` and `forward`; "
-        "`torch-mesh report` sums them up. A write that fails is warned of once and disturbs nothing.",
+        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time`, `forward`, "
+        "which experts are resident and who has the memory; `torch-mesh report` sums them up. A write that fails is warned of once and disturbs nothing.",
     )
     every: int = _field(
         100,

@@ -25,6 +25,14 @@ def left_bytes(proc: Path = Path("/proc")) -> int:
     return min([_machine_available(proc), *_cgroups_available(proc)])
 
 
+def anonymous_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory of this process without mapped files and the page cache, which can always be dropped."""
+    for line in (proc / "self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{proc / 'self/status'} has no RssAnon line")
+
+
 def auto_budget(available: int, reserved: int) -> int:
     """Bytes of experts that ``resident="auto"`` keeps where ``available`` can be taken and ``reserved`` of those are spoken for.
 

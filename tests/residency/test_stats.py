@@ -105,6 +105,23 @@ def test_the_file_gets_a_line_every_so_many_forwards(
     assert abs(written[1]["time"] - time.time()) < 60
 
 
+def test_a_line_says_what_is_resident_and_who_has_the_memory(
+    open_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    file = tmp_path / "stats.jsonl"
+    model = open_model(stats={"file": file, "every": 2}, prefetch="off")
+    _run(model, 2, 2)
+    [line] = _lines(file, 1)
+    pool = model.model.layers[0].mlp.experts._mesh_pool
+    states = torch.stack([torch.ops.torch_mesh.residency(pool.handle(layer)) for layer in range(6)]) == 2
+    bits = [[bit == "1" for bit in f"{int(each, 16):0{len(each) * 4}b}"] for each in line["resident"]]
+    assert line["experts"] == 32 and bits == states.tolist()
+    assert 0 < int(states.sum()) <= line["slots"]
+    memory = line["memory"]
+    assert memory["pool"] == memory["budget"] == line["slots"] * pool.engine.describe_size()["record_bytes"]
+    assert memory["process"] > 2**20 and memory["left"] > 0
+
+
 def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
     file = tmp_path / "not there" / "stats.jsonl"
     with warnings.catch_warnings(record=True) as caught:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.progress
 from rich.console import Console
 from rich.table import Table
 
@@ -73,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(sequences: Sequence[Any], what: str) -> Iterable[Any]:
-    console = Console(stderr=True)
-    return rich.progress.track(sequences, what, console=console, disable=not console.is_terminal)
+    from tqdm.auto import tqdm
+
+    return tqdm(sequences, desc=what, disable=None)
 
 
 def _print_table(rows: Sequence[Recall]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
+import contextlib
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
     parser.add_argument("--stretches", type=positive, default=12, help="rows of the table over time (%(default)s)")
-    parser.add_argument("--html", metavar="OUT", help="write the tables to this file, too")
+    parser.add_argument(
+        "--html", metavar="OUT", help="write a page that opens without a network: curves, residency by expert, memory"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="beside it what `torch-mesh plan --json` has printed to this file"
+    )
+    parser.add_argument(
+        "--live",
+        metavar="PORT",
+        type=_port,
+        help="serve that page on this machine's loopback while the files grow; 0: on a free port",
+    )
     parser.add_argument("--png", metavar="OUT", help="draw the last run over time; needs matplotlib")
     parser.set_defaults(run=run)
 
@@ -36,17 +47,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the reports; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.statistics.report import read_report
+    from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
+    from torch_mesh.statistics.report import StatsFile
 
-    reports = [read_report(path, arguments.stretches) for path in arguments.files]
+    if arguments.plan and not arguments.html and arguments.live is None:
+        raise ValueError("--plan is shown on the page: give --html OUT or --live PORT too")
+    if arguments.live is not None and (arguments.html or arguments.png):
+        raise ValueError("--live shows files that still grow: give --html and --png when they are complete")
+    plan = read_plan(arguments.plan) if arguments.plan else None
+    if arguments.live is not None:
+        return _serve(arguments.files, plan, arguments.live)
+    files = [StatsFile(path) for path in arguments.files]
+    reports = [file.report(arguments.stretches) for file in files]
     _print(reports, Console(width=_WIDTH))
     if arguments.html:
-        page = Console(width=_WIDTH, record=True, file=io.StringIO())
-        _print(reports, page)
-        Path(arguments.html).write_text(page.export_html(), encoding="utf-8")
+        page = render_page([file.report(STRETCHES) for file in files], plan)
+        Path(arguments.html).write_text(page, encoding="utf-8")
     if arguments.png:
         _draw(reports[-1], arguments.png)
     return 0
+
+
+def _serve(files: list[str], plan: dict[str, Any] | None, port: int) -> int:
+    from torch_mesh.statistics.live import LivePage
+
+    with LivePage(files, plan, port) as page, contextlib.suppress(KeyboardInterrupt):
+        print(f"{page.address} follows {', '.join(files)}; Ctrl-C ends it", flush=True)
+        page.serve_forever()
+    return 0
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give 0 to 65535")
+    return int(text)
 
 
 def _print(reports: list[Report], console: Console) -> None:

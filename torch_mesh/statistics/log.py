@@ -11,6 +11,7 @@ from .. import _C
 from ..background import BackgroundThread
 from ..errors import PoolClosedError
 from .counters import engine_stats
+from .moment import look
 
 # How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0
@@ -19,8 +20,8 @@ _PATIENCE_SECONDS = 3600.0
 class StatsLog:
     """Appends a line to ``path`` each time that ``layer``, the model's last, has seen ``every`` more forwards end.
 
-    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, and ``forward``, how many have ended. A thread
-    writes it, so that neither a slow disk nor a full one disturbs a forward: where forwards are faster than the file, lines
+    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, ``forward``, how many have ended, and what a
+    ``Moment`` says. A thread writes it, so that neither a slow disk nor a full one disturbs a forward: where forwards are faster than the file, lines
     are left out; a write that fails is warned of once, and later ones are tried in silence. Ends with the engine.
     """
 
@@ -46,7 +47,9 @@ class StatsLog:
                 ended = self._engine.forwards(self._layer)
                 if reached:
                     stats = engine_stats([self._engine], experts=False, lossy=self._lossy, stand_ins=[self._stand_ins])
-                    self._write({"time": time.time(), "forward": ended} | stats.to_dict(experts=False))
+                    counted = stats.to_dict(experts=False)
+                    now = look(self._engine, len(stats.per_layer)).to_dict()
+                    self._write({"time": time.time(), "forward": ended} | now | counted)
         except PoolClosedError:
             pass
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
+from .moment import Moment, parse_moment
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
@@ -22,11 +23,12 @@ _COUNTERS = {entry.name: entry.default for entry in dataclasses.fields(Counters)
 
 @dataclass(frozen=True)
 class Stretch:
-    """What was counted between two lines. ``begin`` and ``end`` are seconds since 1970."""
+    """What was counted between two lines, and what was so at the second one. ``begin`` and ``end`` are seconds since 1970."""
 
     begin: float
     end: float
     stats: Stats
+    moment: Moment
 
 
 @dataclass(frozen=True)
@@ -64,39 +66,86 @@ def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
     A line that is cut short, as a full disk or a killed process leaves it, is left out and counted. MeshError for a file that
     holds anything else than statistics, saying which line; OSError if it cannot be read.
     """
-    path = Path(path)
-    with path.open("rb") as file:
-        places, damaged = _places(path, file)
-        if not places:
-            raise MeshError(f"{path} holds no line of statistics: give a file that MeshConfig.stats.file named.")
-        runs = tuple(_run(path, file, run, stretches) for run in _split(places, lambda a, b: b.forward <= a.forward))
-    return Report(path, runs, tuple(damaged))
+    return StatsFile(path).report(stretches)
 
 
-def _places(path: Path, file: BinaryIO) -> tuple[list[_Place], list[int]]:
-    places: list[_Place] = []
-    damaged: list[int] = []
-    number = offset = 0
-    while line := file.readline(_LONGEST_LINE):
-        number += 1
-        if len(line) == _LONGEST_LINE:
-            raise MeshError(f"{path}, line {number}: longer than any line of statistics.")
-        if line.strip():
-            try:
-                table = json.loads(line)
-            except (ValueError, RecursionError):
-                damaged.append(number)
-            else:
-                time, stats = _parsed(path, number, table)
-                places.append(_Place(offset, time, table["forward"], stats.accesses))
-        offset += len(line)
-    if damaged and not places:
-        raise MeshError(f"{path}, line {damaged[0]}: not JSON, so no line of statistics.")
-    return places, damaged
+class StatsFile:
+    """A file of statistics that may still grow: ``report`` reads what has come since the last one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._places: list[_Place] = []
+        self._damaged: list[int] = []
+        self._offset = self._number = 0  # of what has been read, in bytes and lines
+        self._seen: dict[int, tuple[Stats, Moment]] = {}  # what the last report was made of, by offset
+
+    def report(self, stretches: int, growing: bool = False) -> Report:
+        """As ``read_report``. If the file is ``growing``, a last line without an end is waited for, and there may be no line yet."""
+        with self.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:  # another file by now
+                self._begin_anew()
+            self._read_on(file, growing)
+            if not self._places and not growing:
+                raise MeshError(
+                    f"{self.path} holds no line of statistics: give a file that MeshConfig.stats.file named."
+                )
+            seen, self._seen = self._seen, {}
+            runs = tuple(
+                self._run(file, places, stretches, seen)
+                for places in _split(self._places, lambda a, b: b.forward <= a.forward)
+            )
+        return Report(self.path, runs, tuple(self._damaged))
+
+    def _read_on(self, file: BinaryIO, growing: bool) -> None:
+        file.seek(self._offset)
+        while line := file.readline(_LONGEST_LINE):
+            if growing and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                break
+            self._number += 1
+            if len(line) == _LONGEST_LINE:
+                raise MeshError(f"{self.path}, line {self._number}: longer than any line of statistics.")
+            if line.strip():
+                try:
+                    table = json.loads(line)
+                except (ValueError, RecursionError):
+                    self._damaged.append(self._number)
+                else:
+                    time, stats, _ = _parsed(self.path, self._number, table)
+                    self._places.append(_Place(self._offset, time, table["forward"], stats.accesses))
+            self._offset += len(line)
+        if self._damaged and not self._places:
+            raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so no line of statistics.")
+
+    def _run(
+        self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Moment]]
+    ) -> Run:
+        def read(place: _Place) -> tuple[Stats, Moment]:
+            if (found := known.get(place.offset)) is None:
+                file.seek(place.offset)
+                _, stats, moment = _parsed(self.path, 0, json.loads(file.readline()))
+                found = stats, moment
+            self._seen[place.offset] = found
+            return found
+
+        total, parts = Stats(), []
+        share = max(1, math.ceil((len(places) - 1) / stretches))
+        for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
+            chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
+            seen = [read(place) for place in chosen]
+            for index in range(1, len(chosen)):
+                (old, _), (new, moment) = seen[index - 1 : index + 1]
+                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
+            total = _combined(seen[-1][0], total, 1)
+        return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
 
 
 def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     """Cuts a list before each element that ``begins`` something after the one before it."""
+    if not places:
+        return
     part = [places[0]]
     for before, place in itertools.pairwise(places):
         if begins(before, place):
@@ -104,23 +153,6 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
             part = []
         part.append(place)
     yield part
-
-
-def _run(path: Path, file: BinaryIO, places: list[_Place], stretches: int) -> Run:
-    def stats(place: _Place) -> Stats:
-        file.seek(place.offset)
-        return _parsed(path, 0, json.loads(file.readline()))[1]
-
-    total, parts = Stats(), []
-    share = max(1, math.ceil((len(places) - 1) / stretches))
-    for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
-        chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
-        seen = [stats(place) for place in chosen]
-        for index in range(1, len(chosen)):
-            counted = _combined(seen[index], seen[index - 1], -1)
-            parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted))
-        total = _combined(seen[-1], total, 1)
-    return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
 
 
 def _combined(new: Stats, old: Stats, sign: int) -> Stats:
@@ -139,8 +171,8 @@ def _added(new: Any, old: Any, sign: int) -> dict[str, Any]:
     return sums(new, old) | {phase: Counters(**sums(getattr(new, phase), getattr(old, phase))) for phase in PHASES}
 
 
-def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
-    """Time and statistics of one line. What other versions count besides is left aside, what they did not count is 0."""
+def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
+    """Time, statistics and moment of one line. What other versions count besides is left aside, what they did not count is 0."""
 
     def refuse(problem: str) -> MeshError:
         return MeshError(f"{path}, line {number}: no line of statistics, {problem}.")
@@ -175,4 +207,9 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats]:
     lossy = table.get("lossy", "")
     if not isinstance(lossy, str):
         raise refuse(f"its lossy is {lossy!r}")
-    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes)
+    try:
+        moment = parse_moment(table, len(per_layer))
+    except ValueError as problem:
+        raise refuse(str(problem)) from None
+    lossy = lossy.encode(errors="replace").decode()  # JSON may name half a character, which nothing can print
+    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes), moment

@@ -1,0 +1,307 @@
+"""The page of torch-mesh report: what it holds, what a hostile file cannot do to it, and that a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_mesh import MeshError
+from torch_mesh.cli import main
+from torch_mesh.statistics.counters import Counters, LayerCounters, Stats
+from torch_mesh.statistics.live import LivePage
+from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
+from torch_mesh.statistics.report import StatsFile, read_report
+
+LAYERS, EXPERTS = 3, 12
+HOSTILE = "</script><script>document.title='broken'</script><!-- data --><img src=x onerror=\"document.title='broken'\">&amp;\ud800'"
+
+
+def line(index: int, rng: np.random.Generator, **others: Any) -> dict[str, Any]:
+    """The statistics after so many lines, of which each counts the same."""
+    counts = {
+        "forwards": index,
+        "accesses": 40 * index,
+        "hits": 30 * index,
+        "bytes_read": 10**7 * index,
+        "stall_seconds": 0.3 * index,
+    }
+    layers = [LayerCounters(**counts, decode=Counters(**counts)) for _ in range(LAYERS)]
+    whole = {name: value * (1 if name == "forwards" else LAYERS) for name, value in counts.items()}
+    resident = [np.packbits(rng.random(EXPERTS) < 0.5).tobytes().hex() for _ in range(LAYERS)]
+    memory = {"process": 10**9 + index, "pool": 10**8, "budget": 2 * 10**8, "left": 10**9}
+    stats = Stats(**whole, decode=Counters(**whole), per_layer=layers, slots=18)
+    moment = {"experts": EXPERTS, "resident": resident, "memory": memory}
+    return {"time": 1e9 + 4 * index, "forward": index} | moment | stats.to_dict(experts=False) | others
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def data_of(page: str) -> dict[str, Any]:
+    [(text)] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def test_the_page_has_what_the_lines_say(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 30)]
+    file = write(tmp_path / "s.jsonl", lines)
+    [run] = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
+    assert run["resident"] == [each["resident"] for each in lines[1:]] and run["experts"] == EXPERTS
+    assert run["memory"]["process"] == [each["memory"]["process"] for each in lines[1:]]
+    assert run["begin"] == [4 * index for index in range(28)] and run["end"][-1] == 4 * 28
+    assert set(run["hit_rate"]["decode"]) == {0.75} and set(run["hit_rate"]["prefill"]) == {None}
+    assert set(run["waiting"]) == {0.225} and set(run["read"]) == {7.5e6} and set(run["steps"]) == {0.25}
+    assert run["summary"]["peak_bytes"] == 10**9 + 29 and run["summary"]["tokens_per_second"] == 0.25
+
+
+def test_lines_of_earlier_versions_have_curves_and_no_residency(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 5)]
+    for each in lines:
+        del each["experts"], each["resident"], each["memory"]
+    [run] = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), STRETCHES)]))["runs"]
+    assert run["resident"] is None and run["memory"] is None and len(run["waiting"]) == 3
+
+
+def test_a_long_run_is_thinned_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 1500)])
+    page = render_page([read_report(file, STRETCHES)])
+    [run] = data_of(page)["runs"]
+    assert STRETCHES / 2 < len(run["begin"]) <= STRETCHES and len(page) < 200_000
+    assert run["end"][-1] == 4 * 1498 and run["begin"][0] == 0
+
+
+def test_nothing_in_a_file_becomes_markup(tmp_path: Path, rng: np.random.Generator) -> None:
+    (tmp_path / "<b>").mkdir()
+    file = write(tmp_path / "<b>" / "<!-- data --><i>.jsonl", [line(index, rng, lossy=HOSTILE) for index in (1, 2, 3)])
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"status": HOSTILE, "peak_bytes": 5, "hit_rate": {"expected": 0.5}}))
+    out = tmp_path / "out.html"
+    assert main(["report", str(file), "--html", str(out), "--plan", str(plan)]) == 0
+    page = out.read_text()
+    assert page.count("<script") == 2 and "<img" not in page and "<b>" not in page and "<i>" not in page
+    data = data_of(page)
+    assert data["runs"][0]["lossy"] == HOSTILE.replace("\ud800", "?") and data["runs"][0]["name"] == str(file)
+    assert data["plan"] == {
+        "peak_bytes": 5,
+        "hit_rate": 0.5,
+        "tokens_per_second": None,
+        "pool_bytes": None,
+        "slots": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({"experts": -1}, "its experts are -1"),
+        ({"experts": 1 << 20}, "its experts are 1048576"),
+        ({"experts": True}, "its experts are True"),
+        ({"experts": 0}, "its resident is no list"),
+        ({"resident": None}, "its resident is no list"),
+        ({"resident": ["ffff"]}, "its resident is no list"),
+        ({"resident": ["ffff", "ffff", 3]}, "its resident has other bits"),
+        ({"resident": ["ffff", "ffff", "ff"]}, "its resident has other bits"),
+        ({"resident": ["ffff", "ffff", "<b>!"]}, "its resident has other bits"),
+        ({"memory": []}, "its memory is not in bytes"),
+        ({"memory": {"process": 1, "pool": 1, "budget": 1}}, "its memory is not in bytes"),
+        ({"memory": {"process": 1, "pool": 1, "budget": 1, "left": 1.5}}, "its memory is not in bytes"),
+    ],
+)
+def test_what_no_line_has_is_refused(
+    tmp_path: Path, rng: np.random.Generator, spoilt: dict[str, Any], said: str
+) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng), line(2, rng, **spoilt)])
+    with pytest.raises(MeshError, match=f"line 2: no line of statistics, {said}"):
+        read_report(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", "no status"),
+        ("{}", "no status"),
+        ('{"status": "ok", "peak_bytes": "much"}', "peak_bytes is 'much'"),
+        ('{"status": "ok", "slots": NaN}', "slots is nan"),
+        ('{"status": "ok", "hit_rate": {"expected": [1]}}', r"hit_rate is \[1\]"),
+    ],
+)
+def test_other_files_are_no_plans(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(MeshError, match=f"is not what `torch-mesh plan --json` prints: {said}"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_a_plan_needs_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "s.jsonl"), "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "give --html" in capsys.readouterr().err
+
+
+def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 40)] + [line(index, rng) for index in range(1, 20)]
+    whole = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    file, growing = tmp_path / "s.jsonl", StatsFile(tmp_path / "s.jsonl")
+    for end in [*sorted(rng.integers(0, len(whole), 12).tolist()), len(whole)]:
+        file.write_bytes(whole[:end])
+        complete = whole[: whole.rfind(b"\n", 0, end) + 1]
+        (tmp_path / "complete.jsonl").write_bytes(complete)
+        runs = growing.report(7, growing=True).runs
+        assert runs == (read_report(tmp_path / "complete.jsonl", 7).runs if complete else ())
+    write(file, lines[:3])  # another process began the file anew
+    assert growing.report(7, growing=True).runs == read_report(file, 7).runs
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LivePage]:
+    with LivePage([tmp_path / "s.jsonl"], None, 0) as page:
+        thread = threading.Thread(target=page.serve_forever)
+        thread.start()
+        yield page
+        page.shutdown()
+        thread.join()
+
+
+def ask(page: LivePage, path: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(page.address + path, headers=headers), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.random.Generator) -> None:
+    file = tmp_path / "s.jsonl"
+    assert json.loads(ask(live, "data.json")[1]) == {"runs": [], "plan": None, "notes": [f"{file} has no line yet"]}
+    assert ask(live, "")[0] == 200
+    write(file, [line(1, rng), line(2, rng)])
+    assert [len(run["begin"]) for run in json.loads(ask(live, "data.json")[1])["runs"]] == [1]
+    with file.open("a") as more:
+        more.write(json.dumps(line(3, rng)) + "\n" + '{"time": 5')
+    assert [len(run["begin"]) for run in json.loads(ask(live, "data.json")[1])["runs"]] == [2]
+    status, page = ask(live, "")
+    assert status == 200 and data_of(page) == json.loads(ask(live, "data.json")[1])
+    file.write_text("hello\n" * 1000)
+    status, said = ask(live, "data.json")
+    assert status == 500 and "not JSON" in said
+
+
+def test_a_live_page_is_for_this_machine_alone(live: LivePage) -> None:
+    assert live.address.startswith("http://127.0.0.1:")
+    assert ask(live, "", Host="evil.example")[0] == 403
+    assert ask(live, "../etc/passwd")[0] == 404 and ask(live, "data.json?x")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--live", "x"], "no port"), (["--live", "65536"], "no port"), (["--live", "0", "--html", "o"], "still grow")],
+)
+def test_live_wants_a_port_and_nothing_else(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["report", str(tmp_path / "s.jsonl"), *options]) == 2
+    except SystemExit as exit:
+        assert exit.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs a browser: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--window-size=1200,900",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_and_the_keyboard_moves_it(browser: Any, tmp_path: Path, rng: np.random.Generator) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    lines = [line(index, rng, lossy=HOSTILE) for index in range(1, 8)] + [line(index, rng) for index in range(1, 4)]
+    out = tmp_path / "out.html"
+    assert main(["report", str(write(tmp_path / "s.jsonl", lines)), "--html", str(out)]) == 0
+    backgrounds = []
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        browser.get(out.as_uri())
+        backgrounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+    assert len(set(backgrounds)) == 2
+    assert browser.title == "torch_mesh report"
+
+    def find(name: str) -> Any:
+        return browser.find_element("id", name)
+
+    find("run").send_keys(Keys.HOME)  # the first run of two
+    assert find("lossy").text.startswith("lossy: </script>")
+    assert "of 36 experts at this moment" in find("now-text").text
+    slider, seen = find("when"), []
+    for key in (Keys.HOME, Keys.ARROW_RIGHT, Keys.END):
+        slider.send_keys(key)
+        seen.append((slider.get_attribute("value"), find("clock").text, find("readout").text))
+    assert [value for value, _, _ in seen] == ["0", "1", "5"] and len({clock for _, clock, _ in seen}) == 3
+    assert "decode hits 75.0 %" in seen[0][2] and "process 1.00 GB" in seen[0][2]
+    held = sum(int(bits, 16).bit_count() for bits in lines[6]["resident"])
+    assert find("now-text").text.startswith(f"{held} of 36 ")
+    find("layer").send_keys(Keys.END)
+    assert find("layer-text").text == "2"
+    drawn = "const c = arguments[0], d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return new Set(d).size"
+    assert all(browser.execute_script(drawn, find(name)) > 2 for name in ("layers", "now", "one"))
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.slow
+def test_a_browser_follows_a_live_page(browser: Any, live: LivePage, tmp_path: Path, rng: np.random.Generator) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    def until(seen: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not seen():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def find(name: str) -> Any:
+        return browser.find_element("id", name)
+
+    browser.get(live.address)
+    assert "has no line yet" in find("notes").text and not find("main").is_displayed()
+    file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 6)])
+    until(lambda: find("main").is_displayed())
+    assert find("when").get_attribute("value") == "3"
+    with file.open("a") as more:
+        more.write(json.dumps(line(6, rng)) + "\n")
+    until(lambda: find("when").get_attribute("value") == "4")  # at the end it follows
+    find("when").send_keys(Keys.HOME)
+    with file.open("a") as more:
+        more.write(json.dumps(line(7, rng)) + "\n")
+    until(lambda: find("when").get_attribute("max") == "5")
+    assert find("when").get_attribute("value") == "0"  # elsewhere it stays
+    assert browser.get_log("browser") == []

@@ -1,0 +1,162 @@
+"""The README and docs/: every Python block and every `torch-mesh` command runs, links lead somewhere, quoted errors exist.
+
+A page is run from top to bottom as a reader would, in an empty folder, with the small model of examples/ in the place of the large ones that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_mesh.cli import _parser
+
+REPOSITORY = Path(__file__).parents[2]
+# What stands for what: a page may name these models and no others, since any other would be asked of the hub.
+MODELS = (
+    "Qwen/Qwen3-30B-A3B",
+    "deepseek-ai/DeepSeek-V3",
+    "moonshotai/Kimi-K2-Thinking",
+    "openai/gpt-oss-120b",
+    "openai/gpt-oss-20b",
+)
+SLOW = {"checkpoints", "measuring", "models", "settings"}  # plan and bench measure the machine for seconds each time
+SERVES = {"serve", "chat", "--live"}  # do not end by themselves: they are parsed, and run by tests of their own
+FENCE = re.compile(r"^(`{3,})(\w*)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """Language, what stands behind it, and the text of each fenced block."""
+    for _, language, words, code in FENCE.findall(page.read_text()):
+        yield language, words.strip(), code
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["torch-mesh"]:
+            yield words[1:]
+
+
+def runnable(page: Path) -> bool:
+    return any(language == "python" or (language == "sh" and any(commands(code))) for language, _, code in blocks(page))
+
+
+def _parameter(page: Path) -> object:
+    # A block that needs a card says so behind its language, and one that asks a server, which has tests of its own; nothing else may stand there.
+    words = {words for language, words, _ in blocks(page) if language == "python"}
+    assert words <= {"", "gpu", "server"}, f"{page}: {words}"
+    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem in SLOW)
+    return pytest.param(page, id=page.stem, marks=marks)
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "mine.txt").write_text((REPOSITORY / "examples" / "demo.py").read_text() * 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # two that wait for each other on busy processors take many times as long for so small a model
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", [_parameter(page) for page in pages() if runnable(page)])
+def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pytest.FixtureRequest) -> None:
+    if "gguf_file" in page.read_text():
+        request.getfixturevalue("gguf_download")
+    places = dict.fromkeys(MODELS, str(mesh_tiny)) | {"/nvme": str(empty_folder / "nvme")}
+    names: dict[str, object] = {}
+    try:
+        for language, needs, code in blocks(page):
+            for place, stand_in in places.items():
+                code = code.replace(place, stand_in)
+            if language == "python":
+                block = compile(code, str(page), "exec")
+                if needs != "server":
+                    exec(block, names)  # noqa: S102  the page's own code
+            elif language == "sh":
+                for words in commands(code):
+                    _run_command(words)
+    finally:
+        names.clear()
+        gc.collect()
+
+
+def _run_command(words: list[str]) -> None:
+    words, output = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
+    parsed = _parser().parse_args(words)
+    if SERVES & set(words):
+        return
+    with open(output, "w") if output else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):
+        assert parsed.run(parsed) == 0, words
+
+
+@pytest.fixture
+def gguf_download(empty_folder: Path) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    (empty_folder / "nvme" / "downloads").mkdir()
+    gguf_files.write(empty_folder / "nvme" / "downloads" / "model.gguf", "qwen3moe", {"exps": "Q4_0"})
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_commands_and_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    for language, _, code in blocks(page):
+        for line in code.splitlines() if language == "sh" else []:
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["make"]:
+                named = [word for word in words[1:] if "=" not in word]
+                assert set(named) <= targets, line
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+LINKING = [*pages(), *(REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page}: {target}"
+        assert linked.is_relative_to(REPOSITORY), f"{page}: {target}"
+        assert not anchor or anchor in _anchors(linked), f"{page}: {target} is no heading of {linked}"
+
+
+def test_errors_that_are_explained_are_errors_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(quoted) > 10
+    files = [*(REPOSITORY / "torch_mesh").rglob("*.py"), *(REPOSITORY / "csrc").rglob("*.cpp"), REPOSITORY / "setup.py"]
+    # Literals of several lines become one, as the compiler makes them.
+    sources = [re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files]
+    for message in quoted:
+        assert any(message in source for source in sources), message

@@ -1,0 +1,40 @@
+"""The site of docs/ builds without a warning, and loads nothing from elsewhere; the pages that tools write are up to date."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import torch_mesh
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_stands_alone(tmp_path: Path) -> None:
+    build = pytest.importorskip("sphinx.cmd.build")
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    site = tmp_path / "site"
+    arguments = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    assert build.main([*arguments, str(REPOSITORY / "docs"), str(site)]) == 0
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe|link)[^>]*(?:src|href)=\"([^\"]+)", page.read_text())
+        assert not [place for place in loaded if re.match(r"(https?:)?//", place)], page
+    assert "torch_mesh.patch" in (site / "api.html").read_text()
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    reference = (REPOSITORY / "docs" / "api.md").read_text()
+    errors = {name for name in torch_mesh.__all__ if name.endswith("Error")}
+    for name in set(torch_mesh.__all__) - errors - {"__version__"}:
+        assert re.search(rf"^\.\. auto(function|class):: {name}$", reference, re.MULTILINE), name
+    assert "automodule:: torch_mesh.errors" in reference
+
+
+def test_the_commands_page_is_up_to_date() -> None:
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "commands_page.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run tools/commands_page.py"

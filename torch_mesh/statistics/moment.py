@@ -1,0 +1,76 @@
+"""What is so when a line of statistics is written, beside what was counted by then: which experts are resident, who has the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import _C
+from ..memory import anonymous_bytes, available_bytes
+
+_READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
+_LARGEST = 1 << 63
+_MOST_EXPERTS = 1 << 16  # of a layer
+MEMORY = ("process", "pool", "budget", "left")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """``resident`` has a string for each MoE layer: a bit for each of its ``experts``, hexadecimal, the first one the highest bit of
+    the first digit; what the last digits have beyond is 0.
+
+    ``memory`` is in bytes: ``process``, anonymous, the pool's among it; ``pool``, the experts' now; ``budget``, the most that they
+    may have; ``left``, what could still be taken.
+    """
+
+    experts: int = 0  # of a layer; 0: not known, as in lines of earlier versions
+    resident: tuple[str, ...] = ()
+    memory: Mapping[str, int] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = None if self.memory is None else dict(self.memory)
+        return {"experts": self.experts, "resident": list(self.resident), "memory": memory}
+
+
+def look(engine: _C.Engine, layers: int) -> Moment:
+    """Raises PoolClosedError for an engine that is closed."""
+    size = engine.describe_size()
+    memory = {
+        "process": anonymous_bytes(),
+        "pool": size["slots"] * size["record_bytes"],
+        "budget": size["most_slots"] * size["record_bytes"],
+        "left": available_bytes(),
+    }
+    states = [
+        torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
+        for layer in range(layers)
+    ]
+    return Moment(len(states[0]), tuple(np.packbits(state == _READY).tobytes().hex() for state in states), memory)
+
+
+def parse_moment(table: Mapping[str, Any], layers: int) -> Moment:
+    """Of a line of statistics; what older lines do not have is empty. ValueError for what no line has."""
+    experts, resident, memory = table.get("experts", 0), table.get("resident", []), table.get("memory")
+    if type(experts) is not int or not 0 <= experts <= _MOST_EXPERTS:
+        raise ValueError(f"its experts are {experts!r:.80}")
+    if not isinstance(resident, list) or len(resident) != (layers if experts else 0):
+        raise ValueError("its resident is no list of as many layers as there are")
+    if not all(_is_bits(bits, experts) for bits in resident):
+        raise ValueError(f"its resident has other bits than those of {experts} experts")
+    if memory is not None:
+        if not isinstance(memory, Mapping) or not all(_is_bytes(memory.get(name)) for name in MEMORY):
+            raise ValueError("its memory is not in bytes")
+        memory = {name: memory[name] for name in MEMORY}
+    return Moment(experts, tuple(resident), memory)
+
+
+def _is_bits(value: Any, experts: int) -> bool:
+    return isinstance(value, str) and len(value) == -(-experts // 8) * 2 and not value.strip("0123456789abcdef")
+
+
+def _is_bytes(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST

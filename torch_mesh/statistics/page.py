@@ -1,0 +1,173 @@
+"""A report as one HTML file that opens anywhere, without a network: ``page.html`` with what is to be shown in it."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..errors import MeshError
+from .moment import MEMORY
+from .report import Report, Run, Stretch
+
+# More than a screen can tell apart, and a page of an hour of a large model stays under a megabyte and a half.
+STRETCHES = 240
+_TABLES, _DATA = "<!-- tables -->", "<!-- data -->"  # where they go
+_LARGEST_PLAN = 64 << 20
+_PLANNED = ("tokens_per_second", "peak_bytes", "pool_bytes", "slots")
+
+
+def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
+    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives.
+
+    Whatever stands in a report is shown as text: nothing of it becomes markup or a program.
+    """
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    # Split and not replaced: what goes in may have either mark in it.
+    (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in _runs(reports))
+    middle, end = rest.split(_DATA)
+    return begin + tables + middle + render_data(reports, plan) + end
+
+
+def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
+    """What the page shows, as JSON that may stand in a script element."""
+    notes = [
+        f"{_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
+        for report in reports
+        if report.damaged
+    ]
+    notes += [f"{_text(report.path)} has no line yet" for report in reports if not report.runs]
+    data = {"runs": [_run_data(name, run) for name, run in _runs(reports)], "plan": plan, "notes": notes}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":  # none of which JSON has but in strings
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _runs(reports: Sequence[Report]) -> list[tuple[str, Run]]:
+    return [(_name(report, run), run) for report in reports for run in report.runs]
+
+
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a page shows of a plan that ``torch-mesh plan --json`` printed. MeshError for a file that holds none."""
+
+    def refuse(problem: str) -> MeshError:
+        return MeshError(f"{_text(path)} is not what `torch-mesh plan --json` prints: {problem}.")
+
+    with open(path, "rb") as file:
+        content = file.read(_LARGEST_PLAN + 1)
+    try:
+        table = json.loads(content) if len(content) <= _LARGEST_PLAN else None
+    except (ValueError, RecursionError):
+        raise refuse("no JSON") from None
+    if not isinstance(table, dict) or not isinstance(table.get("status"), str):
+        raise refuse("no status")
+    rate = table.get("hit_rate")
+    shown = {name: table.get(name) for name in _PLANNED}
+    shown["hit_rate"] = rate.get("expected") if isinstance(rate, dict) else rate
+    for name, value in shown.items():
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 63
+        ):
+            raise refuse(f"{name} is {value!r:.80}")
+    return shown
+
+
+def _text(path: object) -> str:
+    return os.fsencode(os.fspath(path)).decode(errors="replace")  # type: ignore[call-overload]
+
+
+def _name(report: Report, run: Run) -> str:
+    which = f", run {report.runs.index(run) + 1} of {len(report.runs)}" if len(report.runs) > 1 else ""
+    return f"{_text(report.path)}{which}"
+
+
+def _span(run: Run) -> str:
+    begin, end = (datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") for time in (run.begin, run.end))
+    return f"{run.lines} lines up to forward {run.forwards}, {begin} to {end}"
+
+
+def _run_data(name: str, run: Run) -> dict[str, Any]:
+    # A clock that was set back has no rates.
+    stretches = [stretch for stretch in run.stretches if stretch.end > stretch.begin]
+
+    def each(value: Callable[[Stretch], float | None]) -> list[float | None]:
+        return [_rounded(value(stretch)) for stretch in stretches]
+
+    def rate(value: Callable[[Stretch], float]) -> list[float | None]:
+        return each(lambda stretch: value(stretch) / (stretch.end - stretch.begin))
+
+    moments = [stretch.moment for stretch in stretches]
+    experts = max((moment.experts for moment in moments), default=0)
+    remembered = experts and all(moment.experts == experts for moment in moments)
+    measured = [moment.memory for moment in moments if moment.memory is not None]
+    return {
+        "name": name,
+        "span": _span(run),
+        "lossy": run.total.lossy,
+        "layers": len(run.total.per_layer),
+        "experts": experts if remembered else 0,
+        "begin": [round(stretch.begin - run.begin, 3) for stretch in stretches],
+        "end": [round(stretch.end - run.begin, 3) for stretch in stretches],
+        "hit_rate": {
+            "decode": each(lambda one: one.stats.decode.hit_rate),
+            "prefill": each(lambda one: one.stats.prefill.hit_rate),
+        },
+        "steps": rate(lambda stretch: stretch.stats.decode.forwards),
+        "waiting": rate(lambda stretch: stretch.stats.stall_seconds),
+        "read": rate(lambda stretch: stretch.stats.bytes_read),
+        "wasted": rate(lambda stretch: stretch.stats.wasted_bytes),
+        "layer_hits": [[_rounded(layer.hit_rate) for layer in stretch.stats.per_layer] for stretch in stretches],
+        "resident": [moment.resident for moment in moments] if remembered else None,
+        "memory": {part: [moment.memory and moment.memory[part] for moment in moments] for part in MEMORY}
+        if measured
+        else None,
+        "summary": {
+            "hit_rate": _rounded(run.total.decode.hit_rate),
+            "prefill_hit_rate": _rounded(run.total.prefill.hit_rate),
+            "tokens_per_second": _rounded(_typical(stretches)),
+            "waiting": _rounded(_share_of_waiting(stretches)),
+            "bytes_read": run.total.bytes_read,
+            "accuracy": _rounded(run.total.prefetch_accuracy),
+            "peak_bytes": max((memory["process"] for memory in measured), default=None),
+            "pool_bytes": max((memory["budget"] for memory in measured), default=None),
+            "slots": run.total.slots,
+        },
+    }
+
+
+def _typical(stretches: Iterable[Stretch]) -> float | None:
+    """Decode steps per second, the median of the stretches that only decoded."""
+    rates = [
+        stretch.stats.decode.forwards / (stretch.end - stretch.begin)
+        for stretch in stretches
+        if stretch.stats.decode.forwards and not stretch.stats.prefill.forwards
+    ]
+    return statistics.median(rates) if rates else None
+
+
+def _share_of_waiting(stretches: Sequence[Stretch]) -> float | None:
+    seconds = sum(stretch.end - stretch.begin for stretch in stretches)
+    return sum(stretch.stats.stall_seconds for stretch in stretches) / seconds if seconds else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _table(name: str, run: Run) -> str:
+    def row(cells: Sequence[str], kind: str) -> str:
+        first, *rest = (html.escape(cell) for cell in cells)
+        return f'<tr><th scope="row">{first}</th>' + "".join(f"<{kind}>{cell}</{kind}>" for cell in rest) + "</tr>"
+
+    headings, *rows = run.total.table()
+    body = "".join(row(cells, "td") for cells in rows)
+    return (
+        f'<figure><figcaption>{html.escape(name)}: {html.escape(_span(run))}</figcaption><div class="wide" tabindex="0" role="region" aria-label="counters"><table><thead>'
+        f"{row(headings, 'th')}</thead><tbody>{body}</tbody></table></div></figure>"
+    )
