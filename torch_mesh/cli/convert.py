@@ -14,12 +14,10 @@ from torch_mesh.store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "convert",
-        help="convert a checkpoint to a store that experts are read from fastest",
-        description="Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
-        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
+        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues."
     )
     parser.add_argument("source", help="a checkpoint folder, a GGUF file, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
