@@ -93,6 +93,11 @@ _WHERE = {
 # needs it raises the reason.
 _unusable: ImportError | None = None
 
+_HOW_TO_BUILD = (
+    "Install the wheel of torch_mesh that is for it, or build one here: pip install --no-cache-dir torch_mesh-*.tar.gz, or `make "
+    "build` in a checkout."
+)
+
 
 def _load_extension() -> None:
     """Imports torch_mesh._C and registers the ops, if it was built against the torch that runs: brgemm is no stable ABI."""
@@ -103,16 +108,14 @@ def _load_extension() -> None:
         from . import _C
     except ImportError as error:
         _unusable = ImportError(
-            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. Build it in this environment: "
-            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
+            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
         )
         _unusable.__cause__ = error
         return
-    running = torch.__version__.split("+")[0]
-    if _C.torch_version.split("+")[0] != running:
+    built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
+    if built != running:
         _unusable = ImportError(
-            f"torch_mesh was built against torch {_C.torch_version}, but torch {running} is loaded; build it again: "
-            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
+            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
         )
         return
     importlib.import_module("torch_mesh.ops")
