@@ -17,6 +17,8 @@ COMMANDS = {
     "verify": "read all of a store and name every bad record",
     "inspect": "show what a store or a checkpoint holds",
     "plan": "say what a model will need and reach here, and what to change",
+    "serve": "answer requests as OpenAI's API does, through transformers serve",
+    "chat": "talk with a model in the terminal, through transformers chat",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
     "fit": "learn from text which experts a model will want next",
     "profile": "make a profile for a warm start of recorded routing",
