@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
 from .after_import import AfterImport
@@ -122,6 +123,10 @@ def _load_extension() -> None:
 
 
 def _register_with_transformers() -> None:
+    from transformers.utils import logging as theirs
+
+    # What torch_mesh logs is shown where and from which level on transformers shows its own: set_verbosity_info(), TRANSFORMERS_VERBOSITY.
+    logging.getLogger(__name__).parent = theirs.get_logger()  # type: ignore[assignment]
     if _unusable is None:
         importlib.import_module("torch_mesh.loading")
 

@@ -191,6 +191,19 @@ def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
 
 
+def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    server = serving(made.path, MeshConfig(resident=0.5))
+    assert server.model == f"{tmp_path}:model.gguf"
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
+    assert _metrics(server)["accesses"] > 0
+    server.stop()
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_what_cannot_be_is_refused_before_the_model_is_opened(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -257,7 +270,7 @@ def test_eight_clients_for_minutes(client: Any, server: Any, says: Callable[...,
     """No error, the tokens of one client alone, and memory that does not grow."""
     texts = [text[: len(text) - cut] for text in TEXTS for cut in range(4)]
     expected = {text: says(text, 6 + len(text) % 7) for text in texts}
-    end = time.monotonic() + float(os.environ.get("TORCH_MESH_SOAK_SECONDS", "300"))
+    end = time.monotonic() + float(os.environ.get("TORCH_MESH_TEST_SOAK_SECONDS", "300"))
 
     def ask(which: int) -> int:
         draw, asked = random.Random(which), 0
