@@ -1,6 +1,7 @@
 """Builds torch_mesh._C with ninja: one object per source, each with its own instruction set, never the build machine's.
 
 A build in place or for an editable install makes torch_mesh._testing too, which tests and benchmarks need: a wheel is what ships.
+A wheel is for the minor version of torch that it was built against, and says so in its version and its requirements.
 
 ``python setup.py engine_tests [--sanitize thread|address]`` builds the torch-free engine with its GoogleTest suite and prints
 the path of the program.
@@ -9,10 +10,13 @@ the path of the program.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -75,11 +79,18 @@ def compiles(code: str, *flags: str) -> bool:
     return subprocess.run(command, input=code.encode(), capture_output=True, check=False).returncode == 0
 
 
+def library(name: str, program: str) -> list[str]:
+    """Link flags with which ``program`` becomes a shared library; none if it cannot. The archive goes first: a wheel then needs no such package."""
+    flags = (f"-l:lib{name}.a", f"-l{name}")
+    # Without text relocations: an archive that was not compiled for shared libraries is none that serves.
+    return next(([flag] for flag in flags if compiles(program, "-shared", "-fPIC", "-Wl,-z,text,-z,defs", flag)), [])
+
+
 def liburing_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags for liburing; empty, with a word on stderr, where it is not installed."""
     program = "#include <liburing.h>\nint main() { io_uring ring; return io_uring_queue_init(1, &ring, 0); }\n"
-    if os.environ.get("TORCH_MESH_BUILD_URING", "1") != "0" and compiles(program, "-luring"):
-        return ["-DTORCH_MESH_WITH_URING"], ["-luring"]
+    if os.environ.get("TORCH_MESH_BUILD_URING", "1") != "0" and (link := library("uring", program)):
+        return ["-DTORCH_MESH_WITH_URING"], link
     print("torch_mesh: building without liburing (package liburing-dev); reads will use threads", file=sys.stderr)
     return [], []
 
@@ -89,8 +100,8 @@ def xxhash_flags() -> tuple[list[str], list[str]]:
     if not compiles("#include <xxhash.h>\nint main() {}\n"):
         raise SystemExit("torch_mesh: xxhash.h not found. Install libxxhash-dev (Debian) or put it on CPATH.")
     program = "#include <xxh_x86dispatch.h>\nint main() { return XXH3_64bits_dispatch(nullptr, 0) == 0; }\n"
-    if compiles(program, "-lxxhash"):
-        return ["-DTORCH_MESH_WITH_XXH_DISPATCH"], ["-lxxhash"]
+    if link := library("xxhash", program):
+        return ["-DTORCH_MESH_WITH_XXH_DISPATCH"], link
     print("torch_mesh: building with xxHash's header alone; checksums take twice the time", file=sys.stderr)
     return [], []
 
@@ -177,27 +188,33 @@ def _ninja() -> str:
 class BuildExtension(build_ext):
     """torch_mesh._C against the torch that is installed, and torch_mesh._testing unless it is for a wheel."""
 
+    @property
+    def is_developers(self) -> bool:
+        return bool(self.inplace or self.editable_mode)
+
     def finalize_options(self) -> None:
-        if self.inplace or self.editable_mode:
+        if self.is_developers:
             self.distribution.ext_modules = [Extension(name, sources=[]) for name in EXTENSIONS]
         super().finalize_options()
 
     def build_extension(self, ext: Extension) -> None:
-        try:
-            import torch
-            from torch.utils import cpp_extension
-        except ImportError:
+        if torch_version() is None:
             raise SystemExit(
-                "torch_mesh: install torch first, then build with `pip install --no-build-isolation` "
-                "(an isolated build would fetch a torch of its own)"
-            ) from None
+                "torch_mesh: install torch first, which it is built against. If it is installed, build with `pip install --no-build-isolation`, and "
+                "the packages of build-system.requires in pyproject.toml beforehand"
+            )
+        import torch
+        from torch.utils import cpp_extension
+
         includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
         libraries = cpp_extension.library_paths()
         # torch's headers are not ours to warn about.
         torch_flags = [flag for path in includes for flag in ("-isystem", path)]
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
-        link += [f"-Wl,-rpath,{path}" for path in libraries]
+        # torch is imported first and its libraries with it. A wheel has them beside it, wherever it is installed.
+        link += [f"-Wl,-rpath,{path}" for path in (libraries if self.is_developers else ["$ORIGIN/../torch/lib"])]
+        link += ["-Wl,--exclude-libs,ALL"]  # what archives bring is nobody else's
         link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_and_xxhash()[1]]
         build = shipped(link)
         if ext.name == EXTENSIONS[0]:
@@ -244,12 +261,47 @@ class EngineTests(Command):
         print(program)
 
 
+@functools.cache
+def torch_version() -> str | None:
+    """Of the torch that is built against; None where there is none.
+
+    pip builds with the environment's own Python but, unless it is told otherwise, without its packages: its torch is found all the same, as one
+    that pip fetched for the build would be another than the one in use.
+    """
+    if importlib.util.find_spec("torch") is None:
+        site.addsitedir(sysconfig.get_path("purelib"))
+        site.addsitedir(sysconfig.get_path("platlib"))
+    try:
+        return importlib.metadata.version("torch") if importlib.util.find_spec("torch") is not None else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_minor() -> str | None:
+    """The minor version, such as 2.13, that what is made is bound to: None for an sdist, which is for all of them, and where there is no torch."""
+    if {"sdist", "egg_info"} & set(sys.argv) or torch_version() is None:
+        return None
+    return ".".join(torch_version().split(".")[:2])
+
+
 def version() -> str:
-    return re.search(r'__version__ = "(.+)"', (ROOT / "torch_mesh" / "version.py").read_text()).group(1)
+    """The package's, and where it is built the torch that it is for."""
+    own = re.search(r'__version__ = "(.+)"', (ROOT / "torch_mesh" / "version.py").read_text()).group(1)
+    return f"{own}+torch{minor}" if (minor := torch_minor()) else own
+
+
+def requirements() -> list[str]:
+    """Those of requirements.txt; what is built runs with one minor version of torch alone."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    stated = [line for line in lines if line]
+    if minor := torch_minor():
+        return [f"torch=={minor}.*" if re.match(r"torch\b", line) else line for line in stated]
+    return stated
 
 
 setup(
     version=version(),
+    install_requires=requirements(),
     packages=[*find_packages(include=["torch_mesh*"], exclude=["torch_mesh.ops"]), "torch_mesh.ops"],
     package_dir={"torch_mesh.ops": "ops"},
     package_data={"torch_mesh": ["py.typed", "_C.pyi", "statistics/page.html"]},

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Brings a checkout to the point where torch_mesh imports: system packages, .venv, torch, requirements, extension.
-# Usage: tools/bootstrap.sh [--test | --dev]; --test adds what the Python tests need, --dev the engine's tests, style checks and the site too.
+# Usage: tools/bootstrap.sh [--test | --dev | --wheel]; --test adds what the Python tests need, --dev the engine's tests, style checks and
+# the site too, --wheel what makes a wheel.
 # TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
 set -eu
@@ -17,7 +18,8 @@ case "${1-}" in
   '') ;;
   --test) groups='build run test' ;;
   --dev) groups='build run test style docs' ;;
-  *) echo "usage: $0 [--test | --dev]" >&2; exit 2 ;;
+  --wheel) groups='build run wheel' ;;
+  *) echo "usage: $0 [--test | --dev | --wheel]" >&2; exit 2 ;;
 esac
 
 say() { printf 'torch_mesh: %s\n' "$*" >&2; }
@@ -130,7 +132,7 @@ install_requirements() {
 
 build_extension() {
   key=$({
-    find csrc setup.py pyproject.toml torch_mesh/version.py -type f -exec sha256sum {} + | LC_ALL=C sort -k 2
+    find csrc setup.py pyproject.toml requirements.txt torch_mesh/version.py -type f -exec sha256sum {} + | LC_ALL=C sort -k 2
     torch_version
     "$cxx" --version
     has_header liburing.h && echo liburing

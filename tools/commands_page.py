@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torch_mesh.cli import _parser
+from torch_mesh.cli import COMMANDS, _parser
 from torch_mesh.config import FIELDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
@@ -22,7 +22,7 @@ def page() -> str:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    [commands] = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [commands] = [action for action in _parser(COMMANDS)._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(commands.choices)
 
 

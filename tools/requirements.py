@@ -1,4 +1,4 @@
-"""Prints the requirements that pyproject.toml states, one a line: requirements.py {build,run,test,style,docs}."""
+"""Prints the requirements that pyproject.toml and requirements.txt state, one a line: requirements.py {build,run,test,wheel,style,docs}."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,11 @@ except ModuleNotFoundError:  # Python 3.10
 
 
 def requirements(group: str) -> list[str]:
-    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    root = Path(__file__).parents[1]
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
     groups = {
         "build": pyproject["build-system"]["requires"],
-        "run": pyproject["project"]["dependencies"],
+        "run": [line for line in (root / "requirements.txt").read_text().splitlines() if not line.startswith("#")],
         **pyproject["project"]["optional-dependencies"],
     }
     if group not in groups:

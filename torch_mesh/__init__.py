@@ -5,13 +5,18 @@
 >>> model = AutoModelForCausalLM.from_pretrained(path, quantization_config=torch_mesh.MeshConfig(resident="8GiB"))
 >>> print(torch_mesh.stats(model))
 
-Importing the package registers its ops with torch and its checkpoints with transformers.
+Importing the package registers its ops with torch and its checkpoints with transformers: at once where they are imported, or else as soon as
+they are. It imports neither itself until one of its names is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import importlib
+import importlib.util
+import logging
+from typing import TYPE_CHECKING, Any
 
+from .after_import import AfterImport
 from .errors import (
     ChecksumError,
     DeviceError,
@@ -24,6 +29,17 @@ from .errors import (
     UnsupportedModelError,
 )
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .config import MeshConfig
+    from .experts import Experts
+    from .foresight.traces import load_trace, record_trace
+    from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
+    from .gpu.placement import hottest_experts
+    from .packed_weight import PackedWeight
+    from .patching import patch, unpatch
+    from .statistics.stats import reset_stats, save_profile, stats
+    from .statistics.watch import watch
 
 __all__ = [
     "ChecksumError",
@@ -55,49 +71,89 @@ __all__ = [
 ]
 
 
-def _load_extension() -> None:
-    """Imports torch_mesh._C and checks that it was built against the torch that runs: brgemm is no stable ABI."""
-    import torch
-
-    try:
-        from . import _C
-    except ImportError as error:
-        raise ImportError(
-            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. Build it in this environment: "
-            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
-        ) from error
-    running = torch.__version__.split("+")[0]
-    if _C.torch_version.split("+")[0] != running:
-        raise ImportError(
-            f"torch_mesh was built against torch {_C.torch_version}, but torch {running} is loaded; build it again: "
-            "pip install --no-build-isolation --no-deps -e . (or `make build`)"
-        )
-
+_WHERE = {
+    "Experts": "experts",
+    "MeshConfig": "config",
+    "PackedWeight": "packed_weight",
+    "capture_batch_sizes": "gpu.device_work",
+    "hottest_experts": "gpu.placement",
+    "load_trace": "foresight.traces",
+    "patch": "patching",
+    "place_experts": "gpu.device_work",
+    "record_trace": "foresight.traces",
+    "reset_stats": "statistics.stats",
+    "save_profile": "statistics.stats",
+    "set_capture_batch_sizes": "gpu.device_work",
+    "stats": "statistics.stats",
+    "synchronize": "gpu.device_work",
+    "unpatch": "patching",
+    "watch": "statistics.watch",
+}
 
 # `torch-mesh doctor` has to run where the extension does not, so the package itself imports without it; every name that
 # needs it raises the reason.
 _unusable: ImportError | None = None
-try:
-    _load_extension()
-except ImportError as error:
-    _unusable = error
-else:
-    import torch_mesh.loading as _loading  # noqa: F401  registers "mesh" with transformers
-    import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
-    from .config import MeshConfig
-    from .experts import Experts
-    from .foresight.traces import load_trace, record_trace
-    from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
-    from .gpu.placement import hottest_experts
-    from .packed_weight import PackedWeight
-    from .patching import patch, unpatch
-    from .statistics.stats import reset_stats, save_profile, stats
-    from .statistics.watch import watch
+_HOW_TO_BUILD = (
+    "Install the wheel of torch_mesh that is for it, or build one here: pip install --no-cache-dir torch_mesh-*.tar.gz, or `make "
+    "build` in a checkout."
+)
+
+
+def _load_extension() -> None:
+    """Imports torch_mesh._C and registers the ops, if it was built against the torch that runs: brgemm is no stable ABI."""
+    import torch
+
+    global _unusable
+    try:
+        from . import _C
+    except ImportError as error:
+        _unusable = ImportError(
+            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
+        )
+        _unusable.__cause__ = error
+        return
+    built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
+    if built != running:
+        _unusable = ImportError(
+            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
+        )
+        return
+    importlib.import_module("torch_mesh.ops")
+
+
+def _register_with_transformers() -> None:
+    from transformers.utils import logging as theirs
+
+    # What torch_mesh logs is shown where and from which level on transformers shows its own: set_verbosity_info(), TRANSFORMERS_VERBOSITY.
+    logging.getLogger(__name__).parent = theirs.get_logger()  # type: ignore[assignment]
+    if _unusable is None:
+        importlib.import_module("torch_mesh.loading")
+
+
+AfterImport(["torch"], ["torch"], _load_extension).watch()
+# All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
+AfterImport(
+    ["transformers.quantizers.auto", "transformers.integrations.gguf"],
+    ["transformers", "torch_mesh"],
+    _register_with_transformers,
+).watch()
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> NoReturn:
-        if _unusable is not None and name in __all__:
-            raise ImportError(str(_unusable)) from _unusable
-        raise AttributeError(f"module 'torch_mesh' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        if name in _WHERE:
+            import torch  # noqa: F401  which loads the extension, or finds why it cannot be
+
+            if _unusable is not None:
+                raise ImportError(str(_unusable)) from _unusable
+            value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

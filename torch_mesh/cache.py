@@ -25,6 +25,12 @@ def cache_folder() -> Path:
         ) from error
 
 
+def note_use(folder: Path) -> None:
+    """So that `torch-mesh cache prune` knows what is wanted: times of access are off on many file systems."""
+    with contextlib.suppress(OSError):  # another's cache, or one that cannot be written to
+        os.utime(folder)
+
+
 @contextlib.contextmanager
 def unnamed_folder() -> Iterator[Path]:
     """A folder in the cache, for as long as the block. What killed processes left there goes."""

@@ -25,6 +25,10 @@ from .values import Values, count, one_of, parse_size, path, share, shown
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
 LEAST_CAPABILITY = (8, 0)
 
+# Variables that are no field's: what the extension asks for when it is loaded, and setup.py when it is built.
+_OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
+_OF_TESTS = "TORCH_MESH_TEST_"
+
 FieldsT = TypeVar("FieldsT")
 
 
@@ -440,8 +444,21 @@ def _checked(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
+    _warn_of_unknown_variables()
     given = ((field, os.environ.get(field.variable)) for field in FIELDS.values())
     return {field.flat: field.values.check(field.variable, value) for field, value in given if value}
+
+
+def _warn_of_unknown_variables() -> None:
+    known = {field.variable for field in FIELDS.values()} | set(_OTHER_VARIABLES)
+    for name in sorted(os.environ):
+        if not name.startswith("TORCH_MESH_") or name in known or name.startswith(_OF_TESTS):
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        warnings.warn(
+            f"{name} in the environment is no variable of torch_mesh's, and does nothing.{hint}", stacklevel=2
+        )
 
 
 def without_links(sentence: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import re
 import warnings
@@ -18,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from .assembling import OfRecords, assemble, check
-from .cache import cache_folder
+from .cache import cache_folder, note_use
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
@@ -63,6 +64,8 @@ from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written
 from .undivided import check_launch, check_undivided
+
+_LOG = logging.getLogger(__name__)
 
 
 @auto.register_quantizer("mesh")
@@ -157,8 +160,12 @@ class _Opened(OfRecords):
         weights = format_of(config)
         folder = config.store or _cached(f"{name}-{weights}", f"{fingerprint} {weights} {config.group_size}", weights)
         with progress_bar(f"Converting {name} to {weights}") as progress:
-            store = make(folder, weights, config.group_size, progress=progress).store
-        return _records_of(store, self._layers, config)
+            written = make(folder, weights, config.group_size, progress=progress)
+        if config.store is None:
+            note_use(written.store.folder)
+        how = "was there" if written.existed else "has been converted"
+        _LOG.info("The experts of %s are read from %s, which %s.", name, folder, how)
+        return _records_of(written.store, self._layers, config)
 
 
 def _cached(name: str, source: str, weights: str) -> Path:
@@ -253,6 +260,7 @@ class _OfQuantised(_OfCheckpoint):
             folder = _cached(f"{self._name}-rest", self._fingerprint, "bf16")
             with progress_bar(f"Dequantising the rest of {self._name}") as progress:
                 self._files[:] = map(str, write_rest(self._experts, self._fingerprint, folder, progress))
+            note_use(folder)
 
 
 class _OfStore(_Opened):

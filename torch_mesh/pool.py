@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -24,6 +25,8 @@ from .ops.device import DeviceLayer, SharedDevice
 from .statistics.log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store
+
+_LOG = logging.getLogger(__name__)
 
 
 def pool_slots(
@@ -149,6 +152,8 @@ class ExpertPool:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
         _notice_exit()
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("A pool of experts: %s.", self.describe())
 
     def close(self) -> None:
         """Before its last reference is gone: for a pool that no module uses."""

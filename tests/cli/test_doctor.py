@@ -82,8 +82,8 @@ def test_table_shows_every_finding(
 
 def test_command_line(engine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["doctor", "--json", "--folder", str(tmp_path / "not" / "yet")])
+    doctor.add_arguments(parser)
+    arguments = parser.parse_args(["--json", "--folder", str(tmp_path / "not" / "yet")])
     assert arguments.run(arguments) == 0
     assert f"disk space in {tmp_path}" in capsys.readouterr().out
     assert not (tmp_path / "not").exists()

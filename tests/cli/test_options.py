@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from torch_mesh import MeshConfig
-from torch_mesh.cli import main
+from torch_mesh.cli import COMMANDS, main
 from torch_mesh.cli.options import add_config_arguments, given_config
 from torch_mesh.config import FIELDS
 
@@ -38,3 +40,42 @@ def test_help_says_what_each_field_may_be(capsys: pytest.CaptureFixture[str], mo
     for field in FIELDS.values():
         assert f"--{field.flat.replace('_', '-')} VALUE" in said
         assert f"({field.values.words}; default: ".replace("`", "") in said
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["simulate"], ["fit", "model", "--out", "out", "--text"]])
+def test_a_missing_file_is_named(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing"
+    assert main([*arguments, str(missing)]) == 1
+    assert capsys.readouterr().err == f"torch-mesh: {missing}: no such file or directory\n"
+
+
+def test_a_shell_completes_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", "bash"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    words = ("--revision", "--keep-keys", "--dry-run", *(f"--{name.replace('_', '-')}" for name in FIELDS))
+    assert all(name in said for name in (*COMMANDS, *words))
+    done = subprocess.run(["bash", "-n"], input=said, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_revision_is_the_hubs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--weights", "int8", "--revision", "main"]) == 2
+    assert "is on this machine, and has no revision 'main'" in capsys.readouterr().err
+    asked = []
+
+    def download(*arguments: object, **options: object) -> str:
+        asked.append((arguments, options))
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for model in ("maker/model", "maker/model/file.gguf"):
+        options = ["--weights", "int8", "--revision", "v2", "--token", "secret"]
+        assert main(["convert", model, str(tmp_path / "out"), *options]) == 1
+    assert [arguments for arguments, _ in asked] == [("maker/model",)] * 2
+    assert all((options["revision"], options["token"]) == ("v2", "secret") for _, options in asked)
+    assert "secret" not in capsys.readouterr().err

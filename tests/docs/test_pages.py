@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_mesh.cli import _parser
+from torch_mesh.cli import COMMANDS, _parser
 
 REPOSITORY = Path(__file__).parents[2]
 # What stands for what: a page may name these models and no others, since any other would be asked of the hub.
@@ -100,7 +100,7 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
 
 def _run_command(words: list[str]) -> None:
     words, output = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
-    parsed = _parser().parse_args(words)
+    parsed = _parser(COMMANDS).parse_args(words)
     if SERVES & set(words):
         return
     with open(output, "w") if output else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):

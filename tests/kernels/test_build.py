@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import setuptools
+import torch
+
+import torch_mesh
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("it's", 'a "quoted" one', "for $HOME or $$", "a b", "c:d", "`true`", "back\\slash", "#1 & ; (x) *")
@@ -89,3 +96,83 @@ def test_what_tests_need_is_built_in_a_checkout_only(build: SimpleNamespace, inp
     command.inplace = inplace
     command.ensure_finalized()
     assert [extension.name for extension in command.extensions] == ([shipped, testing] if inplace else [shipped])
+
+
+def test_what_is_built_is_for_one_torch_and_an_sdist_for_all(
+    build: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    stated = [line for line in (REPOSITORY / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    for command in ("bdist_wheel", "editable_wheel", "dist_info"):
+        monkeypatch.setattr(sys, "argv", ["setup.py", command])
+        assert build.version() == f"{torch_mesh.__version__}+torch{minor}"
+        assert build.requirements() == [f"torch=={minor}.*", *stated[1:]]
+    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist"])
+    assert build.version() == torch_mesh.__version__ and build.requirements() == stated
+    assert stated[0].startswith("torch>=")
+
+
+def test_an_archive_goes_before_a_shared_library_and_one_that_does_not_link_is_none(
+    build: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, program = (
+        'extern "C" int answer() { return 42; }',
+        'extern "C" int answer();\nint main() { return answer(); }',
+    )
+    monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
+    assert build.library("answers", program) == []
+    compile_it = ["c++", "-x", "c++", "-", "-fPIC"]
+    subprocess.run([*compile_it, "-shared", "-o", tmp_path / "libanswers.so"], input=source.encode(), check=True)
+    assert build.library("answers", program) == ["-lanswers"]
+    subprocess.run([*compile_it, "-c", "-o", tmp_path / "answers.o"], input=source.encode(), check=True)
+    subprocess.run(["ar", "rc", tmp_path / "libanswers.a", tmp_path / "answers.o"], check=True)
+    assert build.library("answers", program) == ["-l:libanswers.a"]
+    assert build.library("answers", program.replace("answer(", "another(")) == []
+
+
+@pytest.mark.parametrize(
+    ("built", "loads"), [("2.13.0", True), ("2.13.9+cu130", True), ("2.12.1", False), ("3.13.0", False)]
+)
+def test_an_extension_for_another_torch_is_refused_with_the_way_out(
+    built: str, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.4+cpu")
+    monkeypatch.setattr(torch_mesh, "_C", SimpleNamespace(torch_version=built))
+    monkeypatch.setattr(torch_mesh, "_unusable", None)
+    monkeypatch.delitem(vars(torch_mesh), "patch", raising=False)
+    torch_mesh._load_extension()
+    if loads:
+        assert torch_mesh._unusable is None
+        return
+    with pytest.raises(ImportError, match=f"built against torch {re.escape(built)}.*torch 2.13.4.*pip install"):
+        torch_mesh.patch  # noqa: B018
+
+
+@pytest.mark.slow
+def test_an_sdist_builds_a_wheel_that_has_what_ships_and_runs(mesh_tiny: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "__pycache__", "*.egg-info", ".*_cache")
+    shutil.copytree(REPOSITORY, checkout, ignore=ignored)
+    make = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=checkout, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    options = ["--no-build-isolation", "--no-deps", "--no-cache-dir"]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", tmp_path, sdist], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    names = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
+    assert {"torch_mesh/py.typed", "torch_mesh/_C.pyi", "torch_mesh/ops/experts.py", "torch_mesh/cli/serve.py"} <= names
+    assert not [name for name in names if "_testing" in name or name.startswith(("csrc", "tests"))]
+    (extension,) = installed.glob("torch_mesh/_C*.so")
+    needed = subprocess.run(["readelf", "-d", extension], check=True, capture_output=True, text=True).stdout
+    assert "$ORIGIN/../torch/lib" in needed and "libgomp.so.1" in needed
+    code = """
+import sys, torch_mesh
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=torch_mesh.MeshConfig(resident=0.3))
+assert torch_mesh.__file__.startswith(sys.argv[2]) and model.generate(max_new_tokens=4).shape[1] > 1
+"""
+    command = [sys.executable, "-c", code, str(mesh_tiny), str(installed)]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, check=True)

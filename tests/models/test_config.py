@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import pickle
 import runpy
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils import logging as transformers_logging
 
 from torch_mesh import MeshConfig, memory
 from torch_mesh.config import FIELDS, GROUPS, Field
@@ -355,3 +357,25 @@ def test_auto_follows_what_is_given_as_available() -> None:
     assert resident_slots("auto", **sizes, available=(512 + 64 + 7) << 20, reserved=64 << 20) == 7
     with pytest.raises(MemoryError, match="4,194,304 left"):
         resident_slots(0.5, **sizes, available=4 << 20)
+
+
+def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_MESH_TEST_SEED", "1")
+    monkeypatch.setenv("TORCH_MESH_ISA", "avx2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MeshConfig()
+    monkeypatch.setenv("TORCH_MESH_RESIDENTS", "8GiB")
+    with pytest.warns(UserWarning, match="TORCH_MESH_RESIDENTS .* does nothing. Did you mean TORCH_MESH_RESIDENT?"):
+        assert MeshConfig().resident == "auto"
+
+
+def test_what_is_logged_follows_the_verbosity_of_transformers() -> None:
+    logger = logging.getLogger("torch_mesh.pool")
+    before = transformers_logging.get_verbosity()
+    try:
+        for level in (logging.INFO, logging.ERROR):
+            transformers_logging.set_verbosity(level)
+            assert logger.getEffectiveLevel() == level
+    finally:
+        transformers_logging.set_verbosity(before)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
+from transformers.utils import logging as transformers_logging
 
 from torch_mesh import _C
 from torch_mesh.guard import MemoryGuard, wanted_slots
@@ -173,6 +174,14 @@ def _end(guard: MemoryGuard, engine: _C.Engine) -> None:
     assert not thread.is_alive()
 
 
+@pytest.fixture(autouse=True)
+def _logs_reach_pytest() -> Iterator[None]:
+    """torch_mesh's go where transformers' go, which keeps them from the root logger."""
+    transformers_logging.enable_propagation()
+    yield
+    transformers_logging.disable_propagation()
+
+
 def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     machine: Machine, engine: _C.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,6 +196,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
             assert torch.equal(_output(engine, seed), output)
         machine.limit(6 * GIB)
         assert _comes_true(lambda: engine.describe_size()["slots"] == SLOTS)
+        assert _comes_true(lambda: len(caplog.records) == 2)  # it says so when it is done
     engine.validate()
     stats = engine.detailed_stats()
     assert (stats["shrinks"], stats["grows"], stats["slots"], stats["most_slots"]) == (1, 1, SLOTS, SLOTS)

@@ -127,6 +127,7 @@ import os
 import torch_mesh
 from torch_mesh.cache import unnamed_folder
 from torch_mesh.cli import main
+main(["doctor"])  # which imports what it needs: the other user may not be allowed to read that
 os.setuid(54321)
 os.environ.pop("XDG_CACHE_HOME", None)
 for home in (None, "/"):

@@ -1,42 +1,95 @@
-"""The command ``torch-mesh``. Each command is a module of this package with ``add_parser(subparsers)``, which sets ``run``."""
+"""The command ``torch-mesh``. Each command is a module of this package with ``add_arguments(parser)``, which sets ``run``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
-import torch_mesh
-from torch_mesh.cli import bench, convert, doctor, fit, inspect, plan, profile, report, simulate, verify
 from torch_mesh.errors import MeshError
+from torch_mesh.version import __version__
+
+# What each does stands here and not in its module: whoever asks for help, or for the version, waits for no import.
+COMMANDS = {
+    "convert": "convert a checkpoint to a store that experts are read from fastest",
+    "verify": "read all of a store and name every bad record",
+    "inspect": "show what a store or a checkpoint holds",
+    "plan": "say what a model will need and reach here, and what to change",
+    "cache": "list and remove the stores that were made where none was named",
+    "serve": "answer requests as OpenAI's API does, through transformers serve",
+    "chat": "talk with a model in the terminal, through transformers chat",
+    "bench": "measure what a model reaches here, beside the machine's limits and the plan",
+    "fit": "learn from text which experts a model will want next",
+    "profile": "make a profile for a warm start of recorded routing",
+    "simulate": "replay recorded routing against policies and pool sizes",
+    "report": "summarise the statistics that a model has written",
+    "doctor": "explain what this machine offers and what to change",
+}
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
-    parsed = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser(given).parse_args(given)
     try:
         return parsed.run(parsed)
     except KeyboardInterrupt:
         return _complain(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
     except ValueError as error:
         return _complain(parsed, str(error), _USAGE)
-    except (MeshError, OSError, ImportError, MemoryError) as error:
+    except (MeshError, ImportError, MemoryError) as error:
         return _complain(parsed, str(error), _FAILURE)
+    except OSError as error:
+        return _complain(parsed, _said(error), _FAILURE)
 
 
-def _parser() -> argparse.ArgumentParser:
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(_FAILURE, "torch-mesh: completion needs shtab: pip install torch_mesh[completion]\n")
+        print(shtab.complete(_parser(COMMANDS), values))
+        parser.exit()
+
+
+def _parser(given: Collection[str]) -> argparse.ArgumentParser:
+    """Of all commands, with the options of the one that is given, or of all of them for ``COMMANDS``."""
     parser = argparse.ArgumentParser(
-        prog="torch-mesh", description="Mixture-of-Experts models with their experts on NVMe."
+        prog="torch-mesh",
+        description="Mixture-of-Experts models with their experts on NVMe.",
+        epilog="Status: 0 when all is well, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C; some commands give 1 a meaning more, as their "
+        "help says.",
     )
-    parser.add_argument("--version", action="version", version=f"torch-mesh {torch_mesh.__version__}")
+    parser.add_argument("--version", action="version", version=f"torch-mesh {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print what makes this shell complete commands and options, and exit",
+    )
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (convert, verify, inspect, plan, bench, fit, profile, simulate, report, doctor):
-        command.add_parser(subparsers)
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    for name, about in COMMANDS.items():
+        command = subparsers.add_parser(name, help=about)
+        if name == chosen or given is COMMANDS:
+            importlib.import_module(f"torch_mesh.cli.{name}").add_arguments(command)
     return parser
+
+
+def _said(error: OSError) -> str:
+    """Of a file, its name first, as in all errors of torch_mesh's own."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    names = (os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)
+    return f"{', '.join(names)}: {error.strerror[0].lower()}{error.strerror[1:]}"
 
 
 def _complain(arguments: argparse.Namespace, message: str, code: int) -> int:

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from torch_mesh.bench import Measured
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure what a model reaches here, beside the machine's limits and the plan",
-        description="Measures the disk and the memory, opens a model, lets it read a prompt and generate, and prints what it "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures the disk and the memory, opens a model, lets it read a prompt and generate, and prints what it "
         "reached beside what the machine allows and what torch-mesh plan foretells. Weights in another format than the checkpoint's are "
-        "converted when it is opened for the first time, which counts.",
+        "converted when it is opened for the first time, which counts."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"

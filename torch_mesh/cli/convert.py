@@ -14,12 +14,10 @@ from torch_mesh.store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "convert",
-        help="convert a checkpoint to a store that experts are read from fastest",
-        description="Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
-        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
+        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues."
     )
     parser.add_argument("source", help="a checkpoint folder, a GGUF file, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
@@ -36,6 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=64,
         help="weights that share one scale, for int8, int4 and lut4 (default: %(default)s)",
     )
+    parser.add_argument("--revision", help="of the model on the hub: a branch, a tag or a commit (default: main)")
+    parser.add_argument(
+        "--token", help="for a model on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
+    )
     parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")
     parser.set_defaults(run=run, interrupted="interrupted; the same command continues where it stopped")
@@ -43,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts; returns the exit code."""
-    folder = local_folder(arguments.source)
+    folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
     with progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
             folder,

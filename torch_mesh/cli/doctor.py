@@ -83,12 +83,10 @@ def report(folder: Path | None) -> list[Finding]:
     return findings + (homeless if folder is None else [_disk(folder)])
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="explain what this machine offers and what to change",
-        description="Explains what this machine offers torch_mesh and what to change. "
-        "Exits with 1 only where torch_mesh cannot work at all.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Explains what this machine offers torch_mesh and what to change. "
+        "Exits with 1 only where torch_mesh cannot work at all."
     )
     parser.add_argument(
         "--folder", type=Path, help="where stores lie or will lie (default: torch_mesh's folder in $XDG_CACHE_HOME)"

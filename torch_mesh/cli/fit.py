@@ -21,12 +21,10 @@ _HELD_OUT = 5  # one sequence in so many is not learned from, but measured on
 _WORTH_IT = 0.03  # recall at k that a predictor should add
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "fit",
-        help="learn from text which experts a model will want next",
-        description="Runs a model over text and fits the matrices that foretell its experts, for MeshConfig(predictor=...). "
-        "Every fifth sequence is left out, and the recall on those is printed beside that of the routers alone.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a model over text and fits the matrices that foretell its experts, for MeshConfig(predictor=...). "
+        "Every fifth sequence is left out, and the recall on those is printed beside that of the routers alone."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"

@@ -14,12 +14,8 @@ from torch_mesh.store.hub import local_folder
 from torch_mesh.store.inspect import describe
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "inspect",
-        help="show what a store or a checkpoint holds",
-        description="Shows what a store or a checkpoint holds, from its headers alone.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Shows what a store or a checkpoint holds, from its headers alone."
     parser.add_argument(
         "folder", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )

@@ -44,3 +44,8 @@ def size(text: str) -> int:
         return parse_size(int(text) if text.isdigit() else text, "the size")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size_or_zero(text: str) -> int:
+    """The ``type`` of an option such as ``--keep-keys``, where 0 is none."""
+    return 0 if text.strip() == "0" else size(text)

@@ -36,14 +36,12 @@ _CUDA_ITSELF = 500_000_000
 _STATUS_STYLE = {"ok": "green", "nothing to do": "green", "below recommended": "yellow", "too small": "red"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="say what a model will need and reach here, and what to change",
-        description="Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
         "will be. Reads headers, config and manifest, of a model id on the hub too, and for two seconds the disk's and the memory's speed: where the "
         "model is not on this disk, give --disk-speed. "
-        "Exits with 1 only where the model cannot run.",
+        "Exits with 1 only where the model cannot run."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"

@@ -9,12 +9,8 @@ from torch_mesh.foresight.profiles import profile_of_trace, write_profile
 from torch_mesh.foresight.traces import load_trace
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="make a profile for a warm start of recorded routing",
-        description="Counts what a trace (torch_mesh.record_trace) used. A model that runs writes the same with torch_mesh.save_profile.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Counts what a trace (torch_mesh.record_trace) used. A model that runs writes the same with torch_mesh.save_profile."
     parser.add_argument("trace", help="an .npz file")
     parser.add_argument("out", help="the profile, a JSON file")
     parser.add_argument("--prompts", help="FIRST:END, the sequences that are counted; all by default")

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 _WIDTH = 160
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="summarise the statistics that a model has written",
-        description="Reads files that MeshConfig.stats.file named: hits, reads and waits by layer, by phase and over time. "
-        "Each run of a process is summarised by itself.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads files that MeshConfig.stats.file named: hits, reads and waits by layer, by phase and over time. "
+        "Each run of a process is summarised by itself."
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
     parser.add_argument("--stretches", type=positive, default=12, help="rows of the table over time (%(default)s)")

@@ -17,12 +17,8 @@ from torch_mesh.synthetic import synthetic_trace
 from torch_mesh.values import parse_size
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "simulate",
-        help="replay recorded routing against policies and pool sizes",
-        description="Replays traces (torch_mesh.record_trace) through the policies of the pool.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Replays traces (torch_mesh.record_trace) through the policies of the pool."
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="an .npz file")
     parser.add_argument(
         "--synthetic",

@@ -11,12 +11,10 @@ from torch_mesh.store.progress import progress_bar
 from torch_mesh.store.verify import verify
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "verify",
-        help="read all of a store and name every bad record",
-        description="Reads all of a store and names every record and file that is not as it was written. "
-        "Exits with 1 if there is any.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads all of a store and names every record and file that is not as it was written. "
+        "Exits with 1 if there is any."
     )
     parser.add_argument("store", help="a folder that torch-mesh convert wrote")
     parser.add_argument("--json", action="store_true", help="print JSON")

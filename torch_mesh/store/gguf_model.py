@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import core_model_loading
 from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.store.gguf import Counted, read_parts, require_package
@@ -119,6 +120,7 @@ def config_table(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         return get_gguf_config(said, tuple(names))
     model_type = READ_BY_TABLES[architecture]
     table: dict[str, Any] = {"model_type": model_type, **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {})}
+    table["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]  # by which transformers serve chooses
     known = {f"{architecture}.{key}": name for key, name in _TABLES[model_type].items()}
     known |= {f"{architecture}.{key}": name for key, name in _LEFT_OUT[architecture].items()}
     known |= {f"tokenizer.{key}": name for key, name in _TABLES["tokenizer"].items()}

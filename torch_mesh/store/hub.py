@@ -29,18 +29,26 @@ from torch_mesh.store.sources import MODELOPT_NAME
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
 
-def local_folder(source: str | os.PathLike[str]) -> Path:
+def local_folder(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Path:
     """``source`` if it is a folder or a GGUF file; else the files of that model id on the Hugging Face hub, downloaded to its cache.
 
     A model id and the name of a GGUF file, as in ``maker/model/file.gguf``, is that file, and what it is the first part of.
+    ``revision`` and ``token`` are the hub's; ValueError for a revision of what is here.
     """
+    if revision is not None and Path(source).exists():
+        raise ValueError(
+            f"{source} is on this machine, and has no revision {revision!r}: that is for models of the hub"
+        )
     if Path(source).is_dir():
         return Path(source)
     if is_gguf(source):
-        return _gguf_file(source)
+        return _gguf_file(source, revision, token)
     _check_model_id(source)
     with _hub_errors(source):
-        return Path(huggingface_hub.snapshot_download(os.fspath(source), ignore_patterns=_NO_WEIGHTS))
+        fetched = huggingface_hub.snapshot_download(
+            os.fspath(source), revision=revision, token=token, ignore_patterns=_NO_WEIGHTS
+        )
+    return Path(fetched)
 
 
 @contextmanager
@@ -67,7 +75,7 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
         yield Path(folder), False
 
 
-def _gguf_file(source: str | os.PathLike[str]) -> Path:
+def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
     if Path(source).exists():
         return Path(source)
     maker, _, rest = os.fspath(source).partition("/")
@@ -79,7 +87,9 @@ def _gguf_file(source: str | os.PathLike[str]) -> Path:
     except ValueError as problem:
         raise store_error(source, str(problem)) from None
     with _hub_errors(source):
-        folder = huggingface_hub.snapshot_download(f"{maker}/{model}", allow_patterns=names)
+        folder = huggingface_hub.snapshot_download(
+            f"{maker}/{model}", revision=revision, token=token, allow_patterns=names
+        )
     return Path(folder) / name
 
 

@@ -157,8 +157,8 @@ def write_store(
         raise unwritable(folder, error) from error
     if existing is not None:
         with contextlib.suppress(OSError):  # in a folder of another's, or while another process writes
-            if _remains(folder) or _lock_path(folder).exists():
-                with locked(_lock_path(folder)):
+            if _remains(folder) or lock_path(folder).exists():
+                with locked(lock_path(folder)):
                     _remove_remains(folder)
         return Written(existing, existed=True)
     if os.path.ismount(folder):
@@ -575,7 +575,7 @@ def _real_folder(folder: str | os.PathLike[str]) -> Path:
     return real
 
 
-def _lock_path(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -586,7 +586,7 @@ def _lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             waiting = partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
-            stack.enter_context(locked(_lock_path(folder), waiting))
+            stack.enter_context(locked(lock_path(folder), waiting))
         except OSError as error:
             raise problem or unwritable(folder, error) from error
         yield

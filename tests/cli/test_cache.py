@@ -1,0 +1,124 @@
+"""``torch-mesh cache``: what is listed, what goes, and what stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+from torch_mesh.files import locked
+from torch_mesh.store.writer import lock_path
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "torch_mesh" / "stores"
+
+
+@pytest.fixture
+def two(stores: Path, mesh_tiny: Path) -> list[str]:
+    """Names of two stores of one model: int8 and int4, of which the second was used ten days ago."""
+    names = []
+    for weights in ("int8", "int4"):
+        before = set(stores.iterdir()) if stores.exists() else set()
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(weights=weights, resident=0.2))
+        (made,) = {path for path in stores.iterdir() if path.is_dir()} - before
+        names.append(made.name)
+    _age(stores / names[1], 10)
+    return names
+
+
+def _age(folder: Path, days: float) -> None:
+    os.utime(folder, (time.time() - days * 86400,) * 2)
+
+
+def _listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["cache", "ls", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["stores"]
+
+
+def test_what_is_there_is_listed(two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = _listed(capsys)
+    assert [each["name"] for each in listed] == two
+    for each, weights in zip(listed, ("int8", "int4"), strict=True):
+        held = sum(path.stat().st_blocks * 512 for path in (stores / each["name"]).iterdir())
+        assert each["bytes"] == held > 1e6
+        assert "6 x 32 experts of mesh-tiny" in each["about"] and weights in each["about"]
+    assert 9.9 < (time.time() - listed[1]["used"]) / 86400 < 10.1
+    assert main(["cache", "ls"]) == 0
+    assert "2 stores" in capsys.readouterr().out
+
+
+def test_an_empty_cache_is_no_error(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _listed(capsys) == []
+    assert main(["cache", "prune"]) == 0
+    assert "0 bytes are free" in capsys.readouterr().out
+
+
+def test_those_that_are_named_go_or_none(
+    two: list[str], stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "rm", two[0], "another"]) == 2
+    said = capsys.readouterr().err
+    assert "another: there is no such store" in said and two[1] in said
+    assert main(["cache", "rm", f"../stores/{two[0]}"]) == 2
+    assert {path.name for path in stores.iterdir()} == set(two)
+    assert main(["cache", "rm", two[0], two[0]]) == 0
+    assert [path.name for path in stores.iterdir()] == [two[1]]
+    AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(weights="int8", resident=0.2))
+    assert {path.name for path in stores.iterdir()} == set(two)
+
+
+@pytest.mark.parametrize(("days", "goes"), [("9", True), ("11", False)])
+def test_prune_takes_what_is_old_or_of_no_use(
+    days: str, goes: bool, two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for leftover in (".begun-int4-0123.partial", ".gone-int4-4567.removed"):
+        (stores / leftover).mkdir()
+        (stores / leftover / "mesh-00001.safetensors").write_bytes(bytes(10000))
+    damaged = stores / "damaged-int8-89ab"
+    damaged.mkdir()
+    (damaged / "mesh_manifest.json").write_text("{")
+    there = {path.name for path in stores.iterdir()}
+    assert main(["cache", "prune", "--days", days, "--dry-run"]) == 0
+    assert f"would remove {damaged.name}" in capsys.readouterr().out
+    assert {path.name for path in stores.iterdir()} == there
+    assert main(["cache", "prune", "--days", days]) == 0
+    assert {path.name for path in stores.iterdir()} == set(two[: 1 if goes else 2])
+
+
+def test_what_is_being_written_stays_and_the_others_go(
+    two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial = stores / ".begun-int4-0123.partial"
+    partial.mkdir()
+    with locked(lock_path(stores / "begun-int4-0123")):
+        assert main(["cache", "prune", "--days", "1"]) == 1
+        captured = capsys.readouterr()
+        assert "being written by another process" in captured.err and f"removed {two[1]}" in captured.out
+        assert partial.exists() and not (stores / two[1]).exists()
+    assert main(["cache", "prune"]) == 0 and not partial.exists()
+
+
+def test_what_is_opened_has_been_used(two: list[str], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(weights="int4", resident=0.2))
+    assert [each["name"] for each in _listed(capsys)] == two[::-1]
+
+
+def test_a_model_that_is_open_goes_on(stores: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        mesh_tiny, quantization_config=MeshConfig(weights="int8", resident=0.2)
+    )
+    expected = model.generate(max_new_tokens=8, do_sample=False)
+    assert main(["cache", "rm", *(each["name"] for each in _listed(capsys))]) == 0
+    assert not any(stores.iterdir())
+    assert model.generate(max_new_tokens=8, do_sample=False).tolist() == expected.tolist()

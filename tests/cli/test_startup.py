@@ -1,0 +1,177 @@
+"""What is imported, and when: nobody waits for what is not used, and nothing is left unregistered."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import torch_mesh
+from torch_mesh.after_import import AfterImport
+from torch_mesh.cli import COMMANDS, main
+
+
+def _run(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_neither_torch_nor_what_is_as_slow(option: str) -> None:
+    code = """
+import sys
+from torch_mesh.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0
+print("slow:", *{"torch", "transformers", "numpy", "huggingface_hub", "rich", "torch_mesh._C"} & set(sys.modules))
+"""
+    said = _run(code, option)
+    assert said.endswith("slow:\n")
+    words = " ".join(said.split())
+    assert option == "--version" or all(f" {name} {about}" in words for name, about in COMMANDS.items())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and f"torch-mesh {command}" in said
+    assert len(said.split("\n\n")) > 2  # usage, what it does, its options
+
+
+def test_importing_the_package_registers_ops_and_no_more() -> None:
+    code = """
+import sys, torch, torch_mesh
+assert torch.ops.torch_mesh.experts and "transformers" not in sys.modules and "numpy" not in set(sys.modules) - before
+from torch_mesh import MeshError, __version__
+assert "transformers" not in sys.modules and "patch" in dir(torch_mesh)
+try:
+    torch_mesh.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+assert torch_mesh.values.parse_size  # a module, where nobody has imported it
+"""
+    _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(torch_mesh, name) is not None for name in torch_mesh.__all__)
+    assert set(torch_mesh.__all__) <= set(dir(torch_mesh))
+
+
+# In processes that fork from one which has imported torch_mesh, and then import what the arguments name.
+_REGISTERS = """
+import importlib, os, sys, torch, torch_mesh
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0, name
+        continue
+    status = 1
+    try:
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, AttributeError, KeyError, RuntimeError) as error:  # it wants a package that is not there
+            print(name, repr(error)[:200], flush=True)
+        awaited = {"transformers.quantizers.auto", "transformers.modeling_utils", "transformers.integrations.gguf"}
+        if awaited & set(sys.modules):
+            from transformers import modeling_utils, quantizers
+            assert "mesh" in quantizers.auto.AUTO_QUANTIZER_MAPPING and "mesh" in quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+            assert hasattr(modeling_utils.get_hf_quantizer, "__wrapped__")
+            assert not [each for each in sys.meta_path if type(each).__name__ == "AfterImport"]
+        status = 0
+    finally:
+        os._exit(status)
+"""
+
+
+def test_transformers_has_the_format_however_it_is_imported() -> None:
+    _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.config")
+
+
+@pytest.mark.slow
+def test_transformers_has_the_format_whichever_of_its_modules_is_imported() -> None:
+    import transformers
+
+    root = Path(transformers.__file__).parent
+    paths = [path.relative_to(root.parent).with_suffix("").parts for path in root.rglob("*.py")]
+    left_out = ("models", "data", "kernels", "pipelines", "cli")
+    names = {".".join(parts).removesuffix(".__init__") for parts in paths if parts[1] not in left_out}
+    _run(_REGISTERS, *sorted(names), "transformers.models.auto.modeling_auto", "transformers.pipelines", "peft")
+
+
+MakePackage = Callable[..., str]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[MakePackage]:
+    """Makes a package of modules with some code, under a name of its own."""
+    name = f"made_up_{seed}"
+    watching = list(sys.meta_path)
+
+    def make(**modules: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        for module, code in modules.items():
+            (tmp_path / name / f"{module}.py").write_text(code)
+        importlib.invalidate_caches()
+        return name
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    sys.meta_path[:] = watching
+    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+def test_it_acts_once_and_not_while_a_module_is_half_imported(package: MakePackage) -> None:
+    name = package(outer="from . import awaited, other\nwhole = True", awaited="", other="")
+    seen = []
+
+    def act() -> None:
+        outer = sys.modules.get(f"{name}.outer")
+        seen.append(outer is None or hasattr(outer, "whole"))
+        importlib.import_module(f"{name}.other")
+
+    watch = AfterImport([f"{name}.awaited"], [name], act)
+    watch.watch()
+    importlib.import_module(name)
+    assert seen == [] and watch in sys.meta_path
+    importlib.import_module(f"{name}.outer")
+    assert seen == [True] and watch not in sys.meta_path
+
+
+def test_it_acts_at_once_where_the_module_is_there(package: MakePackage) -> None:
+    name = package(awaited="")
+    importlib.import_module(f"{name}.awaited")
+    seen: list[int] = []
+    watch = AfterImport([f"{name}.awaited"], [name], lambda: seen.append(1))
+    watch.watch()
+    assert seen == [1] and watch not in sys.meta_path
+
+
+def test_what_fails_is_heard_and_tried_again(package: MakePackage) -> None:
+    name = package(awaited="", another="")
+    attempts = []
+
+    def act() -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise RuntimeError("not yet")
+
+    AfterImport([f"{name}.awaited"], [name], act).watch()
+    with pytest.raises(RuntimeError, match="not yet"):
+        importlib.import_module(f"{name}.awaited")
+    importlib.import_module(f"{name}.awaited")
+    importlib.import_module(f"{name}.another")
+    assert len(attempts) == 2
+    assert Path(importlib.util.find_spec(f"{name}.another").origin).name == "another.py"  # type: ignore[union-attr,arg-type]

@@ -1,0 +1,45 @@
+"""A small trained model that can be served, and servers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+from torch_mesh.store.convert import convert
+
+TEMPLATE = """{% if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def folder(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model in int8, with a template for chats."""
+    destination = tmp_path_factory.mktemp("served") / "mesh-tiny-int8"
+    convert(mesh_tiny, destination, "int8")
+    (destination / "chat_template.jinja").write_text(TEMPLATE)
+    return destination
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Callable[..., Any]]:
+    """Starts servers on free ports of loopback; they end with the module, and all of their threads with them."""
+    for needed in ("fastapi", "uvicorn", "openai", "prometheus_client"):
+        pytest.importorskip(needed)
+    from torch_mesh.serving.server import Server
+
+    with ExitStack() as running:
+
+        def serve(model: Path, config: MeshConfig, kept_bytes: int = 2**30, **options: Any) -> Server:
+            options = {"host": "127.0.0.1", "port": 0} | options
+            return running.enter_context(Server(str(model), config, kept_bytes, options))
+
+        yield serve

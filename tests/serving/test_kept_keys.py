@@ -1,0 +1,199 @@
+"""Keys that are kept between calls of generate: the tokens are those of a call that computes everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StoppingCriteriaList,
+)
+
+from torch_mesh.serving.kept_keys import KeptKeys
+
+VOCABULARY = 97
+WINDOW = 16
+PLENTY = 2**30
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def _full() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2))
+
+
+def _with_windows() -> PreTrainedModel:
+    return GptOssForCausalLM(GptOssConfig(**_SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2))
+
+
+Make = Callable[[], PreTrainedModel]
+MODELS = pytest.mark.parametrize("make", [_full, _with_windows])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of models as small as these threads do nothing but wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _model(make: Make) -> PreTrainedModel:
+    model = make().eval()
+    for parameter in model.parameters():  # or the model says one token for ever
+        parameter.data.normal_(0, 0.3)
+    return model
+
+
+def _ask(generate: Callable[..., Tensor], tokens: Tensor, new: int, **more: Any) -> Tensor:
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    mask = torch.ones(1, len(tokens), dtype=torch.long)
+    return generate(input_ids=tokens[None], attention_mask=mask, generation_config=config, **more)[0]
+
+
+def _some(rng: np.random.Generator, least: int = 1, most: int = 30) -> Tensor:
+    return torch.from_numpy(rng.integers(1, VOCABULARY, int(rng.integers(least, most))))
+
+
+@MODELS
+def test_a_conversation_says_what_it_says_without_them(make: Make, rng: np.random.Generator) -> None:
+    model = _model(make)
+    kept = KeptKeys(model, PLENTY)
+    said, length = _some(rng, 5), 0
+    for _ in range(4):
+        before = kept.counts.reused_tokens
+        new = int(rng.integers(1, 20))
+        answer = _ask(kept.generate, said, new)
+        assert torch.equal(answer, _ask(model.generate, said, new))
+        # All but what is new, and the last token that was generated, whose keys nobody has needed.
+        assert kept.counts.reused_tokens - before == length
+        length = len(answer) - 1
+        said = torch.cat([answer, _some(rng)])
+    assert kept.counts.kept_tokens == length and len(kept.conversations) == 1
+
+
+@MODELS
+def test_whatever_is_asked_next_the_answer_is_the_same(make: Make, rng: np.random.Generator) -> None:
+    model = _model(make)
+    kept = KeptKeys(model, PLENTY)
+    asked = [_some(rng, 20, 60)]
+    for _ in range(6):
+        earlier = asked[int(rng.integers(len(asked)))]
+        cut = int(rng.integers(0, len(earlier) + 1))  # an edit, the same again, a part of it, or something else
+        tokens = torch.cat([earlier[:cut], _some(rng)])
+        new = int(rng.integers(1, 12))
+        answer = _ask(kept.generate, tokens, new)
+        assert torch.equal(answer, _ask(model.generate, tokens, new))
+        asked.append(answer)
+    counts = kept.counts
+    assert counts.reused_tokens < counts.prompt_tokens
+    assert counts.kept_bytes == sum(each.nbytes for each in kept.conversations) > 0
+
+
+def test_two_conversations_with_one_beginning_keep_their_own(rng: np.random.Generator) -> None:
+    model = _model(_full)
+    kept = KeptKeys(model, PLENTY)
+    beginning = _some(rng, 5, 6)
+    both = [torch.cat([beginning, torch.tensor([which]), _some(rng, 40, 50)]) for which in (1, 2)]
+    for _ in range(3):
+        answers = [_ask(kept.generate, tokens, 5) for tokens in both]
+        before = kept.counts.reused_tokens
+        both = [torch.cat([answer, _some(rng)]) for answer in answers]
+        lengths = [len(answer) - 1 for answer in answers]
+    [_ask(kept.generate, tokens, 5) for tokens in both]
+    assert kept.counts.reused_tokens - before == sum(lengths)
+    assert len(kept.conversations) == 2
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3000, 20000])
+def test_the_limit_holds_and_the_last_used_stay(limit: int, rng: np.random.Generator) -> None:
+    model = _model(_full)
+    kept = KeptKeys(model, limit)
+    for _ in range(4):
+        tokens = _some(rng, 10, 40)
+        assert torch.equal(_ask(kept.generate, tokens, 3), _ask(model.generate, tokens, 3))
+        assert kept.counts.kept_bytes <= limit
+    fits = 3 * 2 * 2 * 16 * 4 * (len(tokens) + 2) <= limit
+    assert bool(kept.conversations) == fits
+    if fits:
+        assert torch.equal(kept.conversations[-1].tokens[: len(tokens)], tokens)
+
+
+class _Gone(Exception):
+    pass
+
+
+@MODELS
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, rng: np.random.Generator) -> None:
+    model = _model(make)
+    kept = KeptKeys(model, PLENTY)
+    tokens = _some(rng, 5)
+    steps = []
+
+    class Streamer:
+        def put(self, value: Tensor) -> None:
+            steps.append(value)
+            if when == "between" and len(steps) == 6:  # the prompt is the first
+                raise _Gone
+
+        def end(self) -> None:
+            pass
+
+    def leave(*_: Any) -> None:
+        if when == "within" and len(steps) == 6:
+            raise _Gone
+
+    hook = model.model.layers[1].register_forward_pre_hook(leave)
+    with pytest.raises(_Gone):
+        _ask(kept.generate, tokens, 20, streamer=Streamer())
+    hook.remove()
+    assert len(kept.conversations) == (1 if when == "between" else 0)
+    expected = _ask(model.generate, tokens, 12)
+    assert torch.equal(_ask(kept.generate, tokens, 12), expected)
+    assert kept.counts.reused_tokens == (len(tokens) - 1 if when == "between" else 0)
+
+
+def test_what_it_cannot_take_part_in_is_left_to_the_model(rng: np.random.Generator) -> None:
+    model = _model(_full)
+    kept = KeptKeys(model, PLENTY)
+    tokens = _some(rng, 5)
+    for changed in ({"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}):
+        config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, **changed)
+        answer = kept.generate(input_ids=tokens[None], generation_config=config)
+        assert torch.equal(answer, model.generate(input_ids=tokens[None], generation_config=config))
+    padded = torch.cat([torch.zeros(3, dtype=torch.long), tokens])
+    mask = (torch.arange(len(padded)) >= 3).long()[None]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    arguments = {"input_ids": padded[None], "attention_mask": mask, "generation_config": config}
+    assert torch.equal(kept.generate(**arguments), model.generate(**arguments))
+    _ask(kept.generate, tokens, 4, logits_processor=LogitsProcessorList())
+    assert not kept.conversations
+
+
+def test_what_else_would_stop_it_still_does(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    tokens = _some(rng, 5)
+    at_once = StoppingCriteriaList([lambda ids, _: torch.ones(1, dtype=torch.bool)])
+    assert len(_ask(kept.generate, tokens, 9, stopping_criteria=at_once)) == len(tokens) + 1

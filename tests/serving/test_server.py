@@ -1,0 +1,298 @@
+"""``torch-mesh serve``, asked by the client of OpenAI over loopback: what it answers is what the model says."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torch_mesh import MeshConfig
+from torch_mesh.cli import main
+
+openai = pytest.importorskip("openai")
+
+TEXTS = ["And it came to pass in those days, that", "def main():\n    parser =", "In the beginning", "import os\n"]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=0.25, policy="lru"))
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def says(folder: Path) -> Callable[..., str]:
+    """What the model says to a text by itself, with all experts resident."""
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=1.0))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    @functools.lru_cache
+    def says(text: str, tokens: int = TOKENS) -> str:
+        inputs = tokenizer(text, return_tensors="pt")
+        made = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        return tokenizer.decode(made[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+
+    return says
+
+
+def _complete(client: Any, server: Any, text: str, **more: Any) -> Any:
+    return client.completions.create(
+        **{"model": server.model, "prompt": text, "max_tokens": TOKENS, "temperature": 0} | more
+    )
+
+
+def _chat(client: Any, server: Any, messages: list[dict[str, Any]], **more: Any) -> Any:
+    given = {"model": server.model, "messages": messages, "max_tokens": TOKENS, "temperature": 0} | more
+    return client.chat.completions.create(**given)
+
+
+def _metrics(server: Any) -> dict[str, float]:
+    """Of those by phase the sum as well."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix("torch_mesh_").removesuffix("_total")
+        found[name] = found.get(name, 0) + sample.value
+        found[f"{name} {sample.labels.get('phase')}"] = sample.value
+    return found
+
+
+def test_it_lists_the_model_and_opens_no_other(client: Any, server: Any) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="another/model", prompt="a")
+    request = urllib.request.Request(
+        f"{server.address}/load_model", b'{"model": "another/model"}', {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert b"opens no other model" in answer.read()
+
+
+@pytest.mark.parametrize("text", TEXTS[:2])
+def test_completions(client: Any, server: Any, says: Callable[..., str], text: str) -> None:
+    assert _complete(client, server, text).choices[0].text == says(text)
+    streamed = _complete(client, server, text, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == says(text)
+
+
+def test_chats(client: Any, server: Any, says: Callable[..., str]) -> None:
+    messages = [{"role": "user", "content": TEXTS[0]}]
+    expected = says(f"<|im_start|>user\n{TEXTS[0]}<|im_end|>\n<|im_start|>assistant\n")
+    answer = _chat(client, server, messages)
+    # The parser of transformers takes blanks at the end for the template's.
+    assert answer.choices[0].message.content.strip() == expected.strip() and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == TOKENS
+    deltas = [chunk.choices[0].delta for chunk in _chat(client, server, messages, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas).strip() == expected.strip() != ""
+
+
+def test_tools(client: Any, server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ur"}}\n</tool_call>'
+    forced = [*tokenizer(call)["input_ids"], tokenizer.eos_token_id]
+    generate = server.manager.kept._generate
+    prompts = []
+
+    def saying_it(**arguments: Any) -> Any:
+        prompts.append(tokenizer.decode(arguments["input_ids"][0]))
+        start = arguments["input_ids"].shape[1]
+        return generate(
+            **arguments, prefix_allowed_tokens_fn=lambda _, ids: [forced[min(len(ids) - start, len(forced) - 1)]]
+        )
+
+    monkeypatch.setattr(server.manager.kept, "_generate", saying_it)
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [
+        {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": parameters}}
+    ]
+    messages = [{"role": "user", "content": "What is the weather in Ur?"}]
+    answer = _chat(client, server, messages, tools=tools, max_tokens=100).choices[0]
+    (said,) = answer.message.tool_calls
+    assert (said.function.name, json.loads(said.function.arguments)) == ("weather", {"city": "Ur"})
+    assert answer.finish_reason == "tool_calls" and '"the weather"' in prompts[0]
+    chunks = list(_chat(client, server, messages, tools=tools, max_tokens=100, stream=True))
+    (streamed,) = (call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ())
+    assert (
+        streamed.function.to_dict() == said.function.to_dict() and chunks[-1].choices[0].finish_reason == "tool_calls"
+    )
+
+
+def test_several_clients_at_once(client: Any, server: Any, says: Callable[..., str]) -> None:
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda text: _complete(client, server, text).choices[0].text, TEXTS * 2))
+    assert answers == [says(text) for text in TEXTS * 2]
+
+
+def test_a_client_that_goes_away_ends_what_it_asked_for(client: Any, server: Any, says: Callable[..., str]) -> None:
+    before = _metrics(server)["generated_tokens"]
+    with _complete(client, server, TEXTS[3], stream=True, max_tokens=1500) as stream:
+        for _ in range(3):
+            next(stream)
+    deadline = time.monotonic() + 60
+    while (after := _metrics(server)["generated_tokens"]) == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert 0 < after - before < 1000
+    assert _complete(client, server, TEXTS[2]).choices[0].text == says(TEXTS[2])
+
+
+def test_a_second_turn_computes_what_is_new(client: Any, server: Any) -> None:
+    long = "\n".join(f"{line}. And it came to pass that the word was heard." for line in range(60))
+    messages = [{"role": "user", "content": long}]
+    first = _metrics(server)
+    answer = _chat(client, server, messages, max_tokens=5).choices[0].message.content
+    second = _metrics(server)
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
+    _chat(client, server, messages, max_tokens=5)
+    third = _metrics(server)
+
+    def computed(after: dict[str, float], before: dict[str, float]) -> float:
+        return sum((after[name] - before[name]) * sign for name, sign in (("prompt_tokens", 1), ("reused_tokens", -1)))
+
+    assert second["prompt_tokens"] - first["prompt_tokens"] > 800
+    assert computed(third, second) <= 0.05 * computed(second, first)
+
+
+def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
+    before = _metrics(server)
+    _complete(client, server, TEXTS[1] + " # once more", max_tokens=7)
+    after = _metrics(server)
+    more = {name: after[name] - before[name] for name in after}
+    assert more["generated_tokens"] == 7
+    # The prompt is one forward, of few rows or of many; the last token needs none.
+    assert more["forwards"] == 7
+    assert more["accesses"] == more["hits"] + more["cold_misses"] + more["inflight_misses"] > 0
+    assert more["cold_misses"] == 0 or more["read_bytes"] > 0 and after["wait_seconds"] > 0
+    assert after["slots"] == after["slots_limit"] == 48
+    assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
+
+
+def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    server = serving(made.path, MeshConfig(resident=0.5))
+    assert server.model == f"{tmp_path}:model.gguf"
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
+    assert _metrics(server)["accesses"] > 0
+    server.stop()
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_what_cannot_be_is_refused_before_the_model_is_opened(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([command, str(folder), "--resident", "much"]) == 2
+    assert "--resident='much' is not a size" in capsys.readouterr().err
+    assert main([command, "a@b/c:d"]) == 2
+    assert "make a link to it" in capsys.readouterr().err
+    if command == "serve":
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            assert main([command, str(folder), "--host", "127.0.0.1", "--port", str(port)]) == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    from torch_mesh.serving import server
+
+    monkeypatch.setattr(server, "is_serve_available", lambda: False)
+    assert main([command, str(folder)]) == 1
+    assert "pip install torch_mesh[serve]" in capsys.readouterr().err
+
+
+def test_a_conversation_in_the_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The second line answers whether it is to go on after so few tokens.
+    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n!exit\n"))
+    assert main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"]) == 0
+    said = capsys.readouterr().out
+    assert f"Model: {folder}" in said and "9 tokens in" in said
+
+
+def test_sigterm_ends_it_and_what_is_under_way(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch_mesh.cli", "serve", str(folder), "--resident", "0.25", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            address = said.split()[3].removesuffix("/v1,")
+            body = {"model": str(folder), "prompt": TEXTS[0], "temperature": 0, "max_tokens": 1900}
+            request = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(lambda: urllib.request.urlopen(request, timeout=300).read())
+                while 'forwards_total{phase="decode"} 0.0' in _text(f"{address}/metrics"):
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGTERM)
+                _, errors = process.communicate(timeout=120)
+                assert process.returncode == 0, errors
+                assert answer.exception() is not None or answer.result()
+            assert "Fatal" not in errors and "terminate called" not in errors
+        finally:
+            process.kill()
+
+
+def _text(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.slow
+def test_eight_clients_for_minutes(client: Any, server: Any, says: Callable[..., str]) -> None:
+    """No error, the tokens of one client alone, and memory that does not grow."""
+    texts = [text[: len(text) - cut] for text in TEXTS for cut in range(4)]
+    expected = {text: says(text, 6 + len(text) % 7) for text in texts}
+    end = time.monotonic() + float(os.environ.get("TORCH_MESH_TEST_SOAK_SECONDS", "300"))
+
+    def ask(which: int) -> int:
+        draw, asked = random.Random(which), 0
+        while time.monotonic() < end:
+            text = draw.choice(texts)
+            stream = draw.random() < 0.5
+            answer = _complete(client, server, text, max_tokens=6 + len(text) % 7, stream=stream)
+            chunks = list(answer) if stream else [answer]
+            if stream and draw.random() < 0.1:
+                with _complete(client, server, text, max_tokens=1000, stream=True) as left:
+                    next(left)
+            assert "".join(chunk.choices[0].text for chunk in chunks) == expected[text]
+            asked += 1
+        return asked
+
+    process = psutil.Process()
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(ask, which) for which in range(8)]
+        memory = []
+        while not all(each.done() for each in asked):
+            time.sleep(1)
+            memory.append(process.memory_info().rss)
+    assert sum(each.result() for each in asked) > 50
+    third = len(memory) // 3
+    assert max(memory[-third:]) < 1.1 * max(memory[third : 2 * third])

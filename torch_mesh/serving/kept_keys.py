@@ -1,0 +1,171 @@
+"""The keys and values of the last conversations, so that a turn computes only what is new in it.
+
+``transformers serve`` begins each request anew, and a chat sends all that was said before with each turn: on a model whose experts are on disk
+that is what takes the time. ``generate`` takes a cache that has the beginning of its prompt already, which is all that is needed here.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+# Arguments of generate that change nothing in what is computed for a token.
+_HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}
+
+
+@dataclass(eq=False)
+class Conversation:
+    """Tokens, and a cache of what the model made of them."""
+
+    tokens: Tensor  # [n]
+    cache: DynamicCache
+
+    @property
+    def nbytes(self) -> int:
+        layers: list[Any] = self.cache.layers
+        held = (tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values))
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    def common(self, tokens: Tensor) -> int:
+        """How many of ``tokens`` [n] it begins with, and has room to go back to; but one must be left to compute."""
+        most = min(len(self.tokens), len(tokens) - 1)
+        differ = (self.tokens[:most] != tokens[:most]).nonzero()
+        length = int(differ[0]) if len(differ) else most
+        return length if all(_can_crop(layer, len(self.tokens) - length) for layer in self.cache.layers) else 0
+
+    def crop(self, length: int) -> None:
+        if surplus := len(self.tokens) - length:
+            self.cache.crop(-surplus)
+        self.tokens = self.tokens[:length]
+
+
+@dataclass
+class Counts:
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompts': they were not computed again
+    generated_tokens: int = 0
+    kept_bytes: int = 0
+    kept_tokens: int = 0
+
+
+@dataclass
+class KeptKeys:
+    """In the place of ``generate`` of a model that a server runs, one call at a time. ``limit``: bytes that are kept between calls."""
+
+    model: Any
+    limit: int
+    conversations: list[Conversation] = field(default_factory=list)  # the last one used is the last
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._generate: Callable[..., Tensor] = self.model.generate
+        self._lock = threading.Lock()
+        self._config = self.model.config.get_text_config(decoder=True)
+
+    def generate(self, **arguments: Any) -> Tensor:
+        """As the model's own: token ids [1, n]. Of what it cannot take part in it only counts the tokens."""
+        seen = _Seen()
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
+        prompt = arguments["input_ids"]
+        with self._lock:
+            conversation = self._taken(prompt[0]) if self._can_keep(arguments) else None
+            reused = 0 if conversation is None else len(conversation.tokens)
+            self.counts.prompt_tokens += prompt.numel()
+            self.counts.reused_tokens += reused
+            try:
+                if conversation is None:
+                    return self._generate(**arguments)
+                return self._generate(**arguments, past_key_values=conversation.cache)
+            finally:  # a client that has gone ends it with an exception, and may come back
+                if seen.tokens is not None:
+                    self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
+                    if conversation is not None:
+                        self._keep(conversation, seen.tokens[0])
+                self._count()
+
+    def _can_keep(self, arguments: dict[str, Any]) -> bool:
+        prompt, mask = arguments["input_ids"], arguments.get("attention_mask")
+        config: GenerationConfig = arguments["generation_config"]
+        others = set(arguments) - _HARMLESS - {"stopping_criteria"}
+        return (
+            self.limit > 0
+            and not any(arguments[name] is not None for name in others)  # pictures are part of the prompt, too
+            and prompt.shape[0] == 1
+            and (mask is None or bool(mask.all()))
+            and config.cache_implementation is None
+            and config.use_cache is not False
+            and config.num_beams in (None, 1)
+            and config.num_return_sequences in (None, 1)
+            and self._new_cache() is not None
+        )
+
+    def _new_cache(self) -> DynamicCache | None:
+        """None for a model that keeps anything but keys and values, which cannot go back to an earlier token."""
+        cache = DynamicCache(config=self._config)
+        if not cache.layers or not all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        ):
+            return None
+        if any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
+            if not hasattr(cache, "activate_past_recording"):
+                return None
+            cache.activate_past_recording()
+        return cache
+
+    def _taken(self, tokens: Tensor) -> Conversation:
+        """The kept one that has most of ``tokens``, back where they part; or a new one."""
+        best = max(self.conversations, key=lambda each: each.common(tokens), default=None)
+        length = 0 if best is None else best.common(tokens)
+        if best is None or length == 0:
+            cache = self._new_cache()
+            assert cache is not None
+            return Conversation(tokens[:0], cache)
+        if 2 * length < len(best.tokens):
+            best = copy.deepcopy(best)  # another conversation, of which they share the beginning
+        else:
+            self.conversations.remove(best)
+        best.crop(length)
+        return best
+
+    def _keep(self, conversation: Conversation, tokens: Tensor) -> None:
+        layers: list[Any] = conversation.cache.layers
+        lengths = {layer.get_seq_length() for layer in layers}
+        if len(lengths) != 1:
+            return  # it ended within a forward
+        conversation.tokens = tokens[: min(lengths)].clone()
+        self.conversations.append(conversation)
+        while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
+            del self.conversations[0]
+
+    def _count(self) -> None:
+        self.counts.kept_bytes = sum(each.nbytes for each in self.conversations)
+        self.counts.kept_tokens = sum(len(each.tokens) for each in self.conversations)
+
+
+class _Seen(StoppingCriteria):
+    """Stops nothing; knows the tokens up to the last step that was completed."""
+
+    tokens: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.tokens = input_ids
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _can_crop(layer: Any, surplus: int) -> bool:
+    """A layer with a window must still have the window before the token that it goes back to."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+        return True
+    length: int = layer.get_seq_length()
+    if length < layer.sliding_window:
+        return True
+    keys: Any = layer.keys
+    return bool(keys.shape[-2] - surplus >= min(layer.sliding_window - 1, length - surplus))

@@ -1,0 +1,66 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from torch_mesh.serving.kept_keys import Counts
+from torch_mesh.statistics.counters import PHASES, Stats
+
+# Of a pool, by phase; and what each counts.
+_BY_PHASE = {
+    "forwards": "Forwards of the model.",
+    "accesses": "Experts that forwards used.",
+    "hits": "Of those, resident ones.",
+    "cold_misses": "Of those, ones that had to be read.",
+    "inflight_misses": "Of those, ones that were being read already.",
+    "prefetches": "Reads that were queued before a forward asked.",
+    "prefetches_used": "Of those, ones that a forward came for.",
+    "prefetches_wasted": "Of those, ones that none came for.",
+    "promoted": "Reads that made an expert resident.",
+    "evicted": "Experts that were given up.",
+    "failed": "Reads that ended in an error.",
+}
+_OF_SERVER = {
+    "prompt_tokens": "Tokens of the prompts.",
+    "reused_tokens": "Of those, ones whose keys had been kept.",
+    "generated_tokens": "Tokens that were generated.",
+}
+
+
+class Metrics:
+    """A collector: each scrape asks anew. ``now`` gives the statistics of the model, and what its server counts; None while there is no model."""
+
+    def __init__(self, now: Callable[[], tuple[Stats, Counts] | None]) -> None:
+        self._now = now
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._now()
+        if found is None:
+            return
+        stats, counts = found
+        for name, about in _BY_PHASE.items():
+            yield _by_phase(stats, name, f"torch_mesh_{name}", about)
+        yield _by_phase(stats, "bytes_read", "torch_mesh_read_bytes", "Bytes of experts that were read.")
+        yield _by_phase(stats, "stall_seconds", "torch_mesh_wait_seconds", "Time that forwards waited for reads.")
+        yield GaugeMetricFamily("torch_mesh_slots", "Experts that may be resident now.", stats.slots)
+        yield GaugeMetricFamily("torch_mesh_slots_limit", "Experts that may be resident at most.", stats.most_slots)
+        for name, about in _OF_SERVER.items():
+            yield CounterMetricFamily(
+                f"torch_mesh_{name}", f"{about} Not with continuous batching.", getattr(counts, name)
+            )
+        yield GaugeMetricFamily("torch_mesh_kept_keys_bytes", "Keys and values of conversations.", counts.kept_bytes)
+        yield GaugeMetricFamily("torch_mesh_kept_tokens", "Tokens of which they are.", counts.kept_tokens)
+
+
+def _by_phase(stats: Stats, counter: str, name: str, about: str) -> CounterMetricFamily:
+    """With what belongs to neither phase, such as reads of a backward, left out: a server has none."""
+    family = CounterMetricFamily(name, about, labels=["phase"])
+    for phase in PHASES:
+        family.add_metric([phase], getattr(getattr(stats, phase), counter))
+    return family

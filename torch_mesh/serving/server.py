@@ -1,0 +1,229 @@
+"""``transformers serve`` of one model that is opened with a MeshConfig.
+
+It is transformers' own server. What it takes in the place of transformers' are two things that it makes itself: the manager of its model, which
+says how the model is opened, and the application, which gets an address more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import socket
+import threading
+import time
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils.import_utils import is_serve_available
+
+from torch_mesh.config import MeshConfig
+from torch_mesh.errors import MeshError
+from torch_mesh.modules import patched_modules
+from torch_mesh.serving.kept_keys import Counts, KeptKeys
+from torch_mesh.statistics.counters import Stats
+from torch_mesh.statistics.stats import stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HOW_TO_INSTALL = "pip install torch_mesh[serve]"
+GRACE = 5.0  # seconds that requests have to end when the server is to end
+
+# Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
+_NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One of transformers' own."""
+
+    name: str
+    default: Any
+    kind: type
+    choices: tuple[str, ...]
+    about: str
+
+
+def options() -> list[Option]:
+    """What the installed ``transformers serve`` may be told."""
+    from transformers.cli.serve import Serve
+
+    start = Serve.__init__
+    hints = typing.get_type_hints(start, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(start).parameters.items():
+        if name in _NOT_TAKEN:
+            continue
+        hint, *about = typing.get_args(hints[name])
+        kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
+        members = getattr(kinds[0], "__members__", None)
+        choices = () if members is None else tuple(str(member.value) for member in members.values())
+        text = next((each.help for each in about if getattr(each, "help", None)), "")
+        found.append(Option(name, parameter.default, str if choices else kinds[0], choices, text))
+    return found
+
+
+def name_for(model: str) -> str:
+    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name and a colon.
+
+    Raises ValueError for the name of a file or folder that it would take for something else.
+    """
+    if not model.endswith(".gguf"):
+        folder, named = model, model
+    else:
+        folder, _, file = model.rpartition("/")
+        named = f"{folder or '.'}:{file}"
+    if special := re.search("[:@]", folder):
+        raise ValueError(
+            f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
+        )
+    return named
+
+
+class Server:
+    """Runs in threads of its own, from when it is made until ``stop``. ``kept_bytes``: of keys that are kept between requests.
+
+    Raises ImportError where a package is missing, OSError where the address cannot be had, and what opening a model raises.
+    """
+
+    def __init__(self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any]) -> None:
+        serve = _transformers_serve()
+        self.model = name_for(model)
+        self._model_id = ""  # as transformers' server calls it within, once it is open
+        given = {option.name: option.default for option in options()} | dict(given)
+        _check_address(given["host"], given["port"])  # before the model is opened, which may take long
+        with _in_place_of_transformers(self.model, config, kept_bytes, self):
+            self._serve = serve(self.model, **given, non_blocking=True)
+        self._thread: threading.Thread = self._serve._thread
+        while not self._serve.server.started:
+            if not self._thread.is_alive():
+                raise MeshError(f"The server has ended before it began to listen on {given['host']}:{given['port']}.")
+            time.sleep(0.01)
+        host, port = self._serve.server.servers[0].sockets[0].getsockname()[:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    manager: Any = None  # of transformers' classes, once it is there
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self, grace: float = GRACE) -> None:
+        """Takes no more requests and waits for those under way; after ``grace`` seconds it ends them."""
+        server = self._serve.server
+        server.should_exit = True
+        self._thread.join(grace)
+        if self._thread.is_alive():
+            server.force_exit = True
+            for timed in self.manager.loaded_models.values():
+                for pool in {module._mesh_pool for module in patched_modules(timed.model)}:
+                    pool.close()  # whatever computes raises
+            self._thread.join(grace)
+        generation = self._serve._generation_state
+        generation.shutdown()
+        with contextlib.suppress(TimeoutError):
+            # Behind what the thread of generate still has to end: a process that ends before it does is aborted.
+            generation.get_manager(self._model_id).submit(lambda: None).result(grace)
+        self.manager.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, server: Server) -> Iterator[None]:
+    from fastapi import Response
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from transformers.cli.serving import model_manager
+    from transformers.cli.serving import server as application
+
+    from torch_mesh.serving.metrics import Metrics
+
+    class Manager(model_manager.ModelManager):
+        kept: KeptKeys | None = None
+
+        def get_quantization_config(self) -> Any:
+            return config
+
+        def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
+            self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
+        ) -> Any:
+            asked = self.process_model_name(model_id_and_revision), gguf_file
+            named, _, file = model.partition(":")
+            if asked != (self.process_model_name(named), file or None):
+                raise ValueError(f"This server has {model} and opens no other model.")
+            found, processor = super().load_model_and_processor(model_id_and_revision, gguf_file=gguf_file, **kwargs)
+            if self.kept is None:
+                self.kept = KeptKeys(found, kept_bytes)
+                vars(found)["generate"] = self.kept.generate
+            return found, processor
+
+        def shutdown(self) -> None:
+            self.kept = None  # which has the model, too
+            super().shutdown()
+
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+            """The one that is served, and not what the hub's cache has."""
+            return [{"id": model, "object": "model", "created": int(started), "owned_by": "torch_mesh"}]
+
+        def now(self) -> tuple[Stats, Counts] | None:
+            kept = self.kept
+            return None if kept is None else (stats(kept.model), kept.counts)
+
+    started = time.time()
+    build = application.build_server
+
+    def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
+        server.manager = manager
+        app = build(manager, *args, **kwargs)
+        registry = Metrics(manager.now).registry
+
+        @app.get("/metrics")
+        def metrics() -> Response:
+            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+        return app
+
+    pieces: list[tuple[Any, str, Any]] = [
+        (model_manager, "ModelManager", Manager),
+        (application, "build_server", build_server),
+    ]
+    before = [getattr(module, name) for module, name, _ in pieces]
+    for module, name, ours in pieces:
+        setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        for (module, name, _), theirs in zip(pieces, before, strict=True):
+            setattr(module, name, theirs)
+
+
+def _transformers_serve() -> Any:
+    if not is_serve_available():
+        raise ImportError(f"To serve a model transformers needs fastapi, uvicorn and openai: {HOW_TO_INSTALL}")
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"To serve a model torch_mesh needs prometheus_client: {HOW_TO_INSTALL}") from error
+    from transformers.cli.serve import Serve
+
+    return Serve
+
+
+def _check_address(host: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port} is not a port: give 1 to 65535, or 0 for any that is free")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port}: {error.strerror}; give another --host or --port"
+        ) from error
