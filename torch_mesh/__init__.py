@@ -40,6 +40,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "capture_batch_sizes",
+    "describe_training",
     "hottest_experts",
     "load_trace",
     "patch",
@@ -85,6 +86,8 @@ else:
     import torch_mesh.loading as _loading  # noqa: F401  registers "mesh" with transformers
     import torch_mesh.ops as _ops  # noqa: F401  registers fake kernels and gradients
 
+    from .adapters.registration import register_with_peft
+    from .adapters.report import describe_training
     from .config import MeshConfig
     from .experts import Experts
     from .foresight.traces import load_trace, record_trace
@@ -94,6 +97,8 @@ else:
     from .patching import patch, unpatch
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
+
+    register_with_peft()
 
 if not TYPE_CHECKING:
 

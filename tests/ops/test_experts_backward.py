@@ -38,8 +38,8 @@ def _gradients(
 
 
 def _expected(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The activations are rounded to bf16 and the gradient passes straight through that."""
-    x, weights = x.bfloat16().double().requires_grad_(), weights.double().requires_grad_()
+    """Of exact activations: the gradient passes straight through their rounding."""
+    x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
     return torch.autograd.grad(pool.weights.reference(x, ids, weights), (x, weights), grad.double())
 
 
