@@ -1,6 +1,8 @@
 // experts_backward and experts_adapted_backward: the gradients for hidden states, routing weights
 // and adapters of the same layer with exact activations.
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clamp.h>
@@ -17,6 +19,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -84,28 +89,47 @@ Activated activate(const Activation& activation, const at::Tensor& gate, const a
 // What one expert's record holds, in fp32. The memory serves one expert after another.
 class UnpackedExpert {
  public:
-  explicit UnpackedExpert(const RecordLayout& layout) : layout_(layout) {
-    const auto options = at::TensorOptions().dtype(at::kFloat);
-    gate_up = at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
-    down = at::empty({layout.hidden, layout.intermediate}, options);
-    if (!layout.bias) return;
-    gate_up_bias = at::empty({gate_up.size(0)}, options);
-    down_bias = at::empty({layout.hidden}, options);
+  explicit UnpackedExpert(const RecordLayout& layout) : layout_(&layout) {}
+
+  static int64_t bytes(const RecordLayout& layout) {
+    const int64_t weights = int64_t{layout.halves() + 1} * layout.intermediate * layout.hidden;
+    return weights * static_cast<int64_t>(sizeof(float)) + layout.bytes;
   }
 
-  void unpack(const std::byte* record) {
-    unpack_record(layout_, record, gate_up.mutable_data_ptr<float>(),
+  // The record is another's by the time that it is unpacked.
+  void keep(const std::byte* record) { record_.assign(record, record + layout_->bytes); }
+
+  void unpack() {
+    const RecordLayout& layout = *layout_;
+    if (!gate_up.defined()) {
+      const auto options = at::TensorOptions().dtype(at::kFloat);
+      gate_up = at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
+      down = at::empty({layout.hidden, layout.intermediate}, options);
+      if (layout.bias) {
+        gate_up_bias = at::empty({gate_up.size(0)}, options);
+        down_bias = at::empty({layout.hidden}, options);
+      }
+    }
+    unpack_record(layout, record_.data(), gate_up.mutable_data_ptr<float>(),
                   down.mutable_data_ptr<float>(),
-                  layout_.bias ? gate_up_bias.mutable_data_ptr<float>() : nullptr,
-                  layout_.bias ? down_bias.mutable_data_ptr<float>() : nullptr);
+                  layout.bias ? gate_up_bias.mutable_data_ptr<float>() : nullptr,
+                  layout.bias ? down_bias.mutable_data_ptr<float>() : nullptr);
   }
 
   at::Tensor gate_up, down;
   at::Tensor gate_up_bias, down_bias;  // undefined where there are none
 
  private:
-  const RecordLayout& layout_;
+  const RecordLayout* layout_;
+  std::vector<std::byte> record_;
 };
+
+// A thread for each, and no more than the workspace has room for.
+int32_t experts_at_once(const Engine& engine, int32_t count) {
+  const int64_t room = engine.options().workspace / UnpackedExpert::bytes(engine.layout());
+  const int64_t threads = std::min(at::get_num_threads(), engine.options().threads);
+  return static_cast<int32_t>(std::max<int64_t>(std::min({room, threads, int64_t{count}}), 1));
+}
 
 // One projection's adapter of one expert, in fp32, and where its gradients go. Undefined where it
 // has none.
@@ -149,6 +173,11 @@ class ExpertAdapter {
   at::Tensor a_grad_, b_grad_;
 };
 
+// Of one expert's rows.
+struct ExpertGradients {
+  at::Tensor x, weights;
+};
+
 struct Gradients {
   at::Tensor x;                                     // [tokens, hidden], fp32
   at::Tensor weights;                               // [tokens * k], fp32
@@ -159,14 +188,13 @@ struct Gradients {
 struct Rows {
   at::Tensor x, grad;  // [rows, hidden], fp32; `grad` without the routing weights
   at::Tensor weights;  // [rows, 1]
-  at::Tensor tokens, places;
 };
 
 // Integer weights stand for their values: the gradient goes straight through the rounding of
 // activations.
-void expert_backward(const RecordLayout& layout, const Activation& activation,
-                     const UnpackedExpert& expert, const ExpertAdapter& gate_up_adapter,
-                     const ExpertAdapter& down_adapter, const Rows& rows, Gradients& gradients) {
+ExpertGradients expert_backward(const RecordLayout& layout, const Activation& activation,
+                                const UnpackedExpert& expert, const ExpertAdapter& gate_up_adapter,
+                                const ExpertAdapter& down_adapter, const Rows& rows) {
   at::Tensor products = at::mm(rows.x, expert.gate_up.t());
   if (layout.bias) products.add_(expert.gate_up_bias);
   at::Tensor gate_up_inner;
@@ -183,7 +211,6 @@ void expert_backward(const RecordLayout& layout, const Activation& activation,
   if (down_adapter) down_inner_grad = down_adapter.add_back(hidden_grad, rows.grad);
   at::Tensor weights_grad = (hidden_grad * activated.value).sum(1);
   if (layout.bias) weights_grad.add_(at::mv(rows.grad, expert.down_bias));
-  gradients.weights.index_copy_(0, rows.places, weights_grad);
   if (down_adapter) {
     const at::Tensor inner = down_adapter.inner_of(activated.value);
     down_adapter.store(inner.mul(rows.weights), down_inner_grad.mul_(rows.weights), activated.value,
@@ -199,7 +226,7 @@ void expert_backward(const RecordLayout& layout, const Activation& activation,
     const at::Tensor inner_grad = gate_up_adapter.add_back(x_grad, product_grad);
     gate_up_adapter.store(gate_up_inner, inner_grad, rows.x, product_grad);
   }
-  gradients.x.index_add_(0, rows.tokens, x_grad);
+  return {x_grad, weights_grad};
 }
 
 at::Tensor zeros_for(const OptionalTensor& factor) {
@@ -236,33 +263,49 @@ Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor
     return at::from_blob(values.data() + grouping.first[index], {grouping.rows(index)}, at::kInt)
         .to(at::kLong);
   };
-  UnpackedExpert unpacked(engine.layout());
-  // Sums in x's gradient follow the order of experts, so each expert waits for the ones before it
-  // and the bits do not depend on what was resident. The hint lets the reads of later ones run
-  // meanwhile.
-  engine.pool().prefetch(layer.layer, grouping.experts);
-  for (size_t i = 0; i < grouping.experts.size(); ++i) {
-    const auto index = static_cast<int32_t>(i);
-    const int64_t expert = grouping.experts[i];
-    engine.visit(layer.layer, {&grouping.experts[i], 1},
-                 [&](int32_t, const std::byte* record) { unpacked.unpack(record); });
-    ExpertAdapter gate_up, down;
-    if (adapters.gate_up_a) {
-      gate_up = ExpertAdapter(*adapters.gate_up_a, *adapters.gate_up_b, adapters.gate_up_scaling,
-                              gradients.gate_up_a, gradients.gate_up_b, expert);
-    }
-    if (adapters.down_a) {
-      down = ExpertAdapter(*adapters.down_a, *adapters.down_b, adapters.down_scaling,
-                           gradients.down_a, gradients.down_b, expert);
-    }
+  const auto adapter_of = [](const OptionalTensor& a, const OptionalTensor& b, double scaling,
+                             const at::Tensor& a_grad, const at::Tensor& b_grad, int64_t expert) {
+    return a ? ExpertAdapter(*a, *b, scaling, a_grad, b_grad, expert) : ExpertAdapter();
+  };
+  const auto compute = [&](int32_t index, UnpackedExpert& unpacked) {
+    const at::AutoDispatchBelowAutograd guard;  // a thread of its own has its own state
+    const int64_t expert = grouping.experts[index];
     const at::Tensor tokens = pairs(grouping.tokens, index);
     const at::Tensor places = pairs(grouping.places, index);
     const Rows rows{.x = x32.index_select(0, tokens),
                     .grad = grad32.index_select(0, tokens),
-                    .weights = routing.index_select(0, places).unsqueeze(1),
-                    .tokens = tokens,
-                    .places = places};
-    expert_backward(engine.layout(), activation, unpacked, gate_up, down, rows, gradients);
+                    .weights = routing.index_select(0, places).unsqueeze(1)};
+    unpacked.unpack();
+    return expert_backward(
+        engine.layout(), activation, unpacked,
+        adapter_of(adapters.gate_up_a, adapters.gate_up_b, adapters.gate_up_scaling,
+                   gradients.gate_up_a, gradients.gate_up_b, expert),
+        adapter_of(adapters.down_a, adapters.down_b, adapters.down_scaling, gradients.down_a,
+                   gradients.down_b, expert),
+        rows);
+  };
+
+  const auto count = static_cast<int32_t>(grouping.experts.size());
+  const int32_t at_once = experts_at_once(engine, count);
+  std::vector<UnpackedExpert> unpacked(at_once, UnpackedExpert(engine.layout()));
+  std::vector<ExpertGradients> found(at_once);
+  engine.pool().prefetch(layer.layer, grouping.experts);  // reads run while experts are computed
+  for (int32_t begin = 0; begin < count; begin += at_once) {
+    const int32_t batch = std::min(at_once, count - begin);
+    const std::span<const int32_t> experts(&grouping.experts[begin], batch);
+    engine.visit(layer.layer, experts, [&](int32_t expert, const std::byte* record) {
+      unpacked[std::find(experts.begin(), experts.end(), expert) - experts.begin()].keep(record);
+    });
+    at::parallel_for(0, batch, 1, [&](int64_t first, int64_t end) {
+      for (int64_t i = first; i < end; ++i) {
+        found[i] = compute(begin + static_cast<int32_t>(i), unpacked[i]);
+      }
+    });
+    // In the order of the experts, so that the bits of the sums do not depend on what was resident.
+    for (int32_t i = 0; i < batch; ++i) {
+      gradients.x.index_add_(0, pairs(grouping.tokens, begin + i), found[i].x);
+      gradients.weights.index_copy_(0, pairs(grouping.places, begin + i), found[i].weights);
+    }
   }
   gradients.x = gradients.x.to(x.scalar_type());
   gradients.weights =

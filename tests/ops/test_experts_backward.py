@@ -52,7 +52,7 @@ def test_agrees_with_autograd_in_float64(open_pool: OpenPool, spec: Spec) -> Non
         gradients = _gradients(pool, x, ids, weights, grad)
         for gradient, expected in zip(gradients, _expected(pool, x, ids, weights, grad), strict=True):
             assert gradient.shape == expected.shape
-            assert relative_error(gradient, expected) < 1e-5
+            assert relative_error(gradient, expected) < 1e-4  # a routing weight's is one sum, whose terms may cancel
 
 
 def test_beyond_the_limit_of_swigluoai_there_is_no_gradient(open_pool: OpenPool) -> None:
