@@ -32,6 +32,7 @@ __all__ = [
     "ForkedProcessError",
     "MeshConfig",
     "MeshError",
+    "MeshTrainerCallback",
     "PackedWeight",
     "PoolClosedError",
     "ReadError",
@@ -97,6 +98,7 @@ else:
     from .patching import patch, unpatch
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
+    from .trainer import MeshTrainerCallback
 
     register_with_peft()
 
