@@ -14,7 +14,7 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev wheel engine-tests docs demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,6 +34,9 @@ wheel: ## dist/ with an sdist, and a wheel for this Python and torch that needs 
 
 demo: build ## generate text with a quarter of a small model's experts resident
 	$(RUN) examples/demo.py
+
+notebooks: build-test ## execute the notebooks in examples/ and store their outputs in them
+	$(RUN) tools/run_notebooks.py
 
 test: build-dev engine-tests ## the engine's C++ tests, then the Python tests but the slow ones
 	$(RUN) -m pytest -m 'not slow' $(PYTEST)

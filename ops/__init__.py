@@ -5,6 +5,6 @@
 Importing this package registers the fake kernels.
 """
 
-from . import attention, dense, experts, experts_split, linear, pack, residency
+from . import attention, dense, experts, experts_split, linear, low_rank, pack, residency
 
-__all__ = ["attention", "dense", "experts", "experts_split", "linear", "pack", "residency"]
+__all__ = ["attention", "dense", "experts", "experts_split", "linear", "low_rank", "pack", "residency"]

@@ -1,4 +1,4 @@
-"""``experts``, ``experts_backward``, ``experts_deferred`` and ``experts_fallback``: fake kernels. The gradient is in csrc/bindings/autograd.cpp."""
+"""``experts``, ``experts_adapted``, what gives their gradients, ``experts_deferred`` and ``experts_fallback``: fake kernels. The gradient is in csrc/bindings/autograd.cpp."""
 
 from __future__ import annotations
 
@@ -74,3 +74,51 @@ def _(
     check_shapes(x, topk_ids, topk_weights)
     torch._check(grad.shape == x.shape, lambda: "grad must have the shape of x")
     return x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
+
+
+@torch.library.register_fake("torch_mesh::experts_adapted")
+def _(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    handle: Tensor,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    gate_up_scaling: float,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_scaling: float,
+    sentinels: bool = False,
+    next_router: Tensor | None = None,
+    next_handle: Tensor | None = None,
+    next_top_k: int = 0,
+    next_bias: Tensor | None = None,
+    next_scoring: str = "logits",
+) -> Tensor:
+    check_shapes(x, topk_ids, topk_weights)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("torch_mesh::experts_adapted_backward")
+def _(
+    grad: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    handle: Tensor,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    gate_up_scaling: float,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_scaling: float,
+    sentinels: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_shapes(x, topk_ids, topk_weights)
+    torch._check(grad.shape == x.shape, lambda: "grad must have the shape of x")
+
+    def like(factor: Tensor | None) -> Tensor:
+        return x.new_empty(0, dtype=torch.float32) if factor is None else torch.empty_like(factor)
+
+    of_inputs = x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
+    return *of_inputs, like(gate_up_a), like(gate_up_b), like(down_a), like(down_b)

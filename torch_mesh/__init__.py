@@ -31,6 +31,7 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .adapters.report import describe_training
     from .config import MeshConfig
     from .experts import Experts
     from .foresight.traces import load_trace, record_trace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .patching import patch, unpatch
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
+    from .trainer import MeshTrainerCallback
 
 __all__ = [
     "ChecksumError",
@@ -48,6 +50,7 @@ __all__ = [
     "ForkedProcessError",
     "MeshConfig",
     "MeshError",
+    "MeshTrainerCallback",
     "PackedWeight",
     "PoolClosedError",
     "ReadError",
@@ -56,6 +59,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "capture_batch_sizes",
+    "describe_training",
     "hottest_experts",
     "load_trace",
     "patch",
@@ -74,8 +78,10 @@ __all__ = [
 _WHERE = {
     "Experts": "experts",
     "MeshConfig": "config",
+    "MeshTrainerCallback": "trainer",
     "PackedWeight": "packed_weight",
     "capture_batch_sizes": "gpu.device_work",
+    "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
     "load_trace": "foresight.traces",
     "patch": "patching",
@@ -131,6 +137,11 @@ def _register_with_transformers() -> None:
         importlib.import_module("torch_mesh.loading")
 
 
+def _register_with_peft() -> None:
+    if _unusable is None:
+        importlib.import_module("torch_mesh.adapters.registration").register()
+
+
 AfterImport(["torch"], ["torch"], _load_extension).watch()
 # All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
 AfterImport(
@@ -138,6 +149,7 @@ AfterImport(
     ["transformers", "torch_mesh"],
     _register_with_transformers,
 ).watch()
+AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], _register_with_peft).watch()
 
 if not TYPE_CHECKING:
 

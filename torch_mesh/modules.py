@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers.integrations import moe
 
+from .adapters.factors import Factors
 from .families import ExpertsLayer, InPool
 from .foresight.lookahead import NextLayer
 from .ops.device import find
@@ -94,12 +95,19 @@ class MeshExperts(PackedModule, InPool):
     _mesh_device: torch.device | None  # that some of the experts lie on
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Factors] | None = None,
     ) -> torch.Tensor:
-        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden].
+
+        ``adapters`` are low-rank additions to parameters, by their names.
+        """
         # Of which the kernels know nothing; their weights have 16 bits at most.
         if hidden_states.dtype == torch.float64:
-            return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights).double()
+            return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights, adapters).double()
         if self._mesh_device == hidden_states.device:
             return torch.ops.torch_mesh.experts_split(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
@@ -110,6 +118,10 @@ class MeshExperts(PackedModule, InPool):
         if self._mesh_fused:
             hint = () if following is None else following.hint
             inputs = (hidden_states, top_k_index, top_k_weights, self._mesh_handle)
+            if adapters:
+                return torch.ops.torch_mesh.experts_adapted(
+                    *inputs, *self._adapters(adapters), self._is_expert_parallel, *hint
+                )
             # All layers of a forward take the same way, or what one deferred would be lost.
             if self._mesh_deferred and not torch.is_grad_enabled():
                 deferred = min(self._mesh_deferred, top_k_index.size(-1))
@@ -121,14 +133,28 @@ class MeshExperts(PackedModule, InPool):
                     *inputs, self._mesh_fallback, self._is_expert_parallel, *hint
                 )
             return torch.ops.torch_mesh.experts(*inputs, self._is_expert_parallel, *hint)
-        output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights)
+        output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights, adapters or {})
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
         if following is not None:
             following.prefetch(hidden_states, output)
         return output
 
+    def _adapters(self, adapters: Mapping[str, Factors]) -> tuple[torch.Tensor | float | None, ...]:
+        """As experts_adapted takes them."""
+        gate_up, down = (adapters.get(parameter, (None, None, 1.0)) for parameter in self._mesh_adaptable)
+        return *gate_up, *down
+
+    @property
+    def _mesh_adaptable(self) -> tuple[str, str]:
+        """The parameters that adapters may be added to: gate_up, or up alone, and down."""
+        return ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+
     def _forward_by_projection(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Factors],
     ) -> torch.Tensor:
         ids, weights = top_k_index.reshape(-1), top_k_weights.float().reshape(-1)
         if self._is_expert_parallel:
@@ -138,13 +164,17 @@ class MeshExperts(PackedModule, InPool):
         sorted_ids, order = torch.sort(ids, stable=True)
         offsets = torch.searchsorted(sorted_ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
         top_k = top_k_index.size(-1)
-        rows = hidden_states[order // top_k]
-        rows = self._activate(
-            torch.ops.torch_mesh.grouped_linear(
-                rows, offsets, self._mesh_handle, 0, self._mesh_pool.geometry.gate_up_features, top_k
-            )
-        )
-        rows = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, 1, hidden_states.size(-1), top_k)
+
+        def project(rows: torch.Tensor, projection: int, out_features: int) -> torch.Tensor:
+            out = torch.ops.torch_mesh.grouped_linear(rows, offsets, self._mesh_handle, projection, out_features, top_k)
+            own = adapters.get(self._mesh_adaptable[projection])
+            if own is None:
+                return out
+            added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, own.a, own.b.flatten(2)) * own.scaling
+            return (out.float() + added).to(out.dtype)
+
+        rows = project(hidden_states[order // top_k], 0, self._mesh_pool.geometry.gate_up_features)
+        rows = project(self._activate(rows), 1, hidden_states.size(-1))
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
         products = rows.float() * weights[order].unsqueeze(-1)
@@ -194,9 +224,13 @@ class ExpertsWithIdentities(MeshExperts):
     _is_expert_parallel = True  # which the ops are to skip
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Factors] | None = None,
     ) -> torch.Tensor:
-        computed = super().forward(hidden_states, top_k_index, top_k_weights)
+        computed = super().forward(hidden_states, top_k_index, top_k_weights, adapters)
         identities = top_k_index >= self.num_experts
         share = top_k_weights.masked_fill(~identities, 0.0).sum(-1, keepdim=True)
         return (computed.float() + hidden_states.float() * share).to(hidden_states.dtype)

@@ -1,7 +1,7 @@
-// The gradients of experts, grouped_linear and linear: for the hidden states, the routing weights
-// and linear's bias; packed weights are frozen. Quantised activations pass it straight through
-// (Bengio et al. 2013, arXiv 1308.3432), so it is the gradient of the same layer with exact
-// activations.
+// The gradients of experts, experts_adapted, grouped_linear and linear: for the hidden states, the
+// routing weights, adapters and linear's bias; packed weights are frozen. Quantised activations
+// pass it straight through (Bengio et al. 2013, arXiv 1308.3432), so it is the gradient of the same
+// layer with exact activations.
 //
 // In C++, because an autograd formula in Python costs more per call than the rest of the op, with
 // or without a gradient.
@@ -82,6 +82,106 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& ids, const at::Tensor&
                               next_top_k, next_bias, std::string(next_scoring))
              : experts_below(x, ids, weights, handle, sentinels, next_router, next_handle,
                              next_top_k, next_bias, next_scoring);
+}
+
+using AdaptedOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
+                             double, const OptionalTensor&, const OptionalTensor&, double, bool,
+                             const OptionalTensor&, const OptionalTensor&, int64_t,
+                             const OptionalTensor&, c10::string_view);
+
+using AdaptedBackwardOp =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+        const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+        const at::Tensor&, const OptionalTensor&, const OptionalTensor&, double,
+        const OptionalTensor&, const OptionalTensor&, double, bool);
+
+at::Tensor experts_adapted_below(const at::Tensor& x, const at::Tensor& ids,
+                                 const at::Tensor& weights, const at::Tensor& handle,
+                                 const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
+                                 double gate_up_scaling, const OptionalTensor& down_a,
+                                 const OptionalTensor& down_b, double down_scaling, bool sentinels,
+                                 const OptionalTensor& next_router,
+                                 const OptionalTensor& next_handle, int64_t next_top_k,
+                                 const OptionalTensor& next_bias, c10::string_view next_scoring) {
+  static const auto op = find_op<AdaptedOp>("torch_mesh::experts_adapted");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b,
+                 down_scaling, sentinels, next_router, next_handle, next_top_k, next_bias,
+                 next_scoring);
+}
+
+OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+struct ExpertsAdapted : torch::autograd::Function<ExpertsAdapted> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& ids,
+                            const at::Tensor& weights, const at::Tensor& handle,
+                            const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
+                            double gate_up_scaling, const OptionalTensor& down_a,
+                            const OptionalTensor& down_b, double down_scaling, bool sentinels,
+                            const OptionalTensor& next_router, const OptionalTensor& next_handle,
+                            int64_t next_top_k, const OptionalTensor& next_bias,
+                            std::string next_scoring) {
+    const auto saved = [](const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); };
+    context->save_for_backward({x, ids, weights, handle, saved(gate_up_a), saved(gate_up_b),
+                                saved(down_a), saved(down_b)});
+    context->saved_data["gate_up_scaling"] = gate_up_scaling;
+    context->saved_data["down_scaling"] = down_scaling;
+    context->saved_data["sentinels"] = sentinels;
+    return experts_adapted_below(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
+                                 down_a, down_b, down_scaling, sentinels, next_router, next_handle,
+                                 next_top_k, next_bias, next_scoring);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    static const auto op = find_op<AdaptedBackwardOp>("torch_mesh::experts_adapted_backward");
+    const variable_list saved = context->get_saved_variables();
+    const OptionalTensor gate_up_a = if_defined(saved[4]), down_a = if_defined(saved[6]);
+    auto [x, weights, gate_up_a_grad, gate_up_b_grad, down_a_grad, down_b_grad] = op.call(
+        grads[0], saved[0], saved[1], saved[2], saved[3], gate_up_a, if_defined(saved[5]),
+        context->saved_data["gate_up_scaling"].toDouble(), down_a, if_defined(saved[7]),
+        context->saved_data["down_scaling"].toDouble(), context->saved_data["sentinels"].toBool());
+    if (!gate_up_a) gate_up_a_grad = gate_up_b_grad = at::Tensor();
+    if (!down_a) down_a_grad = down_b_grad = at::Tensor();
+    return {x,
+            {},
+            weights,
+            {},
+            gate_up_a_grad,
+            gate_up_b_grad,
+            {},
+            down_a_grad,
+            down_b_grad,
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {}};
+  }
+};
+
+at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
+                           const at::Tensor& handle, const OptionalTensor& gate_up_a,
+                           const OptionalTensor& gate_up_b, double gate_up_scaling,
+                           const OptionalTensor& down_a, const OptionalTensor& down_b,
+                           double down_scaling, bool sentinels, const OptionalTensor& next_router,
+                           const OptionalTensor& next_handle, int64_t next_top_k,
+                           const OptionalTensor& next_bias, c10::string_view next_scoring) {
+  bool wanted = wants_gradient(x, weights);
+  for (const OptionalTensor* factor : {&gate_up_a, &gate_up_b, &down_a, &down_b}) {
+    wanted = wanted || (*factor && wants_gradient(**factor));
+  }
+  return wanted
+             ? ExpertsAdapted::apply(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
+                                     down_a, down_b, down_scaling, sentinels, next_router,
+                                     next_handle, next_top_k, next_bias, std::string(next_scoring))
+             : experts_adapted_below(x, ids, weights, handle, gate_up_a, gate_up_b, gate_up_scaling,
+                                     down_a, down_b, down_scaling, sentinels, next_router,
+                                     next_handle, next_top_k, next_bias, next_scoring);
 }
 
 at::Tensor grouped_linear_below(const at::Tensor& x, const at::Tensor& offsets,
@@ -179,10 +279,12 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
 
 TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("experts", torch_mesh::experts);
+  m.impl("experts_adapted", torch_mesh::experts_adapted);
   m.impl("grouped_linear", torch_mesh::grouped_linear);
   m.impl("linear", torch_mesh::linear);
   // No gradient of a gradient: an error and not zeros.
   m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("grouped_linear_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("linear_backward", torch::autograd::autogradNotImplementedFallback());
 }

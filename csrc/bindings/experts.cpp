@@ -1,20 +1,9 @@
-// experts, experts_backward, experts_deferred and experts_fallback.
+// experts, experts_adapted, experts_deferred and experts_fallback.
+#include "bindings/experts.h"
+
 #include <ATen/EmptyTensor.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/clamp.h>
-#include <ATen/ops/clamp_max.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -24,37 +13,21 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/adapters.h"
 #include "bindings/lookahead.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
-#include "kernels/pack.h"
 
 namespace torch_mesh {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
-
-void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                          const Engine& engine) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == engine.layout().hidden,
-                    "x must be [tokens, hidden=", engine.layout().hidden, "]; got ", x.sizes());
-  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(0) == x.size(0),
-                    "topk_ids must be [tokens=", x.size(0), ", k]; got ", ids.sizes());
-  TORCH_CHECK_VALUE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
-                    "topk_ids has dtype ", ids.scalar_type(), "; allowed: int64, int32");
-  TORCH_CHECK_VALUE(weights.sizes() == ids.sizes(),
-                    "topk_weights must have the shape of topk_ids, ", ids.sizes(), "; got ",
-                    weights.sizes());
-  TORCH_CHECK_VALUE(at::isFloatingType(weights.scalar_type()), "topk_weights has dtype ",
-                    weights.scalar_type(), "; allowed: a floating dtype");
-}
 
 // What makes a call more than the experts of its layer for x.
 struct Extras {
   // As in ExpertsCall. Empty: never.
   std::function<void()> reads_queued = {};
   Deferral deferral = {};
+  Adapters adapters = {};
   std::optional<at::ScalarType> out = {};  // none: that of x
 };
 
@@ -78,6 +51,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                   .weights = weights.const_data_ptr<float>(),
                   .sentinels = sentinels,
                   .out = mutable_rows(out, "x"),
+                  .adapters = extras.adapters,
                   .deferral = extras.deferral,
                   .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
                   .context = &extras});
@@ -114,139 +88,23 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& topk_ids, const at::Te
                      {.reads_queued = prefetch_of(lookahead)});
 }
 
-// -- backward -------------------------------------------------------------------------------------
-
-// What the down product takes, and its derivatives by gate and up, in fp32.
-struct Activated {
-  at::Tensor value, by_gate, by_up;
-};
-
-// `up` is ones for experts without a gate.
-Activated activate(const Activation& activation, const at::Tensor& gate, const at::Tensor& up) {
-  switch (activation.kind) {
-    case Activation::kSilu: {
-      const at::Tensor sigmoid = at::sigmoid(gate);
-      const at::Tensor silu = gate * sigmoid;
-      return {silu * up, sigmoid * (1 + gate * (1 - sigmoid)) * up, silu};
-    }
-    case Activation::kGelu:
-    case Activation::kGeluTanh: {
-      const char* approximate = activation.kind == Activation::kGelu ? "none" : "tanh";
-      const at::Tensor gelu = at::gelu(gate, approximate);
-      return {gelu * up, at::gelu_backward(up.expand_as(gate), gate, approximate), gelu};
-    }
-    case Activation::kRelu2: {
-      const at::Tensor relu = at::relu(gate);
-      const at::Tensor square = relu * relu;
-      return {square * up, 2 * relu * up, square};
-    }
-    case Activation::kSwiglu: {
-      // As torch differentiates clamp: at a limit the gradient passes, beyond it there is none.
-      const float alpha = activation.alpha;
-      const at::Tensor g = at::clamp_max(gate, activation.gate_limit);
-      const at::Tensor sigmoid = at::sigmoid(g * alpha);
-      const at::Tensor swish = g * sigmoid;
-      const at::Tensor factor =
-          at::clamp(up, -activation.up_limit, activation.up_limit) + activation.offset;
-      const at::Tensor by_gate = factor * sigmoid * (1 + alpha * g * (1 - sigmoid));
-      return {factor * swish, at::where(gate <= activation.gate_limit, by_gate, 0.0f),
-              at::where(up.abs() <= activation.up_limit, swish, 0.0f)};
-    }
-    case Activation::kSoftcap: {
-      const at::Tensor sigmoid = at::sigmoid(gate);
-      const at::Tensor gate_tanh = at::tanh(gate / activation.gate_limit);
-      const at::Tensor up_tanh = at::tanh(up / activation.up_limit);
-      const at::Tensor capped_gate = gate_tanh * activation.gate_limit;
-      const at::Tensor capped_up = up_tanh * activation.up_limit;
-      const at::Tensor by_gate =
-          sigmoid * (1 - gate_tanh * gate_tanh + capped_gate * (1 - sigmoid)) * capped_up;
-      return {capped_gate * sigmoid * capped_up, by_gate,
-              capped_gate * sigmoid * (1 - up_tanh * up_tanh)};
-    }
-  }
-  TORCH_INTERNAL_ASSERT(false, "unknown activation");
-}
-
-struct Gradients {
-  at::Tensor x;        // [tokens, hidden], fp32
-  at::Tensor weights;  // [tokens * k], fp32
-};
-
-// One expert's share. Integer weights stand for their values: the gradient goes straight through
-// the rounding of activations.
-void expert_backward(const RecordLayout& layout, const Activation& activation,
-                     const std::byte* record, const at::Tensor& grad, const at::Tensor& x,
-                     const at::Tensor& routing, const at::Tensor& tokens, const at::Tensor& places,
-                     Gradients& gradients) {
-  const auto options = at::TensorOptions().dtype(at::kFloat);
-  const at::Tensor gate_up =
-      at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
-  const at::Tensor down = at::empty({layout.hidden, layout.intermediate}, options);
-  const at::Tensor up_bias = at::empty({layout.bias ? gate_up.size(0) : 0}, options);
-  const at::Tensor down_bias = at::empty({layout.bias ? layout.hidden : 0}, options);
-  unpack_record(layout, record, gate_up.mutable_data_ptr<float>(), down.mutable_data_ptr<float>(),
-                layout.bias ? up_bias.mutable_data_ptr<float>() : nullptr,
-                layout.bias ? down_bias.mutable_data_ptr<float>() : nullptr);
-
-  const at::Tensor rows = x.index_select(0, tokens);
-  at::Tensor products = at::mm(rows, gate_up.t());
-  if (layout.bias) products = products + up_bias;
-  const at::Tensor gate = products.narrow(1, 0, layout.intermediate);
-  const at::Tensor up = layout.gated ? products.narrow(1, layout.intermediate, layout.intermediate)
-                                     : at::ones({}, options);
-  const Activated activated = activate(activation, gate, up);
-  at::Tensor y = at::mm(activated.value, down.t());
-  if (layout.bias) y = y + down_bias;
-
-  const at::Tensor row_grad = grad.index_select(0, tokens);
-  gradients.weights.index_copy_(0, places, (row_grad * y).sum(1));
-
-  const at::Tensor weight = routing.index_select(0, places).unsqueeze(1);
-  const at::Tensor hidden_grad = at::mm(row_grad * weight, down);
-  const at::Tensor gate_grad = hidden_grad * activated.by_gate;
-  const at::Tensor product_grad =
-      layout.gated ? at::cat({gate_grad, hidden_grad * activated.by_up}, 1) : gate_grad;
-  gradients.x.index_add_(0, tokens, at::mm(product_grad, gate_up));
-}
-
-std::tuple<at::Tensor, at::Tensor> experts_backward(const at::Tensor& grad, const at::Tensor& x,
-                                                    const at::Tensor& topk_ids,
-                                                    const at::Tensor& topk_weights,
-                                                    const at::Tensor& handle, bool sentinels) {
+at::Tensor experts_adapted(const at::Tensor& x, const at::Tensor& topk_ids,
+                           const at::Tensor& topk_weights, const at::Tensor& handle,
+                           const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
+                           double gate_up_scaling, const OptionalTensor& down_a,
+                           const OptionalTensor& down_b, double down_scaling, bool sentinels,
+                           const OptionalTensor& next_router, const OptionalTensor& next_handle,
+                           int64_t next_top_k, const OptionalTensor& next_bias,
+                           c10::string_view next_scoring) {
   const LayerHandle layer = resolve(handle);
-  Engine& engine = layer.engine();
-  check_experts_inputs(x, topk_ids, topk_weights, engine);
-  TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad must have the shape of x, ", x.sizes(),
-                    "; got ", grad.sizes());
-  const Activation& activation = engine.activation(layer.layer);
-
-  const at::Tensor ids = contiguous_as(topk_ids, at::kLong);
-  const at::Tensor routing = contiguous_as(topk_weights, at::kFloat).reshape({-1});
-  const at::Tensor x32 = x.to(at::kBFloat16).to(at::kFloat);
-  const at::Tensor grad32 = grad.to(at::kFloat);
-  Gradients gradients{at::zeros_like(x32, at::MemoryFormat::Contiguous), at::zeros_like(routing)};
-
-  Grouping grouping;
-  group_by_expert(ids.const_data_ptr<int64_t>(), routing.const_data_ptr<float>(),
-                  static_cast<int32_t>(x.size(0)), static_cast<int32_t>(ids.size(1)),
-                  engine.pool().experts(), sentinels, grouping);
-  const auto pairs = [&](std::vector<int32_t>& values, int32_t index) {
-    return at::from_blob(values.data() + grouping.first[index], {grouping.rows(index)}, at::kInt)
-        .to(at::kLong);
-  };
-  // Sums in x's gradient follow the order of experts, so each expert waits for the ones before it
-  // and the bits do not depend on what was resident. The hint lets the reads of later ones run
-  // meanwhile.
-  engine.pool().prefetch(layer.layer, grouping.experts);
-  for (size_t i = 0; i < grouping.experts.size(); ++i) {
-    const auto index = static_cast<int32_t>(i);
-    engine.visit(layer.layer, {&grouping.experts[i], 1}, [&](int32_t, const std::byte* record) {
-      expert_backward(engine.layout(), activation, record, grad32, x32, routing,
-                      pairs(grouping.tokens, index), pairs(grouping.places, index), gradients);
-    });
-  }
-  return {gradients.x.to(x.scalar_type()),
-          gradients.weights.reshape(topk_weights.sizes()).to(topk_weights.scalar_type())};
+  check_experts_inputs(x, topk_ids, topk_weights, layer.engine());
+  const AdapterTensors tensors{gate_up_a, gate_up_b, gate_up_scaling, down_a, down_b, down_scaling};
+  check_adapters(tensors, layer.engine());
+  const EngineAdapters adapters(tensors, topk_ids, layer.engine());
+  const auto lookahead =
+      lookahead_for(x, next_router, next_handle, next_top_k, next_bias, next_scoring);
+  return run_experts(layer, x, topk_ids, topk_weights, sentinels,
+                     {.reads_queued = prefetch_of(lookahead), .adapters = adapters.of_engine()});
 }
 
 // -- deferred -------------------------------------------------------------------------------------
@@ -400,7 +258,7 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("experts", torch_mesh::experts);
-  m.impl("experts_backward", torch_mesh::experts_backward);
+  m.impl("experts_adapted", torch_mesh::experts_adapted);
   m.impl("experts_deferred", torch_mesh::experts_deferred);
   m.impl("experts_fallback", torch_mesh::experts_fallback);
 }

@@ -31,9 +31,10 @@ void hand_over(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) {
-  for (const char* op : {"experts", "experts_backward", "experts_deferred", "experts_fallback",
-                         "grouped_linear", "grouped_linear_backward", "linear", "linear_backward",
-                         "promote", "prefetch", "evict", "observe", "route"}) {
+  for (const char* op :
+       {"experts", "experts_backward", "experts_adapted", "experts_adapted_backward",
+        "experts_deferred", "experts_fallback", "grouped_linear", "grouped_linear_backward",
+        "linear", "linear_backward", "promote", "prefetch", "evict", "observe", "route"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torch_mesh::hand_over>());
   }
 }

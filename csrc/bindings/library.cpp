@@ -31,6 +31,25 @@ TORCH_LIBRARY(torch_mesh, m) {
       "bool sentinels=False) -> (Tensor, Tensor)",
       unsafe);
 
+  // As `experts`, with low-rank adapters: gate_up += scaling * (x · a^T) · b before the
+  // activation and down likewise, for the projections that have them. gate_up_a [experts, rank,
+  // hidden], gate_up_b [experts, rank, halves, intermediate], down_a [experts, rank, intermediate],
+  // down_b [experts, rank, hidden], in any floating dtype and any strides; fp32 that is contiguous
+  // in its last dimension is read where it lies.
+  m.def(
+      "experts_adapted(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, Tensor? "
+      "gate_up_a, Tensor? gate_up_b, float gate_up_scaling, Tensor? down_a, Tensor? down_b, float "
+      "down_scaling, bool sentinels=False, Tensor? next_router=None, Tensor? next_handle=None, "
+      "int next_top_k=0, Tensor? next_bias=None, str next_scoring='logits') -> Tensor",
+      unsafe);
+  // Of x, topk_weights and the four tensors of adapters, empty for those that are not there.
+  m.def(
+      "experts_adapted_backward(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, "
+      "Tensor handle, Tensor? gate_up_a, Tensor? gate_up_b, float gate_up_scaling, Tensor? down_a, "
+      "Tensor? down_b, float down_scaling, bool sentinels=False) -> (Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor)",
+      unsafe);
+
   // Lossy. As `experts`, but in a decode step up to `deferred` choices of each token, those of
   // least weight whose experts are not resident, are left out, and added to what this op gives for
   // the next layer of the same thread. What is left when another layer, other rows or an error

@@ -18,10 +18,20 @@ constexpr int64_t kReduceColumns = 1024;  // that one task adds up
 
 }  // namespace
 
+LowRank AdapterStack::of(int32_t expert) const {
+  LowRank own = first;
+  if (own.rank == 0) return own;
+  const int64_t place = places == nullptr ? expert : places[expert];
+  own.a += place * a_expert;
+  own.b += place * b_expert;
+  return own;
+}
+
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
-                         int64_t workspace) {
-  const int64_t per_choice =
-      int64_t{layout.hidden} * sizeof(float) + round_up(ffn.scratch_bytes(1), 64);
+                         int64_t workspace, const Adapters& adapters) {
+  const int64_t per_choice = int64_t{layout.hidden} * sizeof(float) +
+                             round_up(ffn.scratch_bytes(1), 64) +
+                             ffn.adapted_bytes(1, adapters.gate_up.rank(), adapters.down.rank());
   const int64_t per_token = ffn.prepared_bytes(1) + top_k * per_choice;
   // The number of pairs is an int32.
   const int64_t most = INT32_MAX / std::max(top_k, 1);
@@ -103,7 +113,8 @@ void Engine::experts(const ExpertsCall& call) {
   pool_->check_process();
   WorkspacePool::Lease lease(workspaces_);
   // Chunks of equal length: a short last one would ask for few experts, and read nothing ahead.
-  const int32_t most = tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace);
+  const int32_t most =
+      tokens_per_chunk(ffn_, layout(), call.top_k, options_.workspace, call.adapters);
   const int32_t chunks = 1 + (call.tokens - 1) / most;
   const int32_t chunk = 1 + (call.tokens - 1) / chunks;
   for (int32_t begin = 0; begin < call.tokens; begin += chunk) {
@@ -129,10 +140,14 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   workspace.prepared.at_least(ffn_.prepared_bytes(call.tokens));
   workspace.entries.resize(count);
   workspace.scratch_offset.resize(count);
+  workspace.adapted_offset.resize(count);
   int64_t scratch = 0;
   for (int32_t i = 0; i < count; ++i) {
     workspace.scratch_offset[i] = scratch;
     scratch += round_up(ffn_.scratch_bytes(grouping.rows(i)), 64);
+    workspace.adapted_offset[i] = scratch;
+    scratch += ffn_.adapted_bytes(grouping.rows(i), call.adapters.gate_up.rank(),
+                                  call.adapters.down.rank());
   }
   workspace.scratch.at_least(scratch);
 
@@ -177,12 +192,18 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
   std::array<ExpertRows, kReadyBatch> experts;
   int64_t rows = 0;
   for (size_t i = 0; i < ready.size(); ++i) {
-    experts[i] = rows_of(ready[i], workspace);
+    experts[i] = rows_of(ready[i], call.adapters, workspace);
     rows += experts[i].rows;
   }
   const Placement placement(pool_->topology(), ready);
   TaskQueue queue;
   if (part.first) queue.add(tasks_for(call.tokens, kPrepareRows), {0, 0});
+  const int32_t operands = queue.stages();
+  if (call.adapters.gate_up.rank() > 0) {
+    for (size_t i = 0; i < ready.size(); ++i) {
+      queue.add(ExpertFfn::adapter_tasks(experts[i].rows), {0, 0});
+    }
+  }
   const int32_t prepared = queue.stages();
   struct Step {
     int32_t expert;
@@ -207,10 +228,12 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
-    if (stage < prepared) {
+    if (stage < operands) {
       const int32_t begin = task * kPrepareRows;
       ffn_.prepare(call.x.data, call.x.type, call.x.row_stride, begin,
                    std::min(begin + kPrepareRows, call.tokens), workspace.prepared.data());
+    } else if (stage < prepared) {
+      ffn_.adapt(task, call.x, experts[stage - operands]);
     } else if (stage < reduce) {
       const Step step = steps[stage];
       if (step.down) {
@@ -226,8 +249,11 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
   });
 }
 
-ExpertRows Engine::rows_of(const ReadyExpert& ready, Workspace& workspace) const {
+ExpertRows Engine::rows_of(const ReadyExpert& ready, const Adapters& adapters,
+                           Workspace& workspace) const {
   const Grouping& grouping = workspace.grouping;
+  const int32_t expert = grouping.experts[ready.index];
+  std::byte* adapted = workspace.scratch.data() + workspace.adapted_offset[ready.index];
   const int32_t first = grouping.first[ready.index];
   return {.record = ready.record,
           .rows = grouping.rows(ready.index),
@@ -235,7 +261,10 @@ ExpertRows Engine::rows_of(const ReadyExpert& ready, Workspace& workspace) const
           .weights = &grouping.weights[first],
           .places = &grouping.places[first],
           .products = reinterpret_cast<float*>(workspace.products.data()),
-          .scratch = workspace.scratch.data() + workspace.scratch_offset[ready.index]};
+          .scratch = workspace.scratch.data() + workspace.scratch_offset[ready.index],
+          .gate_up_adapter = adapters.gate_up.of(expert),
+          .down_adapter = adapters.down.of(expert),
+          .adapted = reinterpret_cast<float*>(adapted)};
 }
 
 // Sums columns of one token's products in the order of its choices, whatever order they were

@@ -12,6 +12,7 @@
 #include "base/runtime.h"
 #include "engine/workspace.h"
 #include "kernels/expert_ffn.h"
+#include "kernels/low_rank.h"
 #include "kernels/matrix_view.h"
 #include "residency/core/window.h"
 #include "residency/pool.h"
@@ -19,10 +20,24 @@
 
 namespace torch_mesh {
 
-// How many tokens a forward computes at a time: as many as have room for their operands and
-// products in `workspace` bytes, and at least one.
+// What adapters add to the experts of a layer, one stack for each projection.
+struct AdapterStack {
+  LowRank first;                       // of the first expert
+  int64_t a_expert = 0, b_expert = 0;  // from one expert to the next
+  const int32_t* places = nullptr;     // [experts] where each one's stand; nullptr: in their order
+
+  int32_t rank() const { return first.rank; }
+  LowRank of(int32_t expert) const;
+};
+
+struct Adapters {
+  AdapterStack gate_up, down;
+};
+
+// How many tokens a forward computes at a time: as many as have room for their operands, products
+// and what adapters make of them in `workspace` bytes, and at least one.
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
-                         int64_t workspace);
+                         int64_t workspace, const Adapters& adapters = {});
 
 // A team that the system has no threads for ends the process: OpenMP knows no error.
 inline constexpr int32_t kMostThreads = 1024;
@@ -49,6 +64,7 @@ struct ExpertsCall {
   const float* weights;  // [tokens][top_k]
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
+  Adapters adapters = {};
   // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
   Deferral deferral = {};
   // Called when all of the call's own reads are queued and before it computes: the time for reads
@@ -114,7 +130,8 @@ class Engine {
   };
   void compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
                Workspace& workspace) const;
-  ExpertRows rows_of(const ReadyExpert& ready, Workspace& workspace) const;
+  ExpertRows rows_of(const ReadyExpert& ready, const Adapters& adapters,
+                     Workspace& workspace) const;
   void reduce(const ExpertsCall& call, int64_t token, int64_t begin, int64_t end,
               Workspace& workspace) const;
   void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, ForwardPart forward,

@@ -16,7 +16,7 @@ namespace torch_mesh {
 // model runs in one go, few enough that a prefill gives slots back while it computes.
 constexpr int32_t kReadyBatch = 16;
 
-static_assert(2 * kReadyBatch + 2 <= TaskQueue::kMostStages);
+static_assert(3 * kReadyBatch + 2 <= TaskQueue::kMostStages);
 
 // The experts of a batch, those of each NUMA node in a row.
 class Placement {

@@ -32,7 +32,7 @@ class TaskQueue {
  public:
   TaskQueue() { begin_lane(); }
 
-  static constexpr int32_t kMostStages = 40;
+  static constexpr int32_t kMostStages = 56;
   static constexpr int32_t kMostNodes = 16;
 
   // Those numbered from `begin` to before `end`.

@@ -47,6 +47,7 @@ struct Workspace {
   Grouping grouping;
   std::vector<Claim::Entry> entries;
   std::vector<int64_t> scratch_offset;  // per distinct expert
+  std::vector<int64_t> adapted_offset;  // likewise, and in scratch as well
   Buffer prepared;
   Buffer products;
   Buffer scratch;

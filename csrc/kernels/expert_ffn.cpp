@@ -60,6 +60,17 @@ void project(const RecordLayout& layout, const KernelTable& table, const TaskPro
   }
 }
 
+// What gate_up's adapter has made of the rows' inputs, [rows][rank].
+float* adapted_inputs(const ExpertRows& expert, int32_t row) {
+  return expert.adapted + int64_t{row} * expert.gate_up_adapter.rank;
+}
+
+// What down's has made of the hidden activations of one gate_up task, [tasks][rows][rank].
+float* adapted_hidden(const ExpertRows& expert, int32_t task, int32_t row) {
+  return adapted_inputs(expert, expert.rows) +
+         (int64_t{task} * expert.rows + row) * expert.down_adapter.rank;
+}
+
 }  // namespace
 
 ExpertFfn::ExpertFfn(const RecordLayout& layout, const Activation& activation,
@@ -92,6 +103,33 @@ void ExpertFfn::prepare_hidden(const void* x, ScalarType type, int64_t row_strid
 
 int64_t ExpertFfn::scratch_bytes(int32_t rows) const { return prepared_hidden_bytes(rows); }
 
+int64_t ExpertFfn::adapted_bytes(int32_t rows, int32_t gate_up_rank, int32_t down_rank) const {
+  const int64_t floats = gate_up_rank + int64_t{gate_up_tasks()} * down_rank;
+  return round_up(rows * floats * static_cast<int64_t>(sizeof(float)), 64);
+}
+
+int32_t ExpertFfn::adapter_tasks(int32_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+void ExpertFfn::adapt(int32_t task, ConstRows x, const ExpertRows& expert) const {
+  constexpr int32_t kPiece = 512;
+  const LowRank& adapter = expert.gate_up_adapter;
+  alignas(64) float values[kPiece];
+  const int32_t first = task * kTileRows;
+  const int32_t end = std::min(first + kTileRows, expert.rows);
+  std::fill(adapted_inputs(expert, first), adapted_inputs(expert, end), 0.0f);
+  for (int32_t row = first; row < end; ++row) {
+    const auto* from = static_cast<const std::byte*>(x.data) +
+                       expert.tokens[row] * x.row_stride * scalar_bytes(x.type);
+    float* sums = adapted_inputs(expert, row);
+    for (int32_t k = 0; k < layout_.hidden; k += kPiece) {
+      const int32_t count = std::min(layout_.hidden - k, kPiece);
+      table_.to_floats(from + k * scalar_bytes(x.type), x.type, count, values);
+      table_.low_rank_in(values, count, adapter.a + k, adapter.a_stride, adapter.rank, sums);
+    }
+    for (int32_t j = 0; j < adapter.rank; ++j) sums[j] *= adapter.scaling;
+  }
+}
+
 int32_t ExpertFfn::gate_up_tasks() const {
   return layout_.down.depth_padded / task_columns(layout_);
 }
@@ -111,13 +149,24 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
 
   for (int32_t row = 0; row < expert.rows; row += kTileRows) {
     const OperandRows rows{prepared, expert.tokens + row, std::min(expert.rows - row, kTileRows)};
+    const auto adapt_half = [&](const BlockOfHalf& block, float* sums) {
+      const LowRank& adapter = expert.gate_up_adapter;
+      if (adapter.rank == 0) return;
+      const float* b = adapter.b_of(block.half, block.first);
+      for (int32_t r = 0; r < rows.count; ++r) {
+        table_.low_rank_out(adapted_inputs(expert, row + r), adapter.rank, b, adapter.b_stride,
+                            block.columns, sums + r * kBlockColumns);
+      }
+    };
     for (int32_t c = 0; c < kept; c += kBlockColumns) {
       const int32_t index = (first + c) / kBlockColumns * halves;
       const BlockOfHalf block = block_of_half(layout_.gate_up, halves, index);
       project(layout_, table_, products, expert.record, block, rows, gate);
+      adapt_half(block, gate);
       if (layout_.gated) {
         const BlockOfHalf beside = block_of_half(layout_.gate_up, halves, index + 1);
         project(layout_, table_, products, expert.record, beside, rows, up);
+        adapt_half(beside, up);
       }
       table_.activate(activation_, gate, layout_.gated ? up : nullptr, rows.count * kBlockColumns);
       for (int32_t r = 0; r < rows.count; ++r) {
@@ -129,6 +178,11 @@ void ExpertFfn::gate_up(int32_t task, const std::byte* prepared, const ExpertRow
       std::fill(hidden[r] + kept, hidden[r] + columns, 0.0f);
       table_.store_operands(hidden[r], first, columns, hidden_shape,
                             expert.scratch + (row + r) * hidden_shape.row_bytes);
+      const LowRank& adapter = expert.down_adapter;
+      if (adapter.rank == 0) continue;
+      float* sums = adapted_hidden(expert, task, row + r);
+      std::fill(sums, sums + adapter.rank, 0.0f);
+      table_.low_rank_in(hidden[r], kept, adapter.a + first, adapter.a_stride, adapter.rank, sums);
     }
   }
 }
@@ -140,7 +194,9 @@ void ExpertFfn::down(int32_t task, const ExpertRows& expert) const {
   const std::byte* bytes = expert.record + layout_.down_offset + task * matrix.block_bytes;
   const BlockBias bias(expert.record, layout_.down_bias_offset, block.first, block.columns);
   const TaskProducts products(table_, runtime_, matrix, expert.rows);
+  const LowRank& adapter = expert.down_adapter;
   alignas(64) Tile sums;
+  alignas(64) float adapted[kMostRank];
 
   for (int32_t row = 0; row < expert.rows; row += kTileRows) {
     const OperandRows rows{expert.scratch + row * shape.row_bytes, nullptr,
@@ -148,12 +204,28 @@ void ExpertFfn::down(int32_t task, const ExpertRows& expert) const {
     products(bytes, shape, rows, sums);
     for (int32_t r = 0; r < rows.count; ++r) {
       float* from = sums + r * kBlockColumns;
+      if (adapter.rank > 0) {
+        add_hidden(expert, row + r, adapted);
+        table_.low_rank_out(adapted, adapter.rank, adapter.b_of(0, block.first), adapter.b_stride,
+                            block.columns, from);
+      }
       table_.finish(from, bias.data(), expert.weights[row + r]);
       const int64_t place = expert.places[row + r];
       std::memcpy(expert.products + place * layout_.hidden + block.first, from,
                   sizeof(float) * static_cast<size_t>(block.columns));
     }
   }
+}
+
+// In the order of the gate_up tasks, whichever ended first.
+void ExpertFfn::add_hidden(const ExpertRows& expert, int32_t row, float* sums) const {
+  const LowRank& adapter = expert.down_adapter;
+  std::fill(sums, sums + adapter.rank, 0.0f);
+  for (int32_t task = 0; task < gate_up_tasks(); ++task) {
+    const float* part = adapted_hidden(expert, task, row);
+    for (int32_t j = 0; j < adapter.rank; ++j) sums[j] += part[j];
+  }
+  for (int32_t j = 0; j < adapter.rank; ++j) sums[j] *= adapter.scaling;
 }
 
 int32_t ExpertFfn::linear_tasks(int32_t projection) const {

@@ -14,6 +14,7 @@
 
 #include "base/runtime.h"
 #include "kernels/activation.h"
+#include "kernels/low_rank.h"
 #include "kernels/matrix_view.h"
 #include "store/record.h"
 
@@ -39,6 +40,9 @@ struct ExpertRows {
   const int32_t* places;  // [rows] the row of `products` each one writes
   float* products;        // [...][hidden]
   std::byte* scratch;     // scratch_bytes(rows), 64-byte aligned, from gate_up to down
+  LowRank gate_up_adapter = {};
+  LowRank down_adapter = {};
+  float* adapted = nullptr;  // adapted_bytes(rows, ...), from the first of its tasks to down
 };
 
 class ExpertFfn {
@@ -60,6 +64,13 @@ class ExpertFfn {
                std::byte* prepared) const;
 
   int64_t scratch_bytes(int32_t rows) const;
+  // With adapters: what they make of each row on its way.
+  int64_t adapted_bytes(int32_t rows, int32_t gate_up_rank, int32_t down_rank) const;
+  // Tasks of an expert with an adapter of gate_up, which come before its gate_up tasks, on `x` as
+  // it was before `prepare`.
+  static int32_t adapter_tasks(int32_t rows);
+  void adapt(int32_t task, ConstRows x, const ExpertRows& expert) const;
+
   int32_t gate_up_tasks() const;
   int32_t down_tasks() const;
   void gate_up(int32_t task, const std::byte* prepared, const ExpertRows& expert) const;
@@ -76,6 +87,8 @@ class ExpertFfn {
               int32_t first, int32_t rows, float* out, int64_t out_stride) const;
 
  private:
+  void add_hidden(const ExpertRows& expert, int32_t row, float* sums) const;
+
   RecordLayout layout_;
   Activation activation_;
   Runtime runtime_;

@@ -95,6 +95,13 @@ struct KernelTable {
 
   void (*attend)(const AttentionPart& part);
 
+  // sums[j] += values · row j of a, over `count` values.
+  void (*low_rank_in)(const float* values, int32_t count, const float* a, int64_t stride,
+                      int32_t rank, float* sums);
+  // sums += factors · b, over `columns` columns.
+  void (*low_rank_out)(const float* factors, int32_t rank, const float* b, int64_t stride,
+                       int32_t columns, float* sums);
+
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
   // even). By Format; nullptr: it is made of codes.
   void (*pack_group[kFormats])(const float* panel, int32_t depth, std::byte* group);

@@ -6,6 +6,7 @@
 #include "kernels/attention-inl.h"
 #include "kernels/gemm_products-inl.h"
 #include "kernels/kernel_table.h"
+#include "kernels/low_rank-inl.h"
 #include "kernels/operands-inl.h"
 #include "kernels/pack_group-inl.h"
 #include "kernels/pack_lut4-inl.h"
@@ -76,6 +77,8 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           activate,
           finish,
           attend,
+          low_rank_in,
+          low_rank_out,
           {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};
 }
 

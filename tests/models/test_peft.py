@@ -1,4 +1,4 @@
-"""PEFT's adapters on patched models: beside the experts, on packed layers, and refused where they would train nothing."""
+"""PEFT's adapters on patched models: beside the experts, on packed layers, and where PEFT itself finds the experts."""
 
 from __future__ import annotations
 
@@ -109,24 +109,15 @@ def test_all_linear_adapts_a_model_whose_experts_peft_leaves_alone(ids: torch.Te
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
-        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
-        {"target_modules": "all-linear"},  # PEFT takes Qwen's experts for linear layers
-    ],
-    ids=["gate_up", "both", "by module", "all-linear"],
+    [{"target_modules": ["gate_proj", "up_proj", "down_proj"]}, {"target_modules": "all-linear"}],
+    ids=["by module", "all-linear"],
 )
-def test_adapters_on_experts_are_refused_by_name(fields: dict, ids: torch.Tensor) -> None:
+def test_names_of_linear_layers_that_peft_takes_for_experts_train_them(fields: dict, ids: torch.Tensor) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
     expected = _logits(model, ids)
-    adapted = _with_adapter(model, **fields)
-    assert not any(p.is_meta for p in adapted.parameters())
-    for _ in range(2):
-        with pytest.raises(
-            MeshError, match=r"experts\.(gate_up|down)_proj is packed.*an adapter on experts.*target_modules"
-        ):
-            _learns(adapted, ids)
+    adapted = _with_adapter(model, **fields, init_lora_weights=True)
+    assert "of 3 layers" in torch_mesh.describe_training(adapted)
+    assert _learns(adapted, ids)
     assert torch.equal(_logits(adapted.unload(), ids), expected)
 
 

@@ -38,8 +38,8 @@ def _gradients(
 
 
 def _expected(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The activations are rounded to bf16 and the gradient passes straight through that."""
-    x, weights = x.bfloat16().double().requires_grad_(), weights.double().requires_grad_()
+    """Of exact activations: the gradient passes straight through their rounding."""
+    x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
     return torch.autograd.grad(pool.weights.reference(x, ids, weights), (x, weights), grad.double())
 
 
@@ -52,7 +52,7 @@ def test_agrees_with_autograd_in_float64(open_pool: OpenPool, spec: Spec) -> Non
         gradients = _gradients(pool, x, ids, weights, grad)
         for gradient, expected in zip(gradients, _expected(pool, x, ids, weights, grad), strict=True):
             assert gradient.shape == expected.shape
-            assert relative_error(gradient, expected) < 1e-5
+            assert relative_error(gradient, expected) < 1e-4  # a routing weight's is one sum, whose terms may cancel
 
 
 def test_beyond_the_limit_of_swigluoai_there_is_no_gradient(open_pool: OpenPool) -> None:

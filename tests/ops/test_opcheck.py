@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 41
+SAMPLES = 48
 MUTATING = {
     "experts_deferred",
     "experts_fallback",
@@ -26,11 +26,15 @@ MUTATING = {
 FUNCTIONAL = {
     "experts",
     "experts_backward",
+    "experts_adapted",
+    "experts_adapted_backward",
     "grouped_linear",
     "grouped_linear_backward",
     "linear",
     "linear_backward",
     "attention",
+    "grouped_low_rank",
+    "grouped_low_rank_backward",
 }
 ON_A_DEVICE = {"experts_split"}  # functional too; tests/gpu has its samples
 WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
@@ -45,6 +49,9 @@ def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]
     hidden = torch.randn(TOKENS, SPEC.intermediate)
     router = torch.randn(SPEC.experts, SPEC.hidden)
     gate, up, down = torch.randn(40, 72), torch.randn(40, 72), torch.randn(72, 40)
+    factors = [torch.randn(SPEC.experts, 2, *sizes) for sizes in ((72,), (2, 40), (40,), (72,))]
+    trained = [factor.clone().requires_grad_() for factor in factors]
+    sorted_rows = (x.clone().requires_grad_(), offsets, trained[0], trained[3])
     needs_grad = (x.clone().requires_grad_(), ids, weights.clone().requires_grad_(), handle)
     return [
         ("experts", (x, ids, weights, handle)),
@@ -58,6 +65,13 @@ def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]
         ("experts", (*needs_grad, False, router, pool.handle(1), TOP_K, router[:, 0], "sigmoid")),
         ("experts_backward", (x, x, ids, weights, handle)),
         ("experts_backward", (x.half(), x.half(), ids, weights.half(), handle, True)),
+        ("experts_adapted", (x, ids, weights, handle, *factors[:2], 1.0, *factors[2:], 0.5)),
+        ("experts_adapted", (*needs_grad, *trained[:2], 1.0, *trained[2:], 0.5, True)),
+        ("experts_adapted", (*needs_grad, *trained[:2], 1.0, None, None, 0.5, False, router, pool.handle(1), TOP_K)),
+        ("experts_adapted_backward", (x, x, ids, weights, handle, *factors[:2], 1.0, *factors[2:], 0.5)),
+        ("experts_adapted_backward", (x, x, ids, weights, handle, None, None, 1.0, *factors[2:], 0.5, True)),
+        ("grouped_low_rank", sorted_rows),
+        ("grouped_low_rank_backward", (x, x, offsets, factors[0], factors[3])),
         ("experts_deferred", (x, ids, weights, handle, 0, False)),
         ("experts_deferred", (x, ids, weights, handle, 2, True)),
         ("experts_deferred", (x[:2], ids[:2], weights[:2], handle, 2, False, True, router, pool.handle(1), TOP_K)),
@@ -155,6 +169,8 @@ def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) 
             ops.experts(x, ids, weights, handle),
             ops.experts_split(x, ids, weights, handle),
             *ops.experts_backward(x, x, ids, weights, handle),
+            ops.experts_adapted(x, ids, weights, handle, None, None, 1.0, None, None, 1.0),
+            *ops.experts_adapted_backward(x, x, ids, weights, handle, None, None, 1.0, None, None, 1.0),
             ops.experts_deferred(x, ids, weights, handle, 1, False),
             ops.experts_fallback(x, ids, weights, handle, pool.handle()),
             ops.grouped_linear(x, offsets, handle, 0, SPEC.gate_up_features),
@@ -163,7 +179,7 @@ def test_fake_kernels_follow_the_device_of_the_activations(open_pool: OpenPool) 
         ops.prefetch(handle, ids)
         ops.observe(handle, torch.empty(TOKENS, SPEC.experts, device="cuda"))
         ops.lookahead(x, torch.empty(SPEC.experts, SPEC.hidden, device="cuda"), handle, TOP_K)
-    assert [output.device.type for output in outputs] == ["cuda"] * 8
+    assert [output.device.type for output in outputs] == ["cuda"] * 15
     assert pool.count("accesses") == pool.count("prefetches") == 0
 
 

@@ -1,0 +1,86 @@
+"""Trains low-rank adapters on the experts and the attention of a model whose experts stay on disk, with transformers' Trainer.
+
+python examples/finetune_trainer.py examples/mesh-tiny --text examples/text/ships_log.txt --resident 0.25 --steps 60 --out adapter
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+import torch_mesh
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a folder or a hub id; raw, or converted with torch-mesh convert")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="a file of plain text to learn; the last tenth is kept for evaluation"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the folder for the adapter")
+    parser.add_argument("--resident", default="auto", help="'auto', bytes such as 8GiB, or a fraction such as 0.25")
+    parser.add_argument("--weights", default="auto", choices=["auto", "bf16", "int8", "int4", "lut4"])
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="keep no activations: less memory, one more forward a step"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    arguments = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.checkpoint,
+        quantization_config=torch_mesh.MeshConfig(resident=arguments.resident, weights=arguments.weights),
+    )
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            r=arguments.rank,
+            lora_alpha=2 * arguments.rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+    tokens = tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"]
+    starts = range(0, len(tokens) - arguments.length + 1, arguments.length)
+    sequences = [{"input_ids": tokens[start : start + arguments.length]} for start in starts]
+    kept = max(1, len(sequences) // 10)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(arguments.out),
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch,
+            learning_rate=arguments.learning_rate,
+            gradient_checkpointing=arguments.checkpointing,
+            logging_steps=10,
+            report_to=[],
+        ),
+        train_dataset=sequences[:-kept],
+        eval_dataset=sequences[-kept:],
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        callbacks=[torch_mesh.MeshTrainerCallback()],
+    )
+    trainer.train(resume_from_checkpoint=arguments.resume or None)
+    print(trainer.evaluate())
+    model.save_pretrained(arguments.out)
+    print(torch_mesh.stats(model))
+
+
+if __name__ == "__main__":
+    main()

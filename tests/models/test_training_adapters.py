@@ -1,0 +1,153 @@
+"""Trainer and loops of one's own with adapters on experts: whatever is done to save memory gives the same training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import TINY_MODELS
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+import torch_mesh
+
+STEPS = 4
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def _model(resident: float = 0.3, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> PeftModel:
+    set_seed(7)
+    model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build().to(dtype), resident=resident, **fields)
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=TARGETS)
+    return get_peft_model(model, config)
+
+
+ROWS = [(torch.arange(12) + start) % 5 + 3 for start in range(8)]
+TEXT: Any = [{"input_ids": row, "labels": row} for row in ROWS]
+
+
+def _trainer(model: Any, folder: Path, callbacks: list[TrainerCallback] | None = None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    arguments = TrainingArguments(str(folder), **(settings | options))
+    return Trainer(model=model, args=arguments, train_dataset=TEXT, eval_dataset=TEXT, callbacks=callbacks)
+
+
+def _losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+class _Stop(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == STEPS // 2
+
+
+def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _model()
+    trainer = _trainer(model, tmp_path, [torch_mesh.MeshTrainerCallback()], eval_strategy="epoch")
+    trainer.train()
+    assert torch_mesh.describe_training(model) in capsys.readouterr().out
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == STEPS and logged[-1]["loss"] < logged[0]["loss"]
+    for entry in logged:
+        assert 0 <= entry["mesh_hit_rate"] <= 1 and entry["mesh_read_gb"] >= 0 and entry["mesh_wait_seconds"] >= 0
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+    stats = torch_mesh.stats(model)
+    read = sum(entry["mesh_read_gb"] for entry in trainer.state.log_history if "mesh_read_gb" in entry) * 1e9
+    assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each is rounded
+
+
+def test_the_callback_refuses_a_model_that_is_not_patched(tmp_path: Path) -> None:
+    model = TINY_MODELS["Qwen3MoeExperts"].build()
+    with pytest.raises(torch_mesh.MeshError, match="is not patched"):
+        _trainer(model, tmp_path, [torch_mesh.MeshTrainerCallback()]).train()
+
+
+def test_residency_changes_no_bit_of_a_training(tmp_path: Path) -> None:
+    trained = []
+    for resident in (1.0, 0.25):
+        model = _model(resident, store=tmp_path / f"store-{resident}")
+        trainer = _trainer(model, tmp_path / str(resident), save_strategy="no")
+        trainer.train()
+        trained.append((_losses(trainer), _trained(model)))
+    assert trained[0][0] == trained[1][0]
+    assert all(torch.equal(trained[1][1][name], value) for name, value in trained[0][1].items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_give_the_same_training(reentrant: bool, tmp_path: Path) -> None:
+    runs = []
+    for checkpointing in (False, True):
+        model = _model()
+        if checkpointing and reentrant:
+            model.enable_input_require_grads()
+        trainer = _trainer(
+            model,
+            tmp_path / str(checkpointing),
+            gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+            gradient_accumulation_steps=2,
+            save_strategy="no",
+        )
+        trainer.train()
+        runs.append(_losses(trainer))
+    assert runs[0] == runs[1]
+
+
+def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    whole = _model()
+    _trainer(whole, tmp_path / "whole").train()
+    _trainer(_model(), tmp_path / "parts", [_Stop()]).train()
+    resumed = _model()
+    _trainer(resumed, tmp_path / "parts").train(resume_from_checkpoint=True)
+    expected = _trained(whole)
+    assert expected.keys() == _trained(resumed).keys()
+    for name, value in _trained(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_loop_with_autocast_and_router_losses_learns() -> None:
+    model = _model(dtype=torch.float32)
+    model.base_model.model.router_aux_loss_coef = 0.01
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.stack(ROWS[:4])
+    losses = []
+    for _ in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+        assert output.aux_loss > 0
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_gives_the_gradients_of_an_eager_one() -> None:
+    model = _model(dtype=torch.float32)
+    ids = torch.stack(ROWS[:2])
+    gradients = []
+    torch._dynamo.reset()
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        forward(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        model.zero_grad()
+    torch._dynamo.reset()  # which keeps the model
+    for name, gradient in gradients[1].items():
+        assert torch.allclose(gradient, gradients[0][name], rtol=1e-3, atol=1e-6), name

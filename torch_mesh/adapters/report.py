@@ -1,0 +1,48 @@
+"""Which experts train: what PEFT's count of parameters does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..errors import MeshError
+from ..modules import MeshExperts, patched_modules
+
+
+def describe_training(model: nn.Module) -> str:
+    """A line that says in how many layers the experts of a patched model train, of which parameters, and what stays frozen.
+
+    Raises MeshError for a model that is not patched.
+    """
+    layers = list(patched_modules(model))
+    if not layers:
+        raise MeshError(f"{type(model).__name__} is not patched: see torch_mesh.patch.")
+    trained: dict[str, set[int]] = {}  # by what is trained: the experts modules
+    of_experts = 0
+    modules: Iterator[Any] = model.modules()
+    for wrapper in modules:
+        parameter = getattr(wrapper, "parameter_name", None)
+        experts = wrapper.get_base_layer() if parameter and hasattr(wrapper, "get_base_layer") else None
+        if not isinstance(experts, MeshExperts):
+            continue
+        for adapter in wrapper.lora_A:
+            own = [wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight]
+            if not all(weight.requires_grad for weight in own):
+                continue
+            of_experts += sum(weight.numel() for weight in own)
+            name = "" if adapter == "default" else f" ({adapter})"
+            trained.setdefault(f"{parameter} with rank {wrapper.r[adapter]}{name}", set()).add(id(experts))
+    everything = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+    others = sum(everything.values()) - of_experts
+    base = ", ".join(dict.fromkeys(module._mesh_pool.weights for module in layers))
+    if not trained:
+        return f"No experts train: those of all {len(layers)} layers are frozen ({base}). {others:,} other parameters train."
+    what = "; ".join(
+        f"{parameter} in {len(modules)} of {len(layers)} layers" for parameter, modules in sorted(trained.items())
+    )
+    return (
+        f"Experts train by adapters: {what}, {of_experts:,} parameters. Their own weights are frozen ({base}). "
+        f"{others:,} other parameters train."
+    )

@@ -1,0 +1,124 @@
+"""PEFT's layer for a targeted parameter, for experts whose weights are in a pool.
+
+PEFT's own adds scaling * B · A to the whole stack of experts in each forward. This one hands both factors to the experts module, which adds
+their products to those rows of the routed experts that are computed anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import torch
+from peft.tuners.lora import LoraConfig
+from peft.tuners.lora import layer as lora
+
+from ..errors import MeshError
+from ..families import ExpertsLayer
+from ..modules import MeshExperts
+from ..packed_weight import PackedExpertsWeight
+from .factors import Factors, factors_of, together
+
+# The others begin with values of the base weight, or change it.
+_INITIALISATIONS = (True, False, "gaussian")
+
+
+class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that another one may be put around it
+    """Around a ``MeshExperts``, or around the wrapper of another parameter of it.
+
+    The weights have PEFT's names and shapes. That of lora_B lies in memory by columns, so that the factor of each expert is contiguous.
+    """
+
+    def __init__(
+        self, base_layer: Any, adapter_name: str, parameter_name: str, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        inside = base_layer.get_base_layer() if isinstance(base_layer, lora.ParamWrapper) else base_layer
+        _check(cast(MeshExperts, inside), parameter_name, config)
+        super().__init__(base_layer, adapter_name, parameter_name, config, **kwargs)
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        _check(self._experts, self.parameter_name, config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+        self._lay_out(adapter_name)
+
+    @property
+    def _experts(self) -> MeshExperts:
+        return cast(MeshExperts, self.get_base_layer())
+
+    def _lay_out(self, adapter: str) -> None:
+        """The same values in the same parameter: an optimiser that has it keeps it."""
+        weight: Any = self.lora_B[adapter].weight
+        if not weight.is_meta and not weight.t().is_contiguous():
+            weight.data = weight.data.t().contiguous().t()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_forward_args(x, *args, **kwargs)
+        kwargs.pop("adapter_names", None)
+        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+        if active:
+            if not torch.compiler.is_compiling():
+                for name in active:
+                    self._lay_out(name)  # a loader may have put another tensor there
+            own = together([self._factors(name) for name in active])
+            kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
+        return self.base_layer(x, *args, **kwargs)
+
+    def _factors(self, adapter: str) -> Factors:
+        lora_a, lora_b = (cast(torch.Tensor, pair[adapter].weight) for pair in (self.lora_A, self.lora_B))
+        return factors_of(
+            lora_a,
+            lora_b,
+            self.r[adapter],
+            self.scaling[adapter],
+            layer=_layer_of(self._experts),
+            parameter=self.parameter_name,
+            swapped=self._did_swap_in_out_features,
+        )
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        path = _layer_of(self._experts).path
+        raise MeshError(
+            f"{path}.{self.parameter_name} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
+            "in place. save_pretrained the adapter, or compute with it unmerged, as it is."
+        )
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        return self.get_base_layer()
+
+
+def _layer_of(experts: MeshExperts) -> ExpertsLayer:
+    """Without its module."""
+    weight: Any = next(iter(experts._parameters[name] for name in experts._mesh_parameters))
+    assert isinstance(weight, PackedExpertsWeight)
+    return weight.place.layer
+
+
+def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> None:
+    layer = _layer_of(experts)
+    weights = layer.parameter_names[:2]
+    if parameter not in weights:
+        raise MeshError(
+            f"{layer.path}.{parameter} cannot be adapted; of these experts target_parameters may name {' and '.join(weights)}."
+        )
+    if config.init_lora_weights not in _INITIALISATIONS:
+        raise MeshError(
+            f"init_lora_weights={config.init_lora_weights!r} needs the values of {layer.path}.{parameter}, which is packed and frozen; allowed "
+            f"for experts: {', '.join(map(repr, _INITIALISATIONS))}."
+        )
+    why = _why_not(experts)
+    if why:
+        raise MeshError(f"{layer.path}.{parameter} cannot be adapted: {why}")
+
+
+def _why_not(experts: MeshExperts) -> str:
+    if experts._mesh_device is not None:
+        return (
+            f"some of its experts are on {experts._mesh_device}, whose kernels know no adapters. Leave gpu.experts out."
+        )
+    if experts._mesh_deferred or experts._mesh_fallback is not None:
+        return (
+            "lossy.deferred_experts and lossy.fallback compute some of its experts from other records or in another "
+            "layer. Leave them out."
+        )
+    return ""

@@ -1,0 +1,54 @@
+"""What transformers' Trainer shows of a patched model while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from .adapters.report import describe_training
+from .statistics.counters import Counters
+from .statistics.stats import stats
+
+_SUMS = ("hits", "accesses", "bytes_read", "stall_seconds")
+
+
+class MeshTrainerCallback(TrainerCallback):
+    """``Trainer(..., callbacks=[torch_mesh.MeshTrainerCallback()])``: what trains, and in each log what reading the experts cost.
+
+    When training begins it prints ``describe_training(model)``. Each log gets, of the forwards and backwards since the last one, ``mesh_hit_rate``
+    (of the experts that forwards asked for, those that were resident), ``mesh_read_gb`` and ``mesh_wait_seconds``, in which a forward had
+    nothing to compute. Evaluation counts to the log that follows it. Raises MeshError for a model that is not patched.
+    """
+
+    def __init__(self) -> None:
+        self._before = Counters()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        assert model is not None
+        self._before = stats(model)
+        if state.is_world_process_zero:
+            print(describe_training(model))
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if model is None or logs is None:
+            return
+        now, before = stats(model), self._before
+        self._before = now
+        hits, accesses, read, waited = (getattr(now, name) - getattr(before, name) for name in _SUMS)
+        found: dict[str, float] = {"mesh_read_gb": read / 1e9, "mesh_wait_seconds": waited}
+        if accesses > 0:
+            found["mesh_hit_rate"] = hits / accesses
+        found = {name: round(value, 4) for name, value in found.items()}
+        logs.update(found)  # for the callbacks that follow
+        if state.log_history:
+            state.log_history[-1].update(found)
