@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ _SMALL_FILE = 1 << 20
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
 _Result = TypeVar("_Result")
-_Written = Union[OtherFile, tuple[int, int, int]]  # a file, or layer, expert and checksum of a record
+_Written = OtherFile | tuple[int, int, int]  # a file, or layer, expert and checksum of a record
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
 
@@ -478,16 +478,13 @@ class _Conversion:
         unfinished.rename(self._folder / MANIFEST_NAME)
 
 
-class _Workers:
+class _Workers(contextlib.AbstractContextManager["_Workers"]):
     """Threads that are handed a few tasks at a time. Whoever leaves the context waits for those that have begun."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="torch_mesh-store")
         self._waiting: set[Future[Any]] = set()
-
-    def __enter__(self) -> _Workers:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._executor.shutdown(wait=True, cancel_futures=kind is not None)
