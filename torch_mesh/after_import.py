@@ -37,8 +37,10 @@ class AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name.partition(".")[0] not in self._packages:
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, AfterImport))
-        found = (finder.find_spec(name, path, target) for finder in others)
+        # Those behind this one, others of this class among them, which wrap the same module too.
+        finders = list(sys.meta_path)
+        behind = finders[finders.index(self) + 1 :] if self in finders else finders  # this one may just have ended
+        found = (finder.find_spec(name, path, target) for finder in behind)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             self._wrap(spec)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.adapters.registration import register_with_peft
+from torch_mesh.adapters.registration import register
 from torch_mesh.families import find_experts
 from torch_mesh.store.convert import convert
 
@@ -270,5 +270,5 @@ def test_it_says_which_experts_train() -> None:
 def test_peft_is_extended_once() -> None:
     assert LoraModel._create_new_module._mesh_original is not None
     before = LoraModel._create_new_module
-    register_with_peft()
+    register()
     assert LoraModel._create_new_module is before
