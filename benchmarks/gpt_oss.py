@@ -132,16 +132,17 @@ def measure(options: Any) -> Report:
     request = tokens | {"vocab": VOCABULARY, "seed": SEED, "threads": options.threads, "watch_memory": True}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.npz"
+        length = PROMPT + max(options.warm_up + options.tokens, options.llama_warm_up + options.llama_tokens)
         shape = {"layers": options.layers, "experts": options.experts, "top_k": TOP_K}
-        save_trace(synthetic_trace(**shape, prompts=1, prompt_tokens=2 * sum(tokens.values()), overlap=OVERLAP), trace)
+        save_trace(synthetic_trace(**shape, prompts=1, prompt_tokens=2 * length, overlap=OVERLAP), trace)
         request["trace"] = str(trace)
         own = request | {"resident": options.resident, "prefetch": "off", "compiled": False}
         results = {
             name: sessions.run(Path(sys.executable), "mesh_replay.py", path, sessions.NO_LIMIT, own)
             for name, path in contenders
         }
+        limit = max(result["group_peak"] for result in results.values()) + SLACK
         for label in options.llama:
-            limit = max(result["group_peak"] for result in results.values()) + SLACK
             peer = request | {"repack": False, "random_access": label == "random"}
             peer |= {"measured": options.llama_tokens, "warm_up": options.llama_warm_up}
             results[f"llama.cpp, {label}"] = sessions.run(

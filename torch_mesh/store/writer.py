@@ -20,11 +20,12 @@ import re
 import secrets
 import shutil
 import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _JOURNAL_NAME = "journal.jsonl"
 _JOURNAL_START = b'{"plan":{"format_version":'
-_SYNC_BYTES = 256 << 20  # written between two syncs: bounds the dirty pages, and what a loss of power undoes
+_SYNC_BYTES = 256 << 20  # written between two syncs, the first of which may still run: bounds the dirty pages
 _SMALL_FILE = 1 << 20
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
@@ -105,7 +106,7 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call."""
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call; it is called from a worker thread."""
 
     name: str
     size: int
@@ -329,6 +330,9 @@ class _Conversion:
             plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
         )
         self._descriptors: list[int] = []
+        self._stopping = threading.Event()
+        self._file_under_way = False
+        self._one_file = threading.Lock()
 
     def close(self) -> None:
         for descriptor in self._descriptors:
@@ -347,14 +351,12 @@ class _Conversion:
         counter = _Counter(self._plan, self._record_bytes, files, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
-        missing = (each for each in records if each[:2] not in self._journal.records)
-        # The files first, since the largest takes a thread for long.
-        tasks: list[Iterator[Callable[[], _Written]]] = [
-            (partial(self._write_file, file) for file in files),
-            (partial(self._write_record, *each) for each in missing),
-        ]
         with _Workers(workers) as packing, _Workers(1) as syncing:
-            self._collect(packing.run(chain.from_iterable(tasks)), syncing, counter)
+            try:
+                self._collect(packing.run(self._tasks(records, files)), syncing, counter)
+            except BaseException:
+                self._stopping.set()  # whoever leaves the context waits for what has begun
+                raise
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         check_source()
@@ -399,11 +401,17 @@ class _Conversion:
         path = self._folder / file.name
         known = self._journal.files.get(file.name)
         # Small files are written anew: they may have been edited in the source since.
-        if known is not None and file.size == known.bytes > _SMALL_FILE and _has_digest(path, known.digest):
-            return known
+        may_stay = known is not None and file.size == known.bytes > _SMALL_FILE and path.is_file()
+        with self._one_file:
+            if known is not None and may_stay and file_digest(path, self._stop_if_asked) == known.digest:
+                return known
+            return self._write_anew(path, file)
+
+    def _write_anew(self, path: Path, file: NewFile) -> OtherFile:
         digest, checksums = hashlib.blake2b(digest_size=16), []
         with path.open("wb") as stream:
             for number, block in enumerate(_blocks(file.chunks())):
+                self._stop_if_asked()
                 stream.write(block)
                 digest.update(block)
                 checksums.append(block_checksum(self._journal.store_id, file.name, number, block))
@@ -416,11 +424,28 @@ class _Conversion:
             )
         return OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums))
 
+    def _tasks(
+        self, records: Iterable[tuple[int, int, RecordMaker]], files: Sequence[NewFile]
+    ) -> Iterator[Callable[[], _Written]]:
+        """One file beside the records at a time, since a file may hold a whole tensor in memory."""
+        waiting = deque(files)
+        for layer, expert, make in records:
+            if (layer, expert) in self._journal.records:
+                continue
+            if waiting and not self._file_under_way:
+                self._file_under_way = True
+                yield partial(self._write_file, waiting.popleft())
+            yield partial(self._write_record, layer, expert, make)
+        for file in waiting:
+            yield partial(self._write_file, file)
+
     def _collect(self, written: Iterable[_Written], syncing: _Workers, counter: _Counter) -> None:
         unsynced = 0
         for each in written:
             if isinstance(each, OtherFile):
-                self._journal.add_file(each)
+                self._file_under_way = False
+                if self._journal.files.get(each.name) != each:
+                    self._journal.add_file(each)
                 counter.add(each.bytes)
                 continue
             self._journal.add_record(*each)
@@ -440,6 +465,10 @@ class _Conversion:
         descriptor, offset = self._place(layer, expert)
         _write_all(descriptor, record.data, offset)
         return layer, expert, checksum
+
+    def _stop_if_asked(self) -> None:
+        if self._stopping.is_set():
+            raise CancelledError  # which nobody collects: there is an error already
 
     def _sync(self) -> None:
         for descriptor in self._descriptors:
@@ -539,10 +568,6 @@ def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def _has_digest(path: Path, digest: str) -> bool:
-    return path.is_file() and file_digest(path) == digest
-
-
 def described(path: Path, store_id: bytes) -> OtherFile:
     """What a store's manifest says of a file that holds no records."""
     digest = hashlib.blake2b(digest_size=16)
@@ -555,11 +580,12 @@ def described(path: Path, store_id: bytes) -> OtherFile:
     return OtherFile(path.name, size, digest.hexdigest(), " ".join(checksums))
 
 
-def file_digest(path: Path) -> str:
-    """BLAKE2b-128 of a file's bytes, in hex."""
+def file_digest(path: Path, before_each: Callable[[], None] = lambda: None) -> str:
+    """BLAKE2b-128 of a file's bytes, in hex. ``before_each`` is called before each piece, and may raise."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
+            before_each()
             digest.update(chunk)
     return digest.hexdigest()
 

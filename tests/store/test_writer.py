@@ -1,0 +1,106 @@
+"""What is written side by side: records by several threads, one file beside them, and what is finished is synced meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_mesh.errors import StoreError
+from torch_mesh.store import writer
+from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.verify import verify
+from torch_mesh.store.writer import NewFile, RecordMaker, StorePlan, write_store
+
+EXPERTS = 8
+_SHAPE = Shape(
+    layers=1, experts=EXPERTS, top_k=1, hidden=64, intermediate=32, gated=True, bias=False, activation="silu"
+)
+_PLAN = StorePlan(_SHAPE, ("layers.0.experts",), "int8", 64, source_name="none", source_fingerprint="none")
+PATIENCE = 60.0
+
+
+def _record(expert: int) -> torch.Tensor:
+    return torch.full((_PLAN.record_bytes,), expert, dtype=torch.uint8)
+
+
+def _write(folder: Path, files: list[NewFile], **records: RecordMaker) -> Store:
+    makers = [records.get(f"expert_{expert}", partial(_record, expert)) for expert in range(EXPERTS)]
+    return write_store(folder, _PLAN, [(0, expert, make) for expert, make in enumerate(makers)], files, workers=3).store
+
+
+def _file(name: str, chunk: bytes, count: int) -> NewFile:
+    return NewFile(name, len(chunk) * count, lambda: [chunk] * count)
+
+
+@pytest.mark.parametrize("failing", [2, EXPERTS])  # in the middle, and the last of all
+def test_a_disk_that_fills_up_while_a_sync_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    calls = 0
+
+    def sync(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    with pytest.raises(StoreError, match="the disk is full"):
+        _write(tmp_path / "store", [])
+    assert not (tmp_path / "store").exists() and calls == failing
+    assert list(verify(_write(tmp_path / "store", []))) == []
+
+
+def test_a_record_that_is_refused_does_not_wait_for_a_file(tmp_path: Path) -> None:
+    refused, taken = threading.Event(), 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal taken
+        for _ in range(20):
+            assert refused.wait(PATIENCE)
+            taken += 1
+            yield bytes(32 << 20)  # more than a file is cut into for its checksums
+
+    def refuse() -> torch.Tensor:
+        refused.set()
+        raise StoreError("this one is not to be had")
+
+    with pytest.raises(StoreError, match="not to be had"):
+        _write(tmp_path / "store", [NewFile("large", 20 * (32 << 20), chunks)], expert_1=refuse)
+    assert taken < 20
+
+
+def test_files_are_written_one_at_a_time(tmp_path: Path) -> None:
+    under_way, most = 0, 0
+
+    def chunks(name: str) -> Iterator[bytes]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(4):
+            yield name.encode() * (1 << 18)
+        under_way -= 1
+
+    files = [NewFile(name, 1 << 20, partial(chunks, name)) for name in "abcdefghijkl"]  # more than there are records
+    store = _write(tmp_path / "store", files)
+    assert most == 1 and list(verify(store)) == []
+    assert [(store.folder / name).read_bytes() for name in "al"] == [b"a" * (1 << 20), b"l" * (1 << 20)]
+
+
+def test_what_is_finished_is_listed_once(tmp_path: Path) -> None:
+    def refuse() -> torch.Tensor:
+        raise StoreError("this one is not to be had")
+
+    files = [_file("large", b"x" * (1 << 20), 3)]
+    for _ in range(3):
+        with pytest.raises(StoreError, match="not to be had"):
+            _write(tmp_path / "store", files, expert_7=refuse)
+    journal = (tmp_path / ".store.partial" / "journal.jsonl").read_text()
+    assert journal.count('"large"') <= 1
+    assert list(verify(_write(tmp_path / "store", files))) == []
