@@ -165,6 +165,58 @@ def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: 
     assert growing.report(7, growing=True).runs == read_report(file, 7).runs
 
 
+@pytest.mark.parametrize("way", ["unlinked", "truncated"])
+def test_a_file_that_is_replaced_by_a_larger_one_is_another(tmp_path: Path, rng: np.random.Generator, way: str) -> None:
+    file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 4)])
+    growing = StatsFile(file)
+    assert [run.lines for run in growing.report(7, growing=True).runs] == [3]
+    if way == "unlinked":
+        file.rename(tmp_path / "kept.jsonl")  # its inode is not used again
+    write(file, [line(index, rng) for index in range(4, 40)])  # forwards that could go on from the first file's
+    assert growing.report(7, growing=True) == read_report(file, 7)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        growing.report(7, growing=True)
+    write(file, [line(index, rng) for index in range(4, 60)])
+    assert growing.report(7, growing=True) == read_report(file, 7)
+
+
+def test_a_line_that_is_refused_keeps_its_number(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng), {"a": 1}])
+    growing = StatsFile(file)
+    for _ in range(3):
+        with pytest.raises(MeshError, match="line 2: no line of statistics"):
+            growing.report(7, growing=True)
+
+
+def test_a_model_of_other_layers_is_another_run(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 9)]
+    for each in lines[4:]:
+        each["per_layer"], each["resident"] = each["per_layer"][:2], each["resident"][:2]
+    runs = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), STRETCHES)]))["runs"]
+    assert [run["layers"] for run in runs] == [3, 2]
+    assert all(len(hits) == run["layers"] for run in runs for hits in (*run["layer_hits"], *run["resident"]))
+
+
+def test_runs_that_are_alike_have_names_of_their_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng)] * 3)
+    runs = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
+    assert [run["name"] for run in runs] == [f"{file}, run {number} of 3" for number in (1, 2, 3)]
+
+
+def test_the_peak_of_memory_is_that_of_any_line(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 60)]
+    lines[int(rng.integers(1, 58))]["memory"] |= {"process": 10**11, "budget": 10**10}
+    [run] = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), 2)]))["runs"]
+    assert run["summary"]["peak_bytes"] == 10**11 and run["summary"]["pool_bytes"] == 10**10
+
+
+def test_lines_next_to_no_time_apart_have_no_rate(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng, time=0), line(2, rng, time=5e-324)])
+    [run] = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
+    assert run["read"] == run["waiting"] == [None] and run["hit_rate"]["decode"] == [0.75]
+
+
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LivePage]:
     with LivePage([tmp_path / "s.jsonl"], None, 0) as page:

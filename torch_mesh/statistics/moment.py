@@ -42,7 +42,11 @@ def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int) -> Moment:
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)
     ]
-    return Moment(len(states[0]), tuple(np.packbits(state == _READY).tobytes().hex() for state in states), _memory(engine, stand_ins))
+    return Moment(
+        len(states[0]),
+        tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
+        _memory(engine, stand_ins),
+    )
 
 
 def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | None:
