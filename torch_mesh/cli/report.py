@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(files: list[str], plan: dict[str, Any] | None, port: int) -> int:
     from torch_mesh.statistics.live import LivePage
 
-    with LivePage(files, plan, port) as page, contextlib.suppress(KeyboardInterrupt):
+    try:
+        page = LivePage(files, plan, port)
+    except OSError as error:
+        problem = f"--live {port}: {error.strerror or error}"
+        if isinstance(error, PermissionError) and port < 1024:
+            problem += "; ports below 1024 are root's"
+        raise OSError(f"{problem}: give another port, or 0 for a free one") from error
+    with page:
         print(f"{page.address} follows {', '.join(files)}; Ctrl-C ends it", flush=True)
         page.serve_forever()
     return 0

@@ -22,8 +22,9 @@ _LARGEST_PLAN = 64 << 20
 _PLANNED = ("tokens_per_second", "peak_bytes", "pool_bytes", "slots")
 
 
-def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
-    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives.
+def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
+    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives. One that is
+    ``live`` asks where it came from for ``data.json``, again and again.
 
     Whatever stands in a report is shown as text: nothing of it becomes markup or a program.
     """
@@ -31,10 +32,10 @@ def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -
     # Split and not replaced: what goes in may have either mark in it.
     (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in _runs(reports))
     middle, end = rest.split(_DATA)
-    return begin + tables + middle + render_data(reports, plan) + end
+    return begin + tables + middle + render_data(reports, plan, live) + end
 
 
-def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
+def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
     """What the page shows, as JSON that may stand in a script element."""
     notes = [
         f"{path_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
@@ -42,7 +43,8 @@ def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -
         if report.damaged
     ]
     notes += [f"{path_text(report.path)} has no line yet" for report in reports if not report.runs]
-    data = {"runs": [_run_data(name, run) for name, run in _runs(reports)], "plan": plan, "notes": notes}
+    runs = [_run_data(name, run) for name, run in _runs(reports)]
+    data = {"runs": runs, "plan": plan, "notes": notes, "live": live}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # none of which JSON has but in strings
         text = text.replace(character, f"\\u{ord(character):04x}")
