@@ -43,10 +43,10 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
         yield language, words.strip(), code
 
 
-def commands(code: str) -> Iterator[list[str]]:
+def commands(code: str, program: str = "torch-mesh") -> Iterator[list[str]]:
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words[:1] == ["torch-mesh"]:
+        if words[:1] == [program]:
             yield words[1:]
 
 
@@ -122,11 +122,8 @@ def gguf_download(empty_folder: Path) -> None:
 def test_commands_and_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     for language, _, code in blocks(page):
-        for line in code.splitlines() if language == "sh" else []:
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["make"]:
-                named = [word for word in words[1:] if "=" not in word]
-                assert set(named) <= targets, line
+        for words in commands(code, "make") if language == "sh" else []:
+            assert {word for word in words if "=" not in word} <= targets, words
 
 
 def _anchors(page: Path) -> set[str]:
