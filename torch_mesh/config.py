@@ -185,7 +185,7 @@ class StatsFields:
         None,
         path("file"),
         "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time`, `forward`, "
-        "which experts are resident and who has the memory; `torch-mesh report` sums them up. A write that fails is warned of once and disturbs nothing.",
+        "which experts are resident and who has the memory; `torch-mesh report` sums them up. Each model needs a file of its own. A write that fails is warned of once and disturbs nothing.",
     )
     every: int = _field(
         100,

@@ -141,7 +141,7 @@ def test_what_a_model_writes_is_what_it_counted(
     mesh_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "stats.jsonl"
-    config = MeshConfig(resident=0.25, io="threads", stats={"file": file, "every": 2})
+    config = MeshConfig(resident=0.25, io="threads", prefetch="off", stats={"file": file, "every": 2})
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
     with torch.no_grad():
         for rows in (40, 1, 1, 1, 1, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -64,6 +65,7 @@ def test_the_page_has_what_the_lines_say(tmp_path: Path, rng: np.random.Generato
     assert run["begin"] == [4 * index for index in range(28)] and run["end"][-1] == 4 * 28
     assert set(run["hit_rate"]["decode"]) == {0.75} and set(run["hit_rate"]["prefill"]) == {None}
     assert set(run["waiting"]) == {0.225} and set(run["read"]) == {7.5e6} and set(run["steps"]) == {0.25}
+    assert data_of(render_page([read_report(file, STRETCHES)]))["live"] is False  # asks nobody, whoever serves it
     assert run["summary"]["peak_bytes"] == 10**9 + 29 and run["summary"]["tokens_per_second"] == 0.25
 
 
@@ -165,6 +167,58 @@ def test_a_file_that_grows_is_read_as_one_that_is_complete(tmp_path: Path, rng: 
     assert growing.report(7, growing=True).runs == read_report(file, 7).runs
 
 
+@pytest.mark.parametrize("way", ["unlinked", "truncated"])
+def test_a_file_that_is_replaced_by_a_larger_one_is_another(tmp_path: Path, rng: np.random.Generator, way: str) -> None:
+    file = write(tmp_path / "s.jsonl", [line(index, rng) for index in range(1, 4)])
+    growing = StatsFile(file)
+    assert [run.lines for run in growing.report(7, growing=True).runs] == [3]
+    if way == "unlinked":
+        file.rename(tmp_path / "kept.jsonl")  # its inode is not used again
+    write(file, [line(index, rng) for index in range(4, 40)])  # forwards that could go on from the first file's
+    assert growing.report(7, growing=True) == read_report(file, 7)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        growing.report(7, growing=True)
+    write(file, [line(index, rng) for index in range(4, 60)])
+    assert growing.report(7, growing=True) == read_report(file, 7)
+
+
+def test_a_line_that_is_refused_keeps_its_number(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng), {"a": 1}])
+    growing = StatsFile(file)
+    for _ in range(3):
+        with pytest.raises(MeshError, match="line 2: no line of statistics"):
+            growing.report(7, growing=True)
+
+
+def test_a_model_of_other_layers_is_another_run(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 9)]
+    for each in lines[4:]:
+        each["per_layer"], each["resident"] = each["per_layer"][:2], each["resident"][:2]
+    runs = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), STRETCHES)]))["runs"]
+    assert [run["layers"] for run in runs] == [3, 2]
+    assert all(len(hits) == run["layers"] for run in runs for hits in (*run["layer_hits"], *run["resident"]))
+
+
+def test_runs_that_are_alike_have_names_of_their_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng)] * 3)
+    runs = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
+    assert [run["name"] for run in runs] == [f"{file}, run {number} of 3" for number in (1, 2, 3)]
+
+
+def test_the_peak_of_memory_is_that_of_any_line(tmp_path: Path, rng: np.random.Generator) -> None:
+    lines = [line(index, rng) for index in range(1, 60)]
+    lines[int(rng.integers(1, 58))]["memory"] |= {"process": 10**11, "budget": 10**10}
+    [run] = data_of(render_page([read_report(write(tmp_path / "s.jsonl", lines), 2)]))["runs"]
+    assert run["summary"]["peak_bytes"] == 10**11 and run["summary"]["pool_bytes"] == 10**10
+
+
+def test_lines_next_to_no_time_apart_have_no_rate(tmp_path: Path, rng: np.random.Generator) -> None:
+    file = write(tmp_path / "s.jsonl", [line(1, rng, time=0), line(2, rng, time=5e-324)])
+    [run] = data_of(render_page([read_report(file, STRETCHES)]))["runs"]
+    assert run["read"] == run["waiting"] == [None] and run["hit_rate"]["decode"] == [0.75]
+
+
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LivePage]:
     with LivePage([tmp_path / "s.jsonl"], None, 0) as page:
@@ -185,7 +239,12 @@ def ask(page: LivePage, path: str, **headers: str) -> tuple[int, str]:
 
 def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.random.Generator) -> None:
     file = tmp_path / "s.jsonl"
-    assert json.loads(ask(live, "data.json")[1]) == {"runs": [], "plan": None, "notes": [f"{file} has no line yet"]}
+    assert json.loads(ask(live, "data.json")[1]) == {
+        "runs": [],
+        "plan": None,
+        "notes": [f"{file} has no line yet"],
+        "live": True,
+    }
     assert ask(live, "")[0] == 200
     write(file, [line(1, rng), line(2, rng)])
     assert [len(run["begin"]) for run in json.loads(ask(live, "data.json")[1])["runs"]] == [1]
@@ -199,9 +258,59 @@ def test_a_live_page_follows_its_file(live: LivePage, tmp_path: Path, rng: np.ra
     assert status == 500 and "not JSON" in said
 
 
+def test_what_has_not_changed_is_not_read_again(
+    live: LivePage, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = tmp_path / "s.jsonl", []
+    report = StatsFile.report
+
+    def counted(self: StatsFile, *given: Any, **named: Any) -> Any:
+        read.append(self.path)
+        return report(self, *given, **named)
+
+    monkeypatch.setattr(StatsFile, "report", counted)
+    write(file, [line(index, rng) for index in (1, 2)])
+    first = ask(live, "data.json")
+    assert ask(live, "data.json") == first and read == [file]
+    with file.open("a") as more:
+        more.write(json.dumps(line(3, rng)) + "\n")
+    assert ask(live, "data.json") != first and read == [file] * 2
+    file.unlink()
+    assert "has no line yet" in ask(live, "data.json")[1]
+
+
+def test_whoever_goes_away_is_not_worth_a_traceback(live: LivePage, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(error: BaseException) -> str:
+        try:
+            raise error
+        except type(error):
+            live.handle_error(None, ("127.0.0.1", 1))
+        return capfd.readouterr().err
+
+    assert fail(BrokenPipeError()) == fail(ConnectionResetError()) == fail(TimeoutError()) == ""
+    assert "of ours" in fail(RuntimeError("of ours"))
+
+
 def test_a_live_page_is_for_this_machine_alone(live: LivePage) -> None:
     assert live.address.startswith("http://127.0.0.1:")
-    assert ask(live, "", Host="evil.example")[0] == 403
+    port = live.server_address[1]
+    for name in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "",
+        ":80",
+    ):
+        assert ask(live, "", Host=name)[0] == 403
+    for name in (
+        "127.0.0.1",
+        "localhost",
+        f"localhost:{port}",
+        "127.0.0.1:1",
+        "LocalHost:80",
+    ):  # as a tunnel's other end
+        assert ask(live, "", Host=name)[0] == 200
     assert ask(live, "../etc/passwd")[0] == 404 and ask(live, "data.json?x")[0] == 404
 
 
@@ -217,6 +326,33 @@ def test_live_wants_a_port_and_nothing_else(
     except SystemExit as exit:
         assert exit.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(
+    live: LivePage, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = live.server_address[1]
+    assert main(["report", str(tmp_path / "s.jsonl"), "--live", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"--live {port}: Address already in use: give another port, or 0" in said
+
+    def refuse(self: LivePage) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(LivePage, "server_bind", refuse)  # root may have any
+    assert main(["report", str(tmp_path / "s.jsonl"), "--live", "80"]) == 1
+    assert "--live 80: Permission denied; ports below 1024 are root's: give another" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it_with_the_status_of_all_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: LivePage) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LivePage, "serve_forever", interrupt)
+    assert main(["report", str(tmp_path / "s.jsonl"), "--live", "0"]) == 130
+    assert "Ctrl-C ends it" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -305,3 +441,8 @@ def test_a_browser_follows_a_live_page(browser: Any, live: LivePage, tmp_path: P
     until(lambda: find("when").get_attribute("max") == "5")
     assert find("when").get_attribute("value") == "0"  # elsewhere it stays
     assert browser.get_log("browser") == []
+    lines = file.read_text()
+    file.write_text("hello\n")
+    until(lambda: "Nothing new comes" in find("notes").text)
+    file.write_text(lines)  # as before, so that nothing is drawn again
+    until(lambda: find("notes").text == "")

@@ -277,10 +277,12 @@ def test_statistics_in_a_file_count_both_pools(open_model: OpenModel, tmp_path: 
     model = open_model(stats={"file": tmp_path / "stats.jsonl", "every": 4})
     _generate(model, 12)
     whole = torch_mesh.stats(model)
+    sizes = [engine.describe_size() for engine in _engines(model)]
     del model
     gc.collect()
     lines = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
     assert 0 < lines[-1]["decode"]["stand_ins"] <= whole.stand_ins and lines[-1]["lossy"] == "fallback=int4"
+    assert lines[-1]["memory"]["pool"] == sum(size["slots"] * size["record_bytes"] for size in sizes)
 
 
 def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:

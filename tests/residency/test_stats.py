@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
+from torch_mesh.statistics import moment
 from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats
+from torch_mesh.statistics.report import read_report
 from torch_mesh.store.convert import convert
 
 
@@ -120,6 +122,24 @@ def test_a_line_says_what_is_resident_and_who_has_the_memory(
     memory = line["memory"]
     assert memory["pool"] == memory["budget"] == line["slots"] * pool.engine.describe_size()["record_bytes"]
     assert memory["process"] > 2**20 and memory["left"] > 0
+
+
+def test_a_line_is_written_where_memory_cannot_be_read(
+    open_model: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise OSError("no such device")
+
+    file = tmp_path / "stats.jsonl"
+    model = open_model(stats={"file": file, "every": 2})
+    with monkeypatch.context() as patched:
+        patched.setattr(moment, "anonymous_bytes", fail)
+        _run(model, 2, 2)
+        [line] = _lines(file, 1)
+    assert line["memory"] is None and line["experts"] == 32
+    _run(model, 2, 2)
+    assert _lines(file, 2)[1]["memory"]["process"] > 0
+    assert len(read_report(file).runs) == 1
 
 
 def test_a_write_that_fails_is_warned_of_once(open_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(files: list[str], plan: dict[str, Any] | None, port: int) -> int:
     from torch_mesh.statistics.live import LivePage
 
-    with LivePage(files, plan, port) as page, contextlib.suppress(KeyboardInterrupt):
+    try:
+        page = LivePage(files, plan, port)
+    except OSError as error:
+        problem = f"--live {port}: {error.strerror or error}"
+        if isinstance(error, PermissionError) and port < 1024:
+            problem += "; ports below 1024 are root's"
+        raise OSError(f"{problem}: give another port, or 0 for a free one") from error
+    with page:
         print(f"{page.address} follows {', '.join(files)}; Ctrl-C ends it", flush=True)
         page.serve_forever()
     return 0
@@ -83,9 +88,9 @@ def _port(text: str) -> int:
 
 def _print(reports: list[Report], console: Console) -> None:
     for report in reports:
-        for index, run in enumerate(report.runs):
-            which = f", run {index + 1} of {len(report.runs)}" if len(report.runs) > 1 else ""
-            console.print(f"{report.path}{which}: {_span(run)}", markup=False, highlight=False)
+        for name, run in report.named_runs():
+            slots = f"{run.total.slots} slots at the end"
+            console.print(f"{name}: {run.span}, {slots}", markup=False, highlight=False)
             headings, *rows = run.total.table()
             table = Table(*headings)
             for row in rows:
@@ -98,11 +103,6 @@ def _print(reports: list[Report], console: Console) -> None:
         if report.damaged:
             lines = ", ".join(map(str, report.damaged[:10])) + (", ..." if len(report.damaged) > 10 else "")
             console.print(f"{len(report.damaged)} lines are cut short and left out: {lines}", markup=False)
-
-
-def _span(run: Run) -> str:
-    begin, end = (datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") for time in (run.begin, run.end))
-    return f"{run.lines} lines up to forward {run.forwards}, {begin} to {end}, {run.total.slots} slots at the end"
 
 
 def _over_time(run: Run) -> Table:

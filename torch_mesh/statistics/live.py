@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,8 @@ from typing import Any
 
 from .page import STRETCHES, render_data, render_page
 from .report import Report, StatsFile
+
+_NAMES = {"127.0.0.1", "localhost"}
 
 
 class LivePage(ThreadingHTTPServer):
@@ -25,9 +28,7 @@ class LivePage(ThreadingHTTPServer):
         self._files = [StatsFile(path) for path in paths]
         self._plan = plan
         self._reading = threading.Lock()
-        here = self.server_address[1]
-        # Another name for this address would be a page of somebody else's, which had its name point here.
-        self.names = {f"{host}:{here}" for host in ("127.0.0.1", "localhost")}
+        self._rendered: dict[str, tuple[list[Any], str]] = {}  # by path: of which files, and the text
 
     @property
     def address(self) -> str:
@@ -39,8 +40,17 @@ class LivePage(ThreadingHTTPServer):
         if render is None:
             return None
         with self._reading:
-            text = render([self._report(file) for file in self._files], self._plan)
+            now = [_state(file) for file in self._files]
+            before, text = self._rendered.get(path, (None, ""))
+            if now != before:
+                text = render([self._report(file) for file in self._files], self._plan, live=True)
+                self._rendered[path] = now, text
         return ("text/html" if path == "/" else "application/json"), text
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing of a browser that has gone away."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     def _report(self, file: StatsFile) -> Report:
         try:
@@ -49,11 +59,23 @@ class LivePage(ThreadingHTTPServer):
             return Report(file.path, (), ())
 
 
+def _state(file: StatsFile) -> tuple[int, int, int, int] | None:
+    """What differs once the file has been written to; None: there is none."""
+    try:
+        status = file.path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: LivePage
+    timeout = 30  # seconds without a word from whoever has connected
 
     def do_GET(self) -> None:
-        if self.headers.get("Host") not in self.server.names:
+        # Another name for this address would be a page of somebody else's, which had its name point here. The port is not asked: a
+        # tunnel may have another one at its end.
+        if self.headers.get("Host", "").partition(":")[0].lower() not in _NAMES:
             self._answer(403, "text/plain", "Ask for 127.0.0.1 or localhost.")
             return
         try:

@@ -48,7 +48,7 @@ class StatsLog:
                 if reached:
                     stats = engine_stats([self._engine], experts=False, lossy=self._lossy, stand_ins=[self._stand_ins])
                     counted = stats.to_dict(experts=False)
-                    now = look(self._engine, len(stats.per_layer)).to_dict()
+                    now = look(self._engine, self._stand_ins, len(stats.per_layer)).to_dict()
                     self._write({"time": time.time(), "forward": ended} | now | counted)
         except PoolClosedError:
             pass

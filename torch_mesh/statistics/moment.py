@@ -23,8 +23,8 @@ class Moment:
     """``resident`` has a string for each MoE layer: a bit for each of its ``experts``, hexadecimal, the first one the highest bit of
     the first digit; what the last digits have beyond is 0.
 
-    ``memory`` is in bytes: ``process``, anonymous, the pool's among it; ``pool``, the experts' now; ``budget``, the most that they
-    may have; ``left``, what could still be taken.
+    ``memory`` is in bytes: ``process``, anonymous, the pools' among it; ``pool``, what experts and stand-ins have now; ``budget``, the
+    most that they may have; ``left``, what could still be taken. None: not known.
     """
 
     experts: int = 0  # of a layer; 0: not known, as in lines of earlier versions
@@ -36,20 +36,31 @@ class Moment:
         return {"experts": self.experts, "resident": list(self.resident), "memory": memory}
 
 
-def look(engine: _C.Engine, layers: int) -> Moment:
+def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int) -> Moment:
     """Raises PoolClosedError for an engine that is closed."""
-    size = engine.describe_size()
-    memory = {
-        "process": anonymous_bytes(),
-        "pool": size["slots"] * size["record_bytes"],
-        "budget": size["most_slots"] * size["record_bytes"],
-        "left": available_bytes(),
-    }
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)
     ]
-    return Moment(len(states[0]), tuple(np.packbits(state == _READY).tobytes().hex() for state in states), memory)
+    return Moment(
+        len(states[0]),
+        tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
+        _memory(engine, stand_ins),
+    )
+
+
+def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | None:
+    sizes = [each.describe_size() for each in (engine, stand_ins) if each is not None]
+    try:
+        process, left = anonymous_bytes(), available_bytes()
+    except OSError:  # a sandbox without /proc, or a cgroup that is gone by now: what was counted is worth its line
+        return None
+    return {
+        "process": process,
+        "pool": sum(size["slots"] * size["record_bytes"] for size in sizes),
+        "budget": sum(size["most_slots"] * size["record_bytes"] for size in sizes),
+        "left": left,
+    }
 
 
 def parse_moment(table: Mapping[str, Any], layers: int) -> Moment:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import MeshError
 from .moment import MEMORY
-from .report import Report, Run, Stretch
+from .report import Report, Run, Stretch, path_text
 
 # More than a screen can tell apart, and a page of an hour of a large model stays under a megabyte and a half.
 STRETCHES = 240
@@ -22,8 +22,9 @@ _LARGEST_PLAN = 64 << 20
 _PLANNED = ("tokens_per_second", "peak_bytes", "pool_bytes", "slots")
 
 
-def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
-    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives.
+def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
+    """The page. ``reports`` are cut into some ``STRETCHES``; ``plan`` is what ``read_plan`` gives. One that is
+    ``live`` asks where it came from for ``data.json``, again and again.
 
     Whatever stands in a report is shown as text: nothing of it becomes markup or a program.
     """
@@ -31,18 +32,19 @@ def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None) -
     # Split and not replaced: what goes in may have either mark in it.
     (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in _runs(reports))
     middle, end = rest.split(_DATA)
-    return begin + tables + middle + render_data(reports, plan) + end
+    return begin + tables + middle + render_data(reports, plan, live) + end
 
 
-def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -> str:
+def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
     """What the page shows, as JSON that may stand in a script element."""
     notes = [
-        f"{_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
+        f"{path_text(report.path)}: {len(report.damaged)} lines are cut short and left out"
         for report in reports
         if report.damaged
     ]
-    notes += [f"{_text(report.path)} has no line yet" for report in reports if not report.runs]
-    data = {"runs": [_run_data(name, run) for name, run in _runs(reports)], "plan": plan, "notes": notes}
+    notes += [f"{path_text(report.path)} has no line yet" for report in reports if not report.runs]
+    runs = [_run_data(name, run) for name, run in _runs(reports)]
+    data = {"runs": runs, "plan": plan, "notes": notes, "live": live}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # none of which JSON has but in strings
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -50,14 +52,14 @@ def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None) -
 
 
 def _runs(reports: Sequence[Report]) -> list[tuple[str, Run]]:
-    return [(_name(report, run), run) for report in reports for run in report.runs]
+    return [named for report in reports for named in report.named_runs()]
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a page shows of a plan that ``torch-mesh plan --json`` printed. MeshError for a file that holds none."""
 
     def refuse(problem: str) -> MeshError:
-        return MeshError(f"{_text(path)} is not what `torch-mesh plan --json` prints: {problem}.")
+        return MeshError(f"{path_text(path)} is not what `torch-mesh plan --json` prints: {problem}.")
 
     with open(path, "rb") as file:
         content = file.read(_LARGEST_PLAN + 1)
@@ -78,20 +80,6 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     return shown
 
 
-def _text(path: object) -> str:
-    return os.fsencode(os.fspath(path)).decode(errors="replace")  # type: ignore[call-overload]
-
-
-def _name(report: Report, run: Run) -> str:
-    which = f", run {report.runs.index(run) + 1} of {len(report.runs)}" if len(report.runs) > 1 else ""
-    return f"{_text(report.path)}{which}"
-
-
-def _span(run: Run) -> str:
-    begin, end = (datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") for time in (run.begin, run.end))
-    return f"{run.lines} lines up to forward {run.forwards}, {begin} to {end}"
-
-
 def _run_data(name: str, run: Run) -> dict[str, Any]:
     # A clock that was set back has no rates.
     stretches = [stretch for stretch in run.stretches if stretch.end > stretch.begin]
@@ -105,10 +93,9 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
     moments = [stretch.moment for stretch in stretches]
     experts = max((moment.experts for moment in moments), default=0)
     remembered = experts and all(moment.experts == experts for moment in moments)
-    measured = [moment.memory for moment in moments if moment.memory is not None]
     return {
         "name": name,
-        "span": _span(run),
+        "span": run.span,
         "lossy": run.total.lossy,
         "layers": len(run.total.per_layer),
         "experts": experts if remembered else 0,
@@ -125,7 +112,7 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
         "layer_hits": [[_rounded(layer.hit_rate) for layer in stretch.stats.per_layer] for stretch in stretches],
         "resident": [moment.resident for moment in moments] if remembered else None,
         "memory": {part: [moment.memory and moment.memory[part] for moment in moments] for part in MEMORY}
-        if measured
+        if any(moment.memory for moment in moments)
         else None,
         "summary": {
             "hit_rate": _rounded(run.total.decode.hit_rate),
@@ -134,8 +121,8 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
             "waiting": _rounded(_share_of_waiting(stretches)),
             "bytes_read": run.total.bytes_read,
             "accuracy": _rounded(run.total.prefetch_accuracy),
-            "peak_bytes": max((memory["process"] for memory in measured), default=None),
-            "pool_bytes": max((memory["budget"] for memory in measured), default=None),
+            "peak_bytes": run.peak_bytes,
+            "pool_bytes": run.budget_bytes,
             "slots": run.total.slots,
         },
     }
@@ -157,7 +144,7 @@ def _share_of_waiting(stretches: Sequence[Stretch]) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
 def _table(name: str, run: Run) -> str:
@@ -168,6 +155,6 @@ def _table(name: str, run: Run) -> str:
     headings, *rows = run.total.table()
     body = "".join(row(cells, "td") for cells in rows)
     return (
-        f'<figure><figcaption>{html.escape(name)}: {html.escape(_span(run))}</figcaption><div class="wide" tabindex="0" role="region" aria-label="counters"><table><thead>'
+        f'<figure><figcaption>{html.escape(name)}: {html.escape(run.span)}</figcaption><div class="wide" tabindex="0" role="region" aria-label="counters"><table><thead>'
         f"{row(headings, 'th')}</thead><tbody>{body}</tbody></table></div></figure>"
     )

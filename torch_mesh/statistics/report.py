@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """Lines of one pool: ``forward`` rises. Counters begin anew where they were reset, and are added up here."""
+    """Lines of one pool: ``forward`` rises, and the layers are as many. Counters begin anew where they were reset, and are added up here."""
 
     begin: float  # of the first line
     end: float
@@ -41,6 +42,13 @@ class Run:
     forwards: int  # the last line's
     total: Stats  # of all that was counted
     stretches: tuple[Stretch, ...]  # between lines, in order
+    peak_bytes: int | None  # of the process, the most of any line; None: no line says it
+    budget_bytes: int | None  # of experts, likewise
+
+    @property
+    def span(self) -> str:
+        begin, end = (datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") for time in (self.begin, self.end))
+        return f"{self.lines} lines up to forward {self.forwards}, {begin} to {end}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,13 @@ class Report:
     path: Path
     runs: tuple[Run, ...]
     damaged: tuple[int, ...]  # numbers of lines that are cut short
+
+    def named_runs(self) -> list[tuple[str, Run]]:
+        """Each run with what it is called: the file, and which of its runs, where there are several."""
+        name, many = path_text(self.path), len(self.runs)
+        return [
+            (f"{name}, run {number} of {many}" if many > 1 else name, run) for number, run in enumerate(self.runs, 1)
+        ]
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,14 @@ class _Place:
     time: float
     forward: int
     accesses: int
+    layers: int
+    process: int | None  # bytes of memory: a peak may be in a line that no figure is cut at
+    budget: int | None
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """As it can be printed: a name may have bytes that are no text."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def read_report(path: str | os.PathLike[str], stretches: int = 12) -> Report:
@@ -80,13 +103,19 @@ class StatsFile:
         self._places: list[_Place] = []
         self._damaged: list[int] = []
         self._offset = self._number = 0  # of what has been read, in bytes and lines
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._first = b""  # the first line, which has the time that it was written at
         self._seen: dict[int, tuple[Stats, Moment]] = {}  # what the last report was made of, by offset
 
     def report(self, stretches: int, growing: bool = False) -> Report:
         """As ``read_report``. If the file is ``growing``, a last line without an end is waited for, and there may be no line yet."""
-        with self.path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:  # another file by now
-                self._begin_anew()
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._begin_anew()
+            raise
+        with file:
+            self._begin_anew_if_replaced(file)
             self._read_on(file, growing)
             if not self._places and not growing:
                 raise MeshError(
@@ -95,27 +124,49 @@ class StatsFile:
             seen, self._seen = self._seen, {}
             runs = tuple(
                 self._run(file, places, stretches, seen)
-                for places in _split(self._places, lambda a, b: b.forward <= a.forward)
+                for places in _split(self._places, lambda a, b: b.forward <= a.forward or b.layers != a.layers)
             )
         return Report(self.path, runs, tuple(self._damaged))
+
+    def _begin_anew_if_replaced(self, file: BinaryIO) -> None:
+        """An inode is used again after its file is gone, and a file that is written anew keeps it: the first line tells these."""
+        status = os.fstat(file.fileno())
+        which = status.st_dev, status.st_ino
+        file.seek(0)
+        if which != self._file or status.st_size < self._offset or file.read(len(self._first)) != self._first:
+            self._begin_anew()
+        self._file = which
 
     def _read_on(self, file: BinaryIO, growing: bool) -> None:
         file.seek(self._offset)
         while line := file.readline(_LONGEST_LINE):
             if growing and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 break
-            self._number += 1
+            number = self._number + 1
             if len(line) == _LONGEST_LINE:
-                raise MeshError(f"{self.path}, line {self._number}: longer than any line of statistics.")
+                raise MeshError(f"{self.path}, line {number}: longer than any line of statistics.")
             if line.strip():
                 try:
                     table = json.loads(line)
                 except (ValueError, RecursionError):
-                    self._damaged.append(self._number)
+                    self._damaged.append(number)
                 else:
-                    time, stats, _ = _parsed(self.path, self._number, table)
-                    self._places.append(_Place(self._offset, time, table["forward"], stats.accesses))
-            self._offset += len(line)
+                    time, stats, moment = _parsed(self.path, number, table)
+                    memory = moment.memory or {}
+                    self._places.append(
+                        _Place(
+                            offset=self._offset,
+                            time=time,
+                            forward=table["forward"],
+                            accesses=stats.accesses,
+                            layers=len(stats.per_layer),
+                            process=memory.get("process"),
+                            budget=memory.get("budget"),
+                        )
+                    )
+            self._first = self._first or line
+            # Together: a line that is refused is read again, and keeps its number.
+            self._offset, self._number = self._offset + len(line), number
         if self._damaged and not self._places:
             raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so no line of statistics.")
 
@@ -139,7 +190,16 @@ class StatsFile:
                 (old, _), (new, moment) = seen[index - 1 : index + 1]
                 parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
             total = _combined(seen[-1][0], total, 1)
-        return Run(places[0].time, places[-1].time, len(places), places[-1].forward, total, tuple(parts))
+        return Run(
+            begin=places[0].time,
+            end=places[-1].time,
+            lines=len(places),
+            forwards=places[-1].forward,
+            total=total,
+            stretches=tuple(parts),
+            peak_bytes=max((place.process for place in places if place.process is not None), default=None),
+            budget_bytes=max((place.budget for place in places if place.budget is not None), default=None),
+        )
 
 
 def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
