@@ -75,7 +75,7 @@ def test_the_prompt_may_be_ones_own(mesh_tiny: Path, tmp_path: Path, speeds: Spe
         (["--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (["--policy", "mru"], 2, "policy='mru' is unknown"),
         (["--prompt-tokens", "1000", "--text", "{text}"], 2, "give a longer --text"),
-        (["--text", "none"], 1, "No such file"),
+        (["--text", "none"], 1, "no such file"),
         (["--memory", "1MiB"], 1, "give more memory"),
     ],
 )

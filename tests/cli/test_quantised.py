@@ -56,7 +56,7 @@ def test_a_gguf_file_of_the_hub_comes_with_its_parts(
     made = gguf_files.write(tmp_path / "m.gguf", "qwen3moe", {"_exps": "Q8_0"}, parts=2)
     asked = []
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, allow_patterns: list[str], **_: object) -> str:
         asked.append((model, allow_patterns))
         return str(tmp_path)
 
