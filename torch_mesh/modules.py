@@ -170,7 +170,8 @@ class MeshExperts(PackedModule, InPool):
             own = adapters.get(self._mesh_adaptable[projection])
             if own is None:
                 return out
-            added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, own.a, own.b.flatten(2)) * own.scaling
+            a, b = own.a.to(rows.device), own.b.flatten(2).to(rows.device)  # adapters may have stayed with the experts
+            added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, a, b) * own.scaling
             return (out.float() + added).to(out.dtype)
 
         rows = project(hidden_states[order // top_k], 0, self._mesh_pool.geometry.gate_up_features)
