@@ -241,11 +241,14 @@ def test_dropout_and_merging_into_the_pool_are_refused(ids: torch.Tensor) -> Non
     patched = torch_mesh.patch(_build(), resident=0.3)
     with pytest.raises(ValueError, match="lora_dropout != 0"):
         _adapted(copy.deepcopy(patched), lora_dropout=0.1)
-    model = _adapted(patched)
-    expected = _logits(model, ids)
-    with pytest.raises(MeshError, match=r"mlp.experts.(down|gate_up)_proj is packed \(bf16\) and frozen"):
-        model.merge_and_unload()
-    assert torch.equal(_logits(model, ids), expected)
+    model = _adapted(patched, target_modules=["q_proj"])
+    expected, keys = _logits(model, ids), list(model.state_dict())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(MeshError, match=r"mlp.experts.(down|gate_up)_proj is packed \(bf16\) and frozen"):
+            merge()
+        assert torch.equal(_logits(model, ids), expected)
+        assert list(model.state_dict()) == keys
+    assert not any(module.merged for module in model.modules() if isinstance(module, lora.Linear))
 
 
 def test_an_adapter_that_was_there_before_patch_is_told_what_to_do(ids: torch.Tensor) -> None:
