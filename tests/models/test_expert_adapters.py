@@ -251,6 +251,22 @@ def test_dropout_and_merging_into_the_pool_are_refused(ids: torch.Tensor) -> Non
     assert not any(module.merged for module in model.modules() if isinstance(module, lora.Linear))
 
 
+def test_adapted_experts_stay_patched_until_they_are_unloaded(ids: torch.Tensor, tmp_path: Path) -> None:
+    plain = _build()
+    model = _adapted(torch_mesh.patch(copy.deepcopy(plain), resident=0.3), target_modules=["q_proj"])
+    expected = _logits(model, ids)
+    for patched in (model, model.base_model.model):
+        with pytest.raises(MeshError, match="has adapters on its experts.*unload"):
+            torch_mesh.unpatch(patched)
+    assert torch.equal(_logits(model, ids), expected)
+    base = _logits(plain, ids)
+    model.save_pretrained(tmp_path)
+    unpatched = torch_mesh.unpatch(model.unload())
+    assert torch.equal(_logits(unpatched, ids), base)
+    merged = PeftModel.from_pretrained(unpatched, tmp_path).merge_and_unload()
+    assert _agree(_logits(merged, ids), expected, base)
+
+
 def test_an_adapter_that_was_there_before_patch_is_told_what_to_do(ids: torch.Tensor) -> None:
     model = _adapted(_build())
     torch_mesh.patch(model.base_model.model, resident=0.3)
