@@ -267,6 +267,31 @@ def test_adapted_experts_stay_patched_until_they_are_unloaded(ids: torch.Tensor,
     assert _agree(_logits(merged, ids), expected, base)
 
 
+def test_training_follows_a_forward_in_inference_mode(ids: torch.Tensor) -> None:
+    model = _adapted(torch_mesh.patch(_build(), resident=0.3))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.contiguous()  # as a loader leaves it
+    with torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    losses = _train(model, ids)
+    assert min(losses[1:]) < losses[0]
+
+
+@pytest.mark.parametrize("name", [QWEN, BY_PROJECTION])
+def test_a_model_in_float64_trains(name: str) -> None:
+    plain = _build(name, torch.float32)
+    layer = find_experts(plain)[0]
+    x, grad = torch.randn(2, 9, layer.hidden)
+    weights, ids = torch.rand(9, layer.num_experts).softmax(-1).topk(3)
+    model = _adapted(torch_mesh.patch(plain, resident=0.3, weights="bf16"))
+    expected = _layer_gradients(_experts(model), x, ids, weights, grad)
+    model.double()
+    found = _layer_gradients(_experts(model), x.double(), ids, weights.double(), grad.double())
+    assert all(gradient.dtype == torch.float64 for gradient in found.values())
+    assert all(_error(found[key], expected[key]) < 1e-5 for key in expected)
+
+
 def test_an_adapter_that_was_there_before_patch_is_told_what_to_do(ids: torch.Tensor) -> None:
     model = _adapted(_build())
     torch_mesh.patch(model.base_model.model, resident=0.3)

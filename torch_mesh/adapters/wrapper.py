@@ -48,7 +48,8 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         """The same values in the same parameter: an optimiser that has it keeps it."""
         weight: Any = self.lora_B[adapter].weight
         if not weight.is_meta and not weight.t().is_contiguous():
-            weight.data = weight.data.t().contiguous().t()
+            with torch.inference_mode(False):  # of a tensor that is made in it no gradient could be taken afterwards
+                weight.data = weight.data.t().contiguous().t()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_forward_args(x, *args, **kwargs)
