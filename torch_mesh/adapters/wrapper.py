@@ -102,6 +102,11 @@ def _layer_of(experts: MeshExperts) -> ExpertsLayer:
 def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> None:
     layer = _layer_of(experts)
     weights = layer.parameter_names[:2]
+    if parameter is None:
+        raise MeshError(
+            f"{layer.path} is no linear layer: name parameters in target_parameters, not the module in target_modules. Of these experts they "
+            f"may be {' and '.join(weights)}."
+        )
     if parameter not in weights:
         raise MeshError(
             f"{layer.path}.{parameter} cannot be adapted; of these experts target_parameters may name {' and '.join(weights)}."
