@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -318,3 +319,13 @@ def test_peft_is_extended_once() -> None:
     before = LoraModel._create_new_module
     register()
     assert LoraModel._create_new_module is before
+
+
+def test_an_older_peft_says_so_where_it_meets_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(_build(), resident=0.3)
+    monkeypatch.setattr(peft, "__version__", "0.20.1")
+    with pytest.raises(MeshError, match=r"PEFT is 0\.20\.1; .* 0\.21 or later"):
+        _adapted(copy.deepcopy(model))
+    assert _adapted(model, target_modules=["q_proj"], target_parameters=None).peft_config
+    monkeypatch.delattr(LoraModel, "_create_new_module")
+    register()

@@ -10,12 +10,18 @@ import functools
 import importlib
 from typing import Any
 
+from packaging.version import Version
+
+from ..errors import MeshError
+
+_LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
+
 
 def register() -> None:
-    """Called once PEFT has been imported."""
+    """Called once PEFT has been imported. Raises nothing: a PEFT that is not as expected goes on as it is."""
     lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
-    create = lora_model._create_new_module
-    if hasattr(create, "_mesh_original"):
+    create = getattr(lora_model, "_create_new_module", None)
+    if create is None or hasattr(create, "_mesh_original"):
         return
 
     @functools.wraps(create)
@@ -24,6 +30,7 @@ def register() -> None:
 
         experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         if isinstance(experts, MeshExperts):
+            _check_version()
             lora_config._register_custom_module({MeshExperts: _wrapper().ParamWrapper})
         return create(lora_config, adapter_name, target, **kwargs)
 
@@ -49,6 +56,14 @@ def _with_refusal(check: Any) -> Any:
         return check(model, *args, **kwargs)
 
     return check_merge_allowed
+
+
+def _check_version() -> None:
+    version = importlib.import_module("peft").__version__
+    if Version(version).release < Version(_LEAST_PEFT).release:
+        raise MeshError(
+            f"PEFT is {version}; adapters on experts that torch_mesh runs take {_LEAST_PEFT} or later: pip install -U peft."
+        )
 
 
 def _wrapper() -> Any:
