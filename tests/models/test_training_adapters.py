@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 import torch_mesh
 
@@ -71,6 +71,22 @@ def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytes
     stats = torch_mesh.stats(model)
     read = sum(entry["mesh_read_gb"] for entry in trainer.state.log_history if "mesh_read_gb" in entry) * 1e9
     assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each is rounded
+
+
+def test_counters_that_were_reset_are_not_logged_as_less_than_nothing() -> None:
+    model = _model()
+    callback = torch_mesh.MeshTrainerCallback()
+    ids = torch.stack(ROWS[:2])
+    for _ in range(3):
+        model(input_ids=ids)
+    state = TrainerState(is_world_process_zero=False)
+    callback.on_train_begin(None, state, None, model=model)
+    torch_mesh.reset_stats(model)
+    model(input_ids=ids)
+    stats, logs = torch_mesh.stats(model), {}
+    callback.on_log(None, state, None, model=model, logs=logs)
+    assert stats.bytes_read > 0 and abs(logs["mesh_read_gb"] - stats.bytes_read / 1e9) < 1e-4
+    assert abs(logs["mesh_hit_rate"] - stats.hits / stats.accesses) < 1e-4 and logs["mesh_wait_seconds"] >= 0
 
 
 def test_the_callback_refuses_a_model_that_is_not_patched(tmp_path: Path) -> None:
