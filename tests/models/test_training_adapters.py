@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 import torch_mesh
@@ -153,6 +154,30 @@ def test_a_loop_with_autocast_and_router_losses_learns() -> None:
         optimizer.zero_grad()
         losses.append(output.loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_trains_where_packed_weights_are_left_out() -> None:
+    model: Any = _model()
+    with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
+        DistributedDataParallel(model)
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)
+    ]
+    ids = torch.stack(ROWS[:2])
+    gradients = []
+    for forward in (model, DistributedDataParallel(model)):
+        forward(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        model.zero_grad()
+    assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
 @pytest.fixture
