@@ -118,7 +118,7 @@ def _(
     torch._check(grad.shape == x.shape, lambda: "grad must have the shape of x")
 
     def like(factor: Tensor | None) -> Tensor:
-        return x.new_empty(0, dtype=torch.float32) if factor is None else torch.empty_like(factor)
+        return x.new_empty(0, dtype=torch.float32) if factor is None else torch.empty_like(factor, device=x.device)
 
     of_inputs = x.new_empty(x.shape), topk_weights.new_empty(topk_weights.shape)
     return *of_inputs, like(gate_up_a), like(gate_up_b), like(down_a), like(down_b)

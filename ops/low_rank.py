@@ -21,11 +21,17 @@ def _with_rows(offsets: Tensor) -> list[tuple[int, slice]]:
     ]
 
 
+def _exact(x: Tensor) -> torch.autocast:
+    """Autocast reaches into an op of one's own: its products would be rounded, and not fit what they are written to."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 @torch.library.custom_op(_FORWARD, mutates_args=(), tags=_TAGS)
 def grouped_low_rank(x_sorted: Tensor, offsets: Tensor, a: Tensor, b: Tensor) -> Tensor:
     out = x_sorted.new_empty((x_sorted.size(0), b.size(2)), dtype=torch.float32)
-    for expert, rows in _with_rows(offsets):
-        torch.mm(x_sorted[rows].float() @ a[expert].float().t(), b[expert].float(), out=out[rows])
+    with _exact(x_sorted):
+        for expert, rows in _with_rows(offsets):
+            torch.mm(x_sorted[rows].float() @ a[expert].float().t(), b[expert].float(), out=out[rows])
     return out
 
 
@@ -34,12 +40,13 @@ def grouped_low_rank_backward(
     grad: Tensor, x_sorted: Tensor, offsets: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_grad, a_grad, b_grad = torch.empty_like(x_sorted), torch.zeros_like(a), torch.zeros_like(b)
-    for expert, rows in _with_rows(offsets):
-        x, own = x_sorted[rows].float(), grad[rows].float()
-        inner, inner_grad = x @ a[expert].float().t(), own @ b[expert].float().t()
-        x_grad[rows] = (inner_grad @ a[expert].float()).to(x_grad.dtype)
-        a_grad[expert] = (inner_grad.t() @ x).to(a_grad.dtype)
-        b_grad[expert] = (inner.t() @ own).to(b_grad.dtype)
+    with _exact(x_sorted):
+        for expert, rows in _with_rows(offsets):
+            x, own = x_sorted[rows].float(), grad[rows].float()
+            inner, inner_grad = x @ a[expert].float().t(), own @ b[expert].float().t()
+            x_grad[rows] = (inner_grad @ a[expert].float()).to(x_grad.dtype)
+            a_grad[expert] = (inner_grad.t() @ x).to(a_grad.dtype)
+            b_grad[expert] = (inner.t() @ own).to(b_grad.dtype)
     return x_grad, a_grad, b_grad
 
 

@@ -107,7 +107,8 @@ class MeshExperts(PackedModule, InPool):
         """
         # Of which the kernels know nothing; their weights have 16 bits at most.
         if hidden_states.dtype == torch.float64:
-            return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights, adapters).double()
+            narrow = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in (adapters or {}).items()}
+            return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights, narrow).double()
         if self._mesh_device == hidden_states.device:
             return torch.ops.torch_mesh.experts_split(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
@@ -170,7 +171,8 @@ class MeshExperts(PackedModule, InPool):
             own = adapters.get(self._mesh_adaptable[projection])
             if own is None:
                 return out
-            added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, own.a, own.b.flatten(2)) * own.scaling
+            a, b = own.a.to(rows.device), own.b.flatten(2).to(rows.device)  # adapters may have stayed with the experts
+            added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, a, b) * own.scaling
             return (out.float() + added).to(out.dtype)
 
         rows = project(hidden_states[order // top_k], 0, self._mesh_pool.geometry.gate_up_features)

@@ -260,8 +260,8 @@ class PackedExpertsWeight(PackedWeight):
     def _for_arithmetic(self) -> torch.Tensor:
         raise MeshError(
             f"{self.path} is packed ({self.format}) and frozen, and something was to compute with it: an adapter that was on the experts before "
-            "they were patched (call get_peft_model after torch_mesh.patch) or is none of PEFT's LoRA; DistributedDataParallel; or code that "
-            "reads expert weights. torch_mesh.unpatch(model) makes it an ordinary weight again."
+            "they were patched (call get_peft_model after torch_mesh.patch) or is none of PEFT's LoRA; DistributedDataParallel, unless "
+            "model._ddp_params_and_buffers_to_ignore has the names of all that are torch_mesh.PackedWeight; or code that reads expert weights. torch_mesh.unpatch(model) makes it an ordinary weight again."
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

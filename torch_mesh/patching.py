@@ -106,6 +106,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     """
     if not _is_patched(model):
         raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
+    _check_not_adapted(model)
     if not lossy:
         _check_exact(model)
     device = device_of(model)
@@ -131,6 +132,16 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
 def _is_patched(model: nn.Module) -> bool:
     """Whether anything of it is, be it what an interrupted ``unpatch`` left."""
     return any(isinstance(module, PackedModule) or has_attributes(module) for module in model.modules())
+
+
+def _check_not_adapted(model: nn.Module) -> None:
+    """The wrapper around adapted experts computes with a pool, and none but a pool takes what it passes on."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), MeshExperts):
+            raise MeshError(
+                f"{name} has adapters on its experts, which need them patched. Keep them with save_pretrained(folder), take them away with "
+                "unload(), call torch_mesh.unpatch then, and put them around the plain model with PeftModel.from_pretrained(model, folder)."
+            )
 
 
 def _check_exact(model: nn.Module) -> None:

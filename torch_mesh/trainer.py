@@ -19,7 +19,8 @@ class MeshTrainerCallback(TrainerCallback):
 
     When training begins it prints ``describe_training(model)``. Each log gets, of the forwards and backwards since the last one, ``mesh_hit_rate``
     (of the experts that forwards asked for, those that were resident), ``mesh_read_gb`` and ``mesh_wait_seconds``, in which a forward had
-    nothing to compute. Evaluation counts to the log that follows it. Raises MeshError for a model that is not patched.
+    nothing to compute. Evaluation counts to the log that follows it. They are in Trainer's printed log and its ``state.log_history``; reporters such
+    as W&B and TensorBoard, which Trainer calls before callbacks of one's own, do not get them. Raises MeshError for a model that is not patched.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,8 @@ class MeshTrainerCallback(TrainerCallback):
             return
         now, before = stats(model), self._before
         self._before = now
+        if any(getattr(now, name) < getattr(before, name) for name in _SUMS):
+            before = Counters()  # reset_stats was called meanwhile
         hits, accesses, read, waited = (getattr(now, name) - getattr(before, name) for name in _SUMS)
         found: dict[str, float] = {"mesh_read_gb": read / 1e9, "mesh_wait_seconds": waited}
         if accesses > 0:

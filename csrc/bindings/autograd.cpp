@@ -138,22 +138,24 @@ struct ExpertsAdapted : torch::autograd::Function<ExpertsAdapted> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     static const auto op = find_op<AdaptedBackwardOp>("torch_mesh::experts_adapted_backward");
     const variable_list saved = context->get_saved_variables();
-    const OptionalTensor gate_up_a = if_defined(saved[4]), down_a = if_defined(saved[6]);
     auto [x, weights, gate_up_a_grad, gate_up_b_grad, down_a_grad, down_b_grad] = op.call(
-        grads[0], saved[0], saved[1], saved[2], saved[3], gate_up_a, if_defined(saved[5]),
-        context->saved_data["gate_up_scaling"].toDouble(), down_a, if_defined(saved[7]),
-        context->saved_data["down_scaling"].toDouble(), context->saved_data["sentinels"].toBool());
-    if (!gate_up_a) gate_up_a_grad = gate_up_b_grad = at::Tensor();
-    if (!down_a) down_a_grad = down_b_grad = at::Tensor();
+        grads[0], saved[0], saved[1], saved[2], saved[3], if_defined(saved[4]),
+        if_defined(saved[5]), context->saved_data["gate_up_scaling"].toDouble(),
+        if_defined(saved[6]), if_defined(saved[7]), context->saved_data["down_scaling"].toDouble(),
+        context->saved_data["sentinels"].toBool());
+    // The hand-over gives results to the device of x; the factors may be on the CPU.
+    const auto of = [&](const at::Tensor& gradient, size_t factor) {
+      return saved[factor].defined() ? gradient.to(saved[factor].device()) : at::Tensor();
+    };
     return {x,
             {},
             weights,
             {},
-            gate_up_a_grad,
-            gate_up_b_grad,
+            of(gate_up_a_grad, 4),
+            of(gate_up_b_grad, 5),
             {},
-            down_a_grad,
-            down_b_grad,
+            of(down_a_grad, 6),
+            of(down_b_grad, 7),
             {},
             {},
             {},

@@ -17,6 +17,7 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -236,6 +237,8 @@ at::Tensor zeros_for(const OptionalTensor& factor) {
 Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& topk_ids,
                    const at::Tensor& topk_weights, const at::Tensor& handle,
                    const AdapterTensors& adapters, bool sentinels) {
+  // Under autocast the products would be in its dtype. Other threads never have it.
+  const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   check_experts_inputs(x, topk_ids, topk_weights, engine);

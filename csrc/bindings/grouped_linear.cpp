@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -56,6 +57,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
 at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& offsets,
                                    const at::Tensor& handle, int64_t projection,
                                    int64_t in_features) {
+  const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   const RecordLayout& layout = engine.layout();

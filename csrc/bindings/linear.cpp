@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -79,6 +80,7 @@ at::Tensor unpack_linear(const at::Tensor& packed, int64_t in_features, int64_t 
 
 at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int64_t in_features,
                            int64_t out_features, c10::string_view format, int64_t group_size) {
+  const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   TORCH_CHECK_VALUE(grad.dim() >= 1 && grad.size(-1) == out_features,
                     "grad must be [..., out_features=", out_features, "]; got ", grad.sizes());
   const at::Tensor weight = unpack_linear(packed, in_features, out_features, format, group_size);

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -67,7 +68,8 @@ def _agree(value: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> b
 
 
 def _train(model: torch.nn.Module, ids: torch.Tensor, steps: int = 8) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    # Without decay, which changes what gets no gradient, too.
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0)
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -228,6 +230,7 @@ def test_generation_with_an_adapter_is_that_of_the_whole_forward(ids: torch.Tens
             "target_parameters may name gate_up_proj and down_proj",
         ),
         ({}, {"init_lora_weights": "pissa"}, "needs the values of .*allowed for experts: True, False, 'gaussian'"),
+        ({}, {"target_modules": ["experts"], "target_parameters": None}, "name parameters in target_parameters"),
         ({"lossy": {"deferred_experts": 1}}, {}, "lossy.deferred_experts"),
     ],
 )
@@ -241,11 +244,55 @@ def test_dropout_and_merging_into_the_pool_are_refused(ids: torch.Tensor) -> Non
     patched = torch_mesh.patch(_build(), resident=0.3)
     with pytest.raises(ValueError, match="lora_dropout != 0"):
         _adapted(copy.deepcopy(patched), lora_dropout=0.1)
-    model = _adapted(patched)
+    model = _adapted(patched, target_modules=["q_proj"])
+    expected, keys = _logits(model, ids), list(model.state_dict())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(MeshError, match=r"mlp.experts.(down|gate_up)_proj is packed \(bf16\) and frozen"):
+            merge()
+        assert torch.equal(_logits(model, ids), expected)
+        assert list(model.state_dict()) == keys
+    assert not any(module.merged for module in model.modules() if isinstance(module, lora.Linear))
+
+
+def test_adapted_experts_stay_patched_until_they_are_unloaded(ids: torch.Tensor, tmp_path: Path) -> None:
+    plain = _build()
+    model = _adapted(torch_mesh.patch(copy.deepcopy(plain), resident=0.3), target_modules=["q_proj"])
     expected = _logits(model, ids)
-    with pytest.raises(MeshError, match=r"mlp.experts.(down|gate_up)_proj is packed \(bf16\) and frozen"):
-        model.merge_and_unload()
+    for patched in (model, model.base_model.model):
+        with pytest.raises(MeshError, match="has adapters on its experts.*unload"):
+            torch_mesh.unpatch(patched)
     assert torch.equal(_logits(model, ids), expected)
+    base = _logits(plain, ids)
+    model.save_pretrained(tmp_path)
+    unpatched = torch_mesh.unpatch(model.unload())
+    assert torch.equal(_logits(unpatched, ids), base)
+    merged = PeftModel.from_pretrained(unpatched, tmp_path).merge_and_unload()
+    assert _agree(_logits(merged, ids), expected, base)
+
+
+def test_training_follows_a_forward_in_inference_mode(ids: torch.Tensor) -> None:
+    model = _adapted(torch_mesh.patch(_build(), resident=0.3))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.contiguous()  # as a loader leaves it
+    with torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    losses = _train(model, ids)
+    assert min(losses[1:]) < losses[0]
+
+
+@pytest.mark.parametrize("name", [QWEN, BY_PROJECTION])
+def test_a_model_in_float64_trains(name: str) -> None:
+    plain = _build(name, torch.float32)
+    layer = find_experts(plain)[0]
+    x, grad = torch.randn(2, 9, layer.hidden)
+    weights, ids = torch.rand(9, layer.num_experts).softmax(-1).topk(3)
+    model = _adapted(torch_mesh.patch(plain, resident=0.3, weights="bf16"))
+    expected = _layer_gradients(_experts(model), x, ids, weights, grad)
+    model.double()
+    found = _layer_gradients(_experts(model), x.double(), ids, weights.double(), grad.double())
+    assert all(gradient.dtype == torch.float64 for gradient in found.values())
+    assert all(_error(found[key], expected[key]) < 1e-5 for key in expected)
 
 
 def test_an_adapter_that_was_there_before_patch_is_told_what_to_do(ids: torch.Tensor) -> None:
@@ -272,3 +319,13 @@ def test_peft_is_extended_once() -> None:
     before = LoraModel._create_new_module
     register()
     assert LoraModel._create_new_module is before
+
+
+def test_an_older_peft_says_so_where_it_meets_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(_build(), resident=0.3)
+    monkeypatch.setattr(peft, "__version__", "0.20.1")
+    with pytest.raises(MeshError, match=r"PEFT is 0\.20\.1; .* 0\.21 or later"):
+        _adapted(copy.deepcopy(model))
+    assert _adapted(model, target_modules=["q_proj"], target_parameters=None).peft_config
+    monkeypatch.delattr(LoraModel, "_create_new_module")
+    register()

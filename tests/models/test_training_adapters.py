@@ -10,7 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 import torch_mesh
 
@@ -71,6 +72,22 @@ def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytes
     stats = torch_mesh.stats(model)
     read = sum(entry["mesh_read_gb"] for entry in trainer.state.log_history if "mesh_read_gb" in entry) * 1e9
     assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each is rounded
+
+
+def test_counters_that_were_reset_are_not_logged_as_less_than_nothing() -> None:
+    model = _model()
+    callback = torch_mesh.MeshTrainerCallback()
+    ids = torch.stack(ROWS[:2])
+    for _ in range(3):
+        model(input_ids=ids)
+    state = TrainerState(is_world_process_zero=False)
+    callback.on_train_begin(None, state, None, model=model)
+    torch_mesh.reset_stats(model)
+    model(input_ids=ids)
+    stats, logs = torch_mesh.stats(model), {}
+    callback.on_log(None, state, None, model=model, logs=logs)
+    assert stats.bytes_read > 0 and abs(logs["mesh_read_gb"] - stats.bytes_read / 1e9) < 1e-4
+    assert abs(logs["mesh_hit_rate"] - stats.hits / stats.accesses) < 1e-4 and logs["mesh_wait_seconds"] >= 0
 
 
 def test_the_callback_refuses_a_model_that_is_not_patched(tmp_path: Path) -> None:
@@ -137,6 +154,30 @@ def test_a_loop_with_autocast_and_router_losses_learns() -> None:
         optimizer.zero_grad()
         losses.append(output.loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_trains_where_packed_weights_are_left_out() -> None:
+    model: Any = _model()
+    with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
+        DistributedDataParallel(model)
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)
+    ]
+    ids = torch.stack(ROWS[:2])
+    gradients = []
+    for forward in (model, DistributedDataParallel(model)):
+        forward(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        model.zero_grad()
+    assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
 @pytest.fixture

@@ -176,6 +176,18 @@ def test_wherever_the_factors_lie(open_pool: OpenPool) -> None:
             assert gradient.dtype == dtype and gradient.shape == factor.shape
 
 
+def test_autocast_around_the_backward_changes_no_bit(open_pool: OpenPool) -> None:
+    spec = Spec(bias=True)
+    pool = open_pool(spec, slots=4)
+    x, grad = torch.randn(2, 12, spec.hidden)
+    ids, weights = routing(spec, 12, 3)
+    adapters = _adapters(spec)
+    expected = _gradients(pool, x, ids, weights, adapters, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _gradients(pool, x, ids, weights, adapters, grad)
+    assert all(torch.equal(gradient, same) for gradient, same in zip(found, expected, strict=True))
+
+
 def test_experts_that_are_not_chosen_cost_and_get_nothing(open_pool: OpenPool) -> None:
     spec = Spec()
     pool = open_pool(spec, slots=4)
@@ -256,4 +268,10 @@ def test_grouped_low_rank_is_what_is_added_by_projection() -> None:
         torch.autograd.grad(value, leaves, grad), torch.autograd.grad(reference, doubles, grad.double()), strict=True
     )
     assert all(relative_error(gradient, same) < 1e-6 for gradient, same in pairs)
+    expected_gradients = torch.autograd.grad(ops.grouped_low_rank(leaves[0], offsets, *leaves[1:]), leaves, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = ops.grouped_low_rank(leaves[0], offsets, *leaves[1:])
+        gradients = torch.autograd.grad(again, leaves, grad)
+    assert torch.equal(again, value)
+    assert all(torch.equal(gradient, same) for gradient, same in zip(gradients, expected_gradients, strict=True))
     torch.library.opcheck(ops.grouped_low_rank, (leaves[0], offsets, *leaves[1:]))

@@ -110,11 +110,14 @@ def test_gradient_agrees_with_autograd_in_float64(open_pool: OpenPool, spec: Spe
         assert relative_error(x.grad, exact.grad) < 1e-5
 
 
-def test_gradients_have_the_same_bits_at_any_residency(open_pool: OpenPool, seed: int) -> None:
+def test_gradients_have_the_same_bits_at_any_residency_and_under_autocast(open_pool: OpenPool, seed: int) -> None:
     spec = Spec()
     offsets = _offsets(*ROWS[3])
     grad = torch.randn(40, 80)
-    expected = ops.grouped_linear_backward(grad, offsets, open_pool(spec, in_memory=True).handle(), 0, 72)
+    whole = open_pool(spec, in_memory=True).handle()
+    expected = ops.grouped_linear_backward(grad, offsets, whole, 0, 72)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ops.grouped_linear_backward(grad, offsets, whole, 0, 72), expected)
     faults = {"seed": seed, "delay": 0.5, "reorder": 0.5, "max_delay": 0.001}
     for slots in (1, 3, 8):
         pool = open_pool(spec, slots=slots, faults=faults)

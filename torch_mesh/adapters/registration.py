@@ -1,7 +1,7 @@
 """Makes PEFT put our wrapper around experts that are in a pool, whoever wrote the LoraConfig and when.
 
 PEFT's extension point is ``LoraConfig._register_custom_module``, a mapping that belongs to one config and is not saved with it. It is filled in
-where a config meets such experts.
+where a config meets such experts. What refuses a merge is asked before the first layer is merged.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import functools
 import importlib
 from typing import Any
 
+from packaging.version import Version
+
+from ..errors import MeshError
+
+_LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
+
 
 def register() -> None:
-    """Called once PEFT has been imported."""
+    """Called once PEFT has been imported. Raises nothing: a PEFT that is not as expected goes on as it is."""
     lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
-    create = lora_model._create_new_module
-    if hasattr(create, "_mesh_original"):
+    create = getattr(lora_model, "_create_new_module", None)
+    if create is None or hasattr(create, "_mesh_original"):
         return
 
     @functools.wraps(create)
@@ -24,9 +30,42 @@ def register() -> None:
 
         experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         if isinstance(experts, MeshExperts):
-            wrapper = importlib.import_module(".wrapper", __package__)
-            lora_config._register_custom_module({MeshExperts: wrapper.ParamWrapper})
+            _check_version()
+            lora_config._register_custom_module({MeshExperts: _wrapper().ParamWrapper})
         return create(lora_config, adapter_name, target, **kwargs)
 
     create_new_module._mesh_original = create  # type: ignore[attr-defined]
     lora_model._create_new_module = staticmethod(create_new_module)
+    check = getattr(lora_model, "_check_merge_allowed", None)
+    if check is not None:
+        lora_model._check_merge_allowed = _with_refusal(check)
+
+
+def _with_refusal(check: Any) -> Any:
+    """PEFT's check before a merge, and ours: a layer that refused in the middle would leave those before it merged."""
+
+    @functools.wraps(check)
+    def check_merge_allowed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from ..modules import MeshExperts
+
+        modules = list(model.model.modules())
+        if any(isinstance(module, MeshExperts) for module in modules):
+            for module in modules:
+                if isinstance(module, _wrapper().ParamWrapper):
+                    module.refuse_to_merge()
+        return check(model, *args, **kwargs)
+
+    return check_merge_allowed
+
+
+def _check_version() -> None:
+    version = importlib.import_module("peft").__version__
+    if Version(version).release < Version(_LEAST_PEFT).release:
+        raise MeshError(
+            f"PEFT is {version}; adapters on experts that torch_mesh runs take {_LEAST_PEFT} or later: pip install -U peft."
+        )
+
+
+def _wrapper() -> Any:
+    """Imported where it is needed: it imports PEFT and transformers."""
+    return importlib.import_module(".wrapper", __package__)

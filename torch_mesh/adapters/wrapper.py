@@ -48,7 +48,8 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         """The same values in the same parameter: an optimiser that has it keeps it."""
         weight: Any = self.lora_B[adapter].weight
         if not weight.is_meta and not weight.t().is_contiguous():
-            weight.data = weight.data.t().contiguous().t()
+            with torch.inference_mode(False):  # of a tensor that is made in it no gradient could be taken afterwards
+                weight.data = weight.data.t().contiguous().t()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_forward_args(x, *args, **kwargs)
@@ -75,10 +76,14 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
+        self.refuse_to_merge()
+
+    def refuse_to_merge(self) -> NoReturn:
         path = _layer_of(self._experts).path
         raise MeshError(
             f"{path}.{self.parameter_name} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
-            "in place. save_pretrained the adapter, or compute with it unmerged, as it is."
+            "in place. Compute with it unmerged, as it is; or save_pretrained the adapter and merge it into the model without torch_mesh: "
+            "PeftModel.from_pretrained(plain_model, folder).merge_and_unload()."
         )
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
@@ -97,6 +102,11 @@ def _layer_of(experts: MeshExperts) -> ExpertsLayer:
 def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> None:
     layer = _layer_of(experts)
     weights = layer.parameter_names[:2]
+    if parameter is None:
+        raise MeshError(
+            f"{layer.path} is no linear layer: name parameters in target_parameters, not the module in target_modules. Of these experts they "
+            f"may be {' and '.join(weights)}."
+        )
     if parameter not in weights:
         raise MeshError(
             f"{layer.path}.{parameter} cannot be adapted; of these experts target_parameters may name {' and '.join(weights)}."
