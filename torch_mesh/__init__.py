@@ -142,7 +142,8 @@ def _register_with_peft() -> None:
         importlib.import_module("torch_mesh.adapters.registration").register()
 
 
-AfterImport(["torch"], ["torch"], _load_extension).watch()
+_torch = AfterImport(["torch"], ["torch"], _load_extension)
+_torch.watch()
 # All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
 AfterImport(
     ["transformers.quantizers.auto", "transformers.integrations.gguf"],
@@ -157,6 +158,7 @@ if not TYPE_CHECKING:
         if name in _WHERE:
             import torch  # noqa: F401  which loads the extension, or finds why it cannot be
 
+            _torch.act_if_due()  # where another thread had begun to import torch before torch_mesh was
             if _unusable is not None:
                 raise ImportError(str(_unusable)) from _unusable
             value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
