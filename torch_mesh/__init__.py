@@ -113,19 +113,19 @@ def _load_extension() -> None:
     global _unusable
     try:
         from . import _C
-    except ImportError as error:
+
+        built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
+        if built == running:
+            importlib.import_module("torch_mesh.ops")
+            return
+        _unusable = ImportError(
+            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
+        )
+    except Exception as error:  # whatever it is: raised here it would be torch that cannot be imported
         _unusable = ImportError(
             f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
         )
         _unusable.__cause__ = error
-        return
-    built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
-    if built != running:
-        _unusable = ImportError(
-            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
-        )
-        return
-    importlib.import_module("torch_mesh.ops")
 
 
 def _register_with_transformers() -> None:

@@ -69,6 +69,55 @@ assert torch_mesh.values.parse_size  # a module, where nobody has imported it
     _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
 
 
+_WITHOUT_EXTENSION = """
+import sys
+
+class Refuses:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch_mesh._C":
+            raise {error}
+
+sys.meta_path.insert(0, Refuses)
+import torch_mesh
+from torch_mesh.cli import main
+"""
+
+
+@pytest.mark.parametrize("error", ["ImportError('no such symbol')", "OSError('no such symbol')"])
+def test_an_extension_that_does_not_load_is_said_and_stops_nobody_else(error: str) -> None:
+    code = """
+assert main(["convert", "here", "there"]) == 1
+assert main(["--debug", "cache", "ls"]) == 1
+import torch
+assert torch.ones(2).sum() == 2
+try:
+    torch_mesh.patch
+except ImportError as error:
+    assert "no such symbol" in str(error) and "pip install" in str(error)
+else:
+    raise AssertionError
+import torch_mesh.cli.doctor
+"""
+    command = [sys.executable, "-c", _WITHOUT_EXTENSION.format(error=error) + code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("torch-mesh: torch_mesh's extension does not load with torch") and "no such symbol" in first
+    assert "Traceback" in done.stderr  # of --debug alone
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["verify", "here"]) == 130
+    assert capsys.readouterr().err == "torch-mesh: interrupted\n"
+
+
 def test_every_public_name_is_there() -> None:
     assert all(getattr(torch_mesh, name) is not None for name in torch_mesh.__all__)
     assert set(torch_mesh.__all__) <= set(dir(torch_mesh))
