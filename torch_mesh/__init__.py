@@ -121,7 +121,7 @@ def _load_extension() -> None:
         _unusable = ImportError(
             f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
         )
-    except Exception as error:  # whatever it is: raised here it would be torch that cannot be imported
+    except Exception as error:  # noqa: BLE001  raised here, whatever it is, it would be torch that cannot be imported
         _unusable = ImportError(
             f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
         )
