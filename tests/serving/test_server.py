@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import io
 import json
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -189,6 +191,41 @@ def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
     assert more["cold_misses"] == 0 or more["read_bytes"] > 0 and after["wait_seconds"] > 0
     assert after["slots"] == after["slots_limit"] == 48
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
+
+
+def test_to_stop_waits_for_what_is_computed(serving: Callable[..., Any], folder: Path) -> None:
+    server = serving(folder, MeshConfig(resident=0.5))
+    generate = server.manager.kept._generate
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(**arguments: Any) -> Any:
+        begun.set()
+        try:
+            assert go_on.wait(60)
+            return generate(**arguments)
+        finally:
+            ended.set()
+
+    server.manager.kept._generate = slow
+    address = f"{server.address}/v1"
+    with (
+        openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        try:
+            asked = pool.submit(_complete, client, server, TEXTS[0])
+            assert begun.wait(60)
+            stopping = pool.submit(server.stop, 2.0)
+            deadline = time.monotonic() + 60
+            while server.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                stopping.result(0.3)
+        finally:
+            go_on.set()
+        stopping.result(60)
+        assert ended.is_set()
+        assert isinstance(asked.exception(60), openai.APIError)
 
 
 def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ says how the model is opened, and the application, which gets an address more.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import inspect
 import re
@@ -92,7 +93,6 @@ class Server:
     def __init__(self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any]) -> None:
         serve = _transformers_serve()
         self.model = name_for(model)
-        self._model_id = ""  # as transformers' server calls it within, once it is open
         given = {option.name: option.default for option in options()} | dict(given)
         _check_address(given["host"], given["port"])  # before the model is opened, which may take long
         with _in_place_of_transformers(self.model, config, kept_bytes, self):
@@ -117,15 +117,16 @@ class Server:
         self._thread.join(grace)
         if self._thread.is_alive():
             server.force_exit = True
-            for timed in self.manager.loaded_models.values():
+            for timed in list(self.manager.loaded_models.values()):
                 for pool in {module._mesh_pool for module in patched_modules(timed.model)}:
                     pool.close()  # whatever computes raises
             self._thread.join(grace)
         generation = self._serve._generation_state
         generation.shutdown()
-        with contextlib.suppress(TimeoutError):
-            # Behind what the thread of generate still has to end: a process that ends before it does is aborted.
-            generation.get_manager(self._model_id).submit(lambda: None).result(grace)
+        # Behind what the threads of generate still have to end: a process that ends before they do is aborted.
+        for manager in list(generation._generate_managers.values()):
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                manager.submit(lambda: None).result(grace)
         self.manager.shutdown()
 
     def __enter__(self) -> Self:
