@@ -258,6 +258,12 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
     assert "--resident='much' is not a size" in capsys.readouterr().err
     assert main([command, "a@b/c:d"]) == 2
     assert "make a link to it" in capsys.readouterr().err
+    for wrong in ("{", "[1]", "{'a': 1}"):
+        assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
+        assert "--chat-template-kwargs is" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([command, str(folder), "--log-level", "loud"])
+    assert end.value.code == 2 and "'warning'" in capsys.readouterr().err
     if command == "serve":
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import inspect
+import json
 import re
 import socket
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
@@ -62,6 +64,8 @@ def options() -> list[Option]:
         kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
         members = getattr(kinds[0], "__members__", None)
         choices = () if members is None else tuple(str(member.value) for member in members.values())
+        if name == "log_level":  # which it looks up without a check
+            choices = tuple(logging.log_levels)
         text = next((each.help for each in about if getattr(each, "help", None)), "")
         found.append(Option(name, parameter.default, str if choices else kinds[0], choices, text))
     return found
@@ -94,7 +98,9 @@ class Server:
         serve = _transformers_serve()
         self.model = name_for(model)
         given = {option.name: option.default for option in options()} | dict(given)
-        _check_address(given["host"], given["port"])  # before the model is opened, which may take long
+        # Before the model is opened, which may take long.
+        _check_template_arguments(given.get("chat_template_kwargs"))
+        _check_address(given["host"], given["port"])
         with _in_place_of_transformers(self.model, config, kept_bytes, self):
             self._serve = serve(self.model, **given, non_blocking=True)
         self._thread: threading.Thread = self._serve._thread
@@ -222,6 +228,17 @@ def _transformers_serve() -> Any:
     from transformers.cli.serve import Serve
 
     return Serve
+
+
+def _check_template_arguments(text: str | None) -> None:
+    if not text:
+        return
+    with contextlib.suppress(ValueError):
+        if isinstance(json.loads(text), dict):
+            return
+    raise ValueError(
+        f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
+    )
 
 
 def _check_address(host: str, port: int) -> None:
