@@ -113,19 +113,19 @@ def _load_extension() -> None:
     global _unusable
     try:
         from . import _C
-    except ImportError as error:
+
+        built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
+        if built == running:
+            importlib.import_module("torch_mesh.ops")
+            return
+        _unusable = ImportError(
+            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
+        )
+    except Exception as error:  # noqa: BLE001  raised here, whatever it is, it would be torch that cannot be imported
         _unusable = ImportError(
             f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
         )
         _unusable.__cause__ = error
-        return
-    built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
-    if built != running:
-        _unusable = ImportError(
-            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
-        )
-        return
-    importlib.import_module("torch_mesh.ops")
 
 
 def _register_with_transformers() -> None:
@@ -142,7 +142,8 @@ def _register_with_peft() -> None:
         importlib.import_module("torch_mesh.adapters.registration").register()
 
 
-AfterImport(["torch"], ["torch"], _load_extension).watch()
+_torch = AfterImport(["torch"], ["torch"], _load_extension)
+_torch.watch()
 # All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
 AfterImport(
     ["transformers.quantizers.auto", "transformers.integrations.gguf"],
@@ -157,6 +158,7 @@ if not TYPE_CHECKING:
         if name in _WHERE:
             import torch  # noqa: F401  which loads the extension, or finds why it cannot be
 
+            _torch.act_if_due()  # where another thread had begun to import torch before torch_mesh was
             if _unusable is not None:
                 raise ImportError(str(_unusable)) from _unusable
             value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

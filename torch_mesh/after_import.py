@@ -19,7 +19,7 @@ class AfterImport(MetaPathFinder):
 
     The second is why this is not simply called at the end of an awaited module: what ``act`` imports may need the module that is only
     about to get its names from it, of transformers or of torch_mesh itself. If ``act`` raises, whoever imports sees it, and the next
-    import tries again.
+    import tries again. It stays among the finders when it is done: another thread may be on its way through them, and would miss one.
     """
 
     def __init__(self, awaited: Sequence[str], packages: Sequence[str], act: Callable[[], None]) -> None:
@@ -30,17 +30,17 @@ class AfterImport(MetaPathFinder):
     def watch(self) -> None:
         """From now on; what has been imported already counts."""
         sys.meta_path.insert(0, self)
-        self._act_if_due()
+        self.act_if_due()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
+        if self._done or name.partition(".")[0] not in self._packages:
             return None
         # Those behind this one, others of this class among them, which wrap the same module too.
         finders = list(sys.meta_path)
-        behind = finders[finders.index(self) + 1 :] if self in finders else finders  # this one may just have ended
-        found = (finder.find_spec(name, path, target) for finder in behind)
+        behind = finders[finders.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             self._wrap(spec)
@@ -50,6 +50,9 @@ class AfterImport(MetaPathFinder):
         loader = spec.loader
         assert loader is not None
         execute = loader.exec_module
+        watchers: tuple[AfterImport, ...] = getattr(execute, "watchers", ())
+        if self in watchers:  # a loader that gives out several modules, or one again
+            return
 
         def execute_and_look(module: ModuleType) -> None:
             self._under_way.depth = getattr(self._under_way, "depth", 0) + 1
@@ -57,16 +60,18 @@ class AfterImport(MetaPathFinder):
                 execute(module)
             finally:
                 self._under_way.depth -= 1
-            self._act_if_due()
+            self.act_if_due(module.__name__)
 
-        # On this one object, which is made for this one module: its class, and so what it says of its source, stays.
+        execute_and_look.watchers = (*watchers, self)  # type: ignore[attr-defined]
+        # On this one object: its class, and so what it says of its source, stays.
         loader.exec_module = execute_and_look  # type: ignore[method-assign]
 
-    def _act_if_due(self) -> None:
+    def act_if_due(self, ended: str = "") -> None:
+        """``ended``: a module that has run to its end, though the import system does not know that yet."""
         if (
             self._done
             or getattr(self._under_way, "depth", 0) > 0
-            or not any(name in sys.modules for name in self._awaited)
+            or not any(name == ended or _is_imported(name) for name in self._awaited)
         ):
             return
         self._done = True  # what is imported now asks again
@@ -75,5 +80,9 @@ class AfterImport(MetaPathFinder):
         except BaseException:
             self._done = False
             raise
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+
+
+def _is_imported(name: str) -> bool:
+    """Whole: what another thread is importing is among the modules as well."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)

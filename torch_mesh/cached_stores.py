@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,10 +12,14 @@ from pathlib import Path
 from torch_mesh.cache import cache_folder
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.files import locked
-from torch_mesh.store.manifest import is_store, read_manifest
+from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
 from torch_mesh.store.writer import lock_path
 
 _REST = "-rest-"  # of a quantised checkpoint, beside its experts: loading.py
+_REMOVED = re.compile(r"(\.removed)+$")
+_HIDDEN = re.compile(
+    r"(\.partial|\.replaced-[0-9a-f]{8})$"
+)  # by store/writer.py: not whole yet, or not wanted any more
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class CachedStore:
 def cached_stores() -> list[CachedStore]:
     """Those of the cache folder, the one that was used last first. Raises MeshError where there can be no such folder."""
     folder = cache_folder() / "stores"
-    found = [_describe(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    there = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = [described for path in there if (described := _describe(path)) is not None]
     return sorted(found, key=lambda each: -each.used)
 
 
@@ -46,38 +53,60 @@ def remove(store: CachedStore) -> None:
     """Whoever has it open goes on. Raises MeshError where a process is writing it."""
     try:
         with locked(lock_path(_finished(store.folder))):
-            gone = store.folder.with_name(f".{store.name.strip('.')}.removed")
+            gone = store.folder.with_name(f".{_REMOVED.sub('', store.name).removeprefix('.')}.removed")
             if store.folder != gone:
-                shutil.rmtree(gone, ignore_errors=True)
+                if os.path.lexists(gone):
+                    _delete(gone)
                 store.folder.rename(gone)  # in one step, so that nobody opens half of it
-            shutil.rmtree(gone)
+            _delete(gone)
     except BlockingIOError as error:
         raise MeshError(f"{store.name} is being written by another process; it stays.") from error
 
 
 def _finished(folder: Path) -> Path:
     """The folder that this one is, or is to become."""
-    return folder.with_name(folder.name.removeprefix(".").removesuffix(".partial").removesuffix(".removed"))
+    return folder.with_name(_HIDDEN.sub("", _REMOVED.sub("", folder.name)).removeprefix("."))
 
 
-def _describe(folder: Path) -> CachedStore:
-    # Blocks, as the file of a conversion that has not ended is as long as it will be.
-    size = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
-    about, leftover = _about(folder)
-    return CachedStore(folder, about, size, folder.stat().st_mtime, leftover)
+def _delete(folder: Path) -> None:
+    """Of a link, which stands for a folder elsewhere, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
+def _describe(folder: Path) -> CachedStore | None:
+    """None for one that is gone meanwhile."""
+    try:
+        used = folder.stat().st_mtime
+        try:
+            # Blocks, as the file of a conversion that has not ended is as long as it will be.
+            size = sum(path.stat().st_blocks * 512 for path in folder.iterdir() if path.is_file())
+            about, leftover = _about(folder)
+        except PermissionError as error:
+            return CachedStore(folder, f"cannot be read: {error.strerror}", 0, used)
+    except FileNotFoundError:
+        return _describe(folder) if folder.exists() else None  # a file of it has gone, or all
+    return CachedStore(folder, about, size, used, leftover)
 
 
 def _about(folder: Path) -> tuple[str, str]:
     if folder.name.startswith("."):
-        what = "removed" if folder.name.endswith(".removed") else "a conversion that has not ended"
+        if folder.name.endswith(".removed"):
+            what = "removed"
+        else:
+            what = "replaced" if ".replaced-" in folder.name else "a conversion that has not ended"
         return what, what
     if _REST in folder.name:
         return "what a quantised checkpoint has beside its experts", ""
     if not is_store(folder):
-        return "no store", "no store"
+        return "no store", ""  # perhaps somebody's own: it goes by its age, or by name
     try:
         manifest = read_manifest(folder)
     except StoreError as error:
+        if is_of_another_release(folder):
+            return "a store of another release of torch_mesh", ""
         return "damaged", str(error)
     shape = manifest.shape
     groups = f", groups of {manifest.group_size}" if manifest.group_size else ""

@@ -96,6 +96,65 @@ def test_prune_takes_what_is_old_or_of_no_use(
     assert {path.name for path in stores.iterdir()} == set(two[: 1 if goes else 2])
 
 
+def test_prune_leaves_what_may_be_somebody_elses(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of another kind, and a store of a version that another torch_mesh reads: they go by age alone."""
+    other, later = stores / "notes", stores / "later-int8-89ab"
+    for folder in (other, later):
+        folder.mkdir(parents=True)
+    (later / "mesh_manifest.json").write_text('{"format_version": 99, "weights": "int8"}')
+    assert main(["cache", "prune"]) == 0
+    assert other.exists() and later.exists()
+    assert {each["name"]: each["about"] for each in _listed(capsys)}["notes"] == "no store"
+    for folder in (other, later):
+        _age(folder, 31)
+    assert main(["cache", "prune"]) == 0
+    assert not any(stores.iterdir())
+
+
+def test_a_link_goes_and_not_what_it_leads_to(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    for _ in range(2):
+        (stores / "linked").parent.mkdir(parents=True, exist_ok=True)
+        (stores / "linked").symlink_to(elsewhere)
+        assert main(["cache", "rm", "linked"]) == 0
+    (stores / ".left.removed").symlink_to(elsewhere)
+    assert main(["cache", "prune"]) == 0
+    assert not any(stores.iterdir()) and (elsewhere / "mine").exists()
+
+
+def test_what_cannot_be_removed_does_not_keep_the_others(
+    stores: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        (stores / name).mkdir(parents=True)
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "first":
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert main(["cache", "rm", "first", "second"]) == 1
+    assert "Permission denied" in capsys.readouterr().err
+    assert [path.name for path in stores.iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize(
+    "name", [".x-int4.removed", ".x-int4.partial", ".x-int4.partial.removed", ".x-int4.replaced-1234abcd"]
+)
+def test_what_is_left_of_a_store_goes_under_its_lock(
+    name: str, stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stores / name).mkdir(parents=True)
+    with locked(lock_path(stores / "x-int4")):
+        assert main(["cache", "prune"]) == 1
+        assert "being written" in capsys.readouterr().err and [*stores.glob(".x*[!k]")] == [stores / name]
+    assert main(["cache", "prune"]) == 0 and not any(stores.iterdir())
+
+
 def test_what_is_being_written_stays_and_the_others_go(
     two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

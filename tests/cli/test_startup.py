@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import inspect
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -63,6 +69,55 @@ assert torch_mesh.values.parse_size  # a module, where nobody has imported it
     _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
 
 
+_WITHOUT_EXTENSION = """
+import sys
+
+class Refuses:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch_mesh._C":
+            raise {error}
+
+sys.meta_path.insert(0, Refuses)
+import torch_mesh
+from torch_mesh.cli import main
+"""
+
+
+@pytest.mark.parametrize("error", ["ImportError('no such symbol')", "OSError('no such symbol')"])
+def test_an_extension_that_does_not_load_is_said_and_stops_nobody_else(error: str) -> None:
+    code = """
+assert main(["convert", "here", "there"]) == 1
+assert main(["--debug", "cache", "ls"]) == 1
+import torch
+assert torch.ones(2).sum() == 2
+try:
+    torch_mesh.patch
+except ImportError as error:
+    assert "no such symbol" in str(error) and "pip install" in str(error)
+else:
+    raise AssertionError
+import torch_mesh.cli.doctor
+"""
+    command = [sys.executable, "-c", _WITHOUT_EXTENSION.format(error=error) + code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("torch-mesh: torch_mesh's extension does not load with torch") and "no such symbol" in first
+    assert "Traceback" in done.stderr  # of --debug alone
+
+
+def test_ctrl_c_while_a_command_is_imported_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["verify", "here"]) == 130
+    assert capsys.readouterr().err == "torch-mesh: interrupted\n"
+
+
 def test_every_public_name_is_there() -> None:
     assert all(getattr(torch_mesh, name) is not None for name in torch_mesh.__all__)
     assert set(torch_mesh.__all__) <= set(dir(torch_mesh))
@@ -70,7 +125,7 @@ def test_every_public_name_is_there() -> None:
 
 # In processes that fork from one which has imported torch_mesh, and then import what the arguments name.
 _REGISTERS = """
-import importlib, os, sys, torch, torch_mesh
+import importlib, os, sys, torch, torch_mesh, traceback
 for name in sys.argv[1:]:
     child = os.fork()
     if child:
@@ -81,21 +136,28 @@ for name in sys.argv[1:]:
         try:
             importlib.import_module(name)
         except (ImportError, OSError, AttributeError, KeyError, RuntimeError) as error:  # it wants a package that is not there
+            if name.partition(".")[0] == "torch_mesh":
+                raise
             print(name, repr(error)[:200], flush=True)
         awaited = {"transformers.quantizers.auto", "transformers.modeling_utils", "transformers.integrations.gguf"}
         if awaited & set(sys.modules):
             from transformers import modeling_utils, quantizers
             assert "mesh" in quantizers.auto.AUTO_QUANTIZER_MAPPING and "mesh" in quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
             assert hasattr(modeling_utils.get_hf_quantizer, "__wrapped__")
-            assert not [each for each in sys.meta_path if type(each).__name__ == "AfterImport"]
+            watchers = [each for each in sys.meta_path if type(each).__name__ == "AfterImport"]
+            assert watchers and all(each._done for each in watchers if "transformers" in each._packages)
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(status)
 """
 
 
 def test_transformers_has_the_format_however_it_is_imported() -> None:
-    _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.config")
+    ours = ("config", "saving", "undivided", "pool", "serving.server", "adapters.report")
+    _run(_REGISTERS, "transformers.integrations.gguf", *(f"torch_mesh.{name}" for name in ours))
 
 
 @pytest.mark.slow
@@ -147,16 +209,75 @@ def test_it_acts_once_and_not_while_a_module_is_half_imported(package: MakePacka
     importlib.import_module(name)
     assert seen == [] and watch in sys.meta_path
     importlib.import_module(f"{name}.outer")
-    assert seen == [True] and watch not in sys.meta_path
+    assert seen == [True]
+    # It stays where another thread may be looking, and does no more.
+    path = sys.modules[name].__path__
+    assert watch in sys.meta_path and watch.find_spec(f"{name}.other", path) is None
+
+
+def test_what_another_thread_has_half_imported_does_not_count(package: MakePackage) -> None:
+    name = package(
+        awaited="""
+import sys
+go_on, begun = sys.modules[__package__].go_on, sys.modules[__package__].begun
+begun.set()
+assert go_on.wait(60)
+whole = True
+""",
+        other="",
+    )
+    parent: Any = importlib.import_module(name)
+    parent.go_on, parent.begun = threading.Event(), threading.Event()
+    seen = []
+    thread = threading.Thread(target=importlib.import_module, args=[f"{name}.awaited"])
+    thread.start()
+    try:
+        assert parent.begun.wait(60)
+        # Too late to see it end.
+        watch = AfterImport(
+            [f"{name}.awaited"], [name], lambda: seen.append(hasattr(sys.modules[f"{name}.awaited"], "whole"))
+        )
+        watch.watch()
+        importlib.import_module(f"{name}.other")
+        assert seen == []
+    finally:
+        parent.go_on.set()
+        thread.join()
+    watch.act_if_due()
+    assert seen == [True]
+
+
+def test_finders_of_any_kind_and_loaders_of_many_modules(package: MakePackage, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = package(awaited="")
+    executed: list[str] = []
+
+    class Shared(importlib.abc.Loader):
+        def exec_module(self, module: ModuleType) -> None:
+            executed.append(module.__name__)
+            assert len(inspect.stack()) < depth + 20
+
+    shared, depth = Shared(), len(inspect.stack())
+
+    class Finder:
+        @staticmethod
+        def find_spec(module: str, path: Any, target: Any) -> ModuleSpec | None:
+            return ModuleSpec(module, shared) if "made_here" in module else None
+
+    sys.meta_path[:0] = [object(), Finder]  # type: ignore[list-item]  # the first is no finder
+    for _ in range(2):
+        AfterImport([f"{name}.awaited"], [name], lambda: None).watch()
+    made = [f"{name}.made_here_{which}" for which in range(30)]
+    for each in made:
+        importlib.import_module(each)
+    assert executed == made
 
 
 def test_it_acts_at_once_where_the_module_is_there(package: MakePackage) -> None:
     name = package(awaited="")
     importlib.import_module(f"{name}.awaited")
     seen: list[int] = []
-    watch = AfterImport([f"{name}.awaited"], [name], lambda: seen.append(1))
-    watch.watch()
-    assert seen == [1] and watch not in sys.meta_path
+    AfterImport([f"{name}.awaited"], [name], lambda: seen.append(1)).watch()
+    assert seen == [1]
 
 
 def test_what_fails_is_heard_and_tried_again(package: MakePackage) -> None:

@@ -163,7 +163,8 @@ def test_an_sdist_builds_a_wheel_that_has_what_ships_and_runs(mesh_tiny: Path, t
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     names = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
-    assert {"torch_mesh/py.typed", "torch_mesh/_C.pyi", "torch_mesh/ops/experts.py", "torch_mesh/cli/serve.py"} <= names
+    shipped = ("py.typed", "_C.pyi", "ops/experts.py", "cli/serve.py", "statistics/page.html")
+    assert {f"torch_mesh/{name}" for name in shipped} <= names
     assert not [name for name in names if "_testing" in name or name.startswith(("csrc", "tests"))]
     (extension,) = installed.glob("torch_mesh/_C*.so")
     needed = subprocess.run(["readelf", "-d", extension], check=True, capture_output=True, text=True).stdout

@@ -175,6 +175,43 @@ def test_one_that_is_broken_off_goes_on_or_is_forgotten(make: Make, when: str, r
     assert kept.counts.reused_tokens == (len(tokens) - 1 if when == "between" else 0)
 
 
+@MODELS
+def test_one_that_ends_before_its_first_token_leaves_what_was_kept(make: Make, rng: np.random.Generator) -> None:
+    model = _model(make)
+    kept = KeptKeys(model, PLENTY)
+
+    class Gone:
+        def put(self, value: Tensor) -> None:
+            raise _Gone
+
+    with pytest.raises(_Gone):
+        _ask(kept.generate, _some(rng, 5), 5, streamer=Gone())
+    assert not kept.conversations
+    answer = _ask(kept.generate, _some(rng, 5), 5)
+    tokens = torch.cat([answer, _some(rng)])
+    with pytest.raises(_Gone):
+        _ask(kept.generate, tokens, 5, streamer=Gone())
+    assert kept.counts.kept_tokens == len(answer) - 1
+    before = kept.counts.reused_tokens
+    assert torch.equal(_ask(kept.generate, tokens, 5), _ask(model.generate, tokens, 5))
+    assert kept.counts.reused_tokens - before == len(answer) - 1
+
+
+def test_a_conversation_that_parts_early_copies_nothing_of_the_other(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), PLENTY)
+    tokens = _some(rng, 40, 50)
+    _ask(kept.generate, tokens, 5)
+    (first,) = kept.conversations
+    held: list[Any] = first.cache.layers
+    length = len(first.tokens)
+    taken = kept._taken(torch.cat([tokens[:10], tokens[:1] % (VOCABULARY - 1) + 1, tokens[11:]]))
+    mine: list[Any] = taken.cache.layers
+    assert 10 <= len(taken.tokens) < length == len(first.tokens)
+    for layer, theirs in zip(mine, held, strict=True):
+        assert layer.keys.data_ptr() == theirs.keys.data_ptr() and layer.get_seq_length() == len(taken.tokens)
+        assert theirs.get_seq_length() == length
+
+
 def test_what_it_cannot_take_part_in_is_left_to_the_model(rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = KeptKeys(model, PLENTY)

@@ -8,8 +8,10 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from types import ModuleType
 from typing import Any
 
+import torch_mesh
 from torch_mesh.errors import MeshError
 from torch_mesh.version import __version__
 
@@ -31,13 +33,15 @@ COMMANDS = {
 }
 
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
+_WITHOUT_EXTENSION = ("doctor", "verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
-    parsed = _parser(given).parse_args(given)
+    parsed = argparse.Namespace(debug="--debug" in given)
     try:
+        _parser(given).parse_args(given, parsed)
         return parsed.run(parsed)
     except KeyboardInterrupt:
         return _complain(parsed, getattr(parsed, "interrupted", "interrupted"), _INTERRUPTED)
@@ -80,8 +84,18 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         command = subparsers.add_parser(name, help=about)
         if name == chosen or given is COMMANDS:
-            importlib.import_module(f"torch_mesh.cli.{name}").add_arguments(command)
+            _load(name).add_arguments(command)
     return parser
+
+
+def _load(name: str) -> ModuleType:
+    """The module of a command. ImportError says what is to be done where the extension does not load."""
+    if name not in _WITHOUT_EXTENSION:
+        import torch  # noqa: F401  which loads the extension, or finds why it cannot be
+
+        if torch_mesh._unusable is not None:
+            raise ImportError(str(torch_mesh._unusable)) from torch_mesh._unusable
+    return importlib.import_module(f"torch_mesh.cli.{name}")
 
 
 def _said(error: OSError) -> str:

@@ -73,7 +73,7 @@ def _give_up(stores: Iterable[CachedStore], dry_run: bool = False) -> int:
         try:
             if not dry_run:
                 remove(each)
-        except MeshError as error:  # it is being written: the others go all the same
+        except (MeshError, OSError) as error:  # such as one that is being written: the others go all the same
             print(f"torch-mesh: {error}", file=sys.stderr)
             stayed += 1
             continue

@@ -85,10 +85,10 @@ class KeptKeys:
                     return self._generate(**arguments)
                 return self._generate(**arguments, past_key_values=conversation.cache)
             finally:  # a client that has gone ends it with an exception, and may come back
-                if seen.tokens is not None:
-                    self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
-                    if conversation is not None:
-                        self._keep(conversation, seen.tokens[0])
+                tokens = prompt if seen.tokens is None else seen.tokens
+                self.counts.generated_tokens += tokens.numel() - prompt.numel()
+                if conversation is not None:
+                    self._keep(conversation, tokens[0])
                 self._count()
 
     def _can_keep(self, arguments: dict[str, Any]) -> bool:
@@ -129,7 +129,10 @@ class KeptKeys:
             assert cache is not None
             return Conversation(tokens[:0], cache)
         if 2 * length < len(best.tokens):
-            best = copy.deepcopy(best)  # another conversation, of which they share the beginning
+            # Another conversation, of which they share the beginning, and until something is added to it the memory.
+            cache = copy.copy(best.cache)
+            cache.layers = [copy.copy(layer) for layer in cache.layers]
+            best = Conversation(best.tokens, cache)
         else:
             self.conversations.remove(best)
         best.crop(length)
@@ -138,8 +141,8 @@ class KeptKeys:
     def _keep(self, conversation: Conversation, tokens: Tensor) -> None:
         layers: list[Any] = conversation.cache.layers
         lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) != 1:
-            return  # it ended within a forward
+        if len(lengths) != 1 or 0 in lengths:
+            return  # it ended within a forward, or before the first of all
         conversation.tokens = tokens[: min(lengths)].clone()
         self.conversations.append(conversation)
         while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:

@@ -6,8 +6,10 @@ says how the model is opened, and the application, which gets an address more.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import inspect
+import json
 import re
 import socket
 import threading
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
@@ -61,6 +64,8 @@ def options() -> list[Option]:
         kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
         members = getattr(kinds[0], "__members__", None)
         choices = () if members is None else tuple(str(member.value) for member in members.values())
+        if name == "log_level":  # which it looks up without a check
+            choices = tuple(logging.log_levels)
         text = next((each.help for each in about if getattr(each, "help", None)), "")
         found.append(Option(name, parameter.default, str if choices else kinds[0], choices, text))
     return found
@@ -92,16 +97,23 @@ class Server:
     def __init__(self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any]) -> None:
         serve = _transformers_serve()
         self.model = name_for(model)
-        self._model_id = ""  # as transformers' server calls it within, once it is open
         given = {option.name: option.default for option in options()} | dict(given)
-        _check_address(given["host"], given["port"])  # before the model is opened, which may take long
+        # Before the model is opened, which may take long.
+        _check_template_arguments(given.get("chat_template_kwargs"))
+        _check_address(given["host"], given["port"])
         with _in_place_of_transformers(self.model, config, kept_bytes, self):
             self._serve = serve(self.model, **given, non_blocking=True)
         self._thread: threading.Thread = self._serve._thread
-        while not self._serve.server.started:
-            if not self._thread.is_alive():
-                raise MeshError(f"The server has ended before it began to listen on {given['host']}:{given['port']}.")
-            time.sleep(0.01)
+        try:
+            while not self._serve.server.started:
+                if not self._thread.is_alive():
+                    raise MeshError(
+                        f"The server has ended before it began to listen on {given['host']}:{given['port']}."
+                    )
+                time.sleep(0.01)
+        except BaseException:  # Ctrl-C: the process would wait for the thread for ever
+            self._serve.server.should_exit = True
+            raise
         host, port = self._serve.server.servers[0].sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -117,15 +129,16 @@ class Server:
         self._thread.join(grace)
         if self._thread.is_alive():
             server.force_exit = True
-            for timed in self.manager.loaded_models.values():
+            for timed in list(self.manager.loaded_models.values()):
                 for pool in {module._mesh_pool for module in patched_modules(timed.model)}:
                     pool.close()  # whatever computes raises
             self._thread.join(grace)
         generation = self._serve._generation_state
         generation.shutdown()
-        with contextlib.suppress(TimeoutError):
-            # Behind what the thread of generate still has to end: a process that ends before it does is aborted.
-            generation.get_manager(self._model_id).submit(lambda: None).result(grace)
+        # Behind what the threads of generate still have to end: a process that ends before they do is aborted.
+        for manager in list(generation._generate_managers.values()):
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                manager.submit(lambda: None).result(grace)
         self.manager.shutdown()
 
     def __enter__(self) -> Self:
@@ -181,6 +194,8 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
         server.manager = manager
         app = build(manager, *args, **kwargs)
+        # Of transformers' own tests: any page in a browser could end the model with it, as a POST without a body needs no leave.
+        app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != "/reset"]
         registry = Metrics(manager.now).registry
 
         @app.get("/metrics")
@@ -213,6 +228,17 @@ def _transformers_serve() -> Any:
     from transformers.cli.serve import Serve
 
     return Serve
+
+
+def _check_template_arguments(text: str | None) -> None:
+    if not text:
+        return
+    with contextlib.suppress(ValueError):
+        if isinstance(json.loads(text), dict):
+            return
+    raise ValueError(
+        f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
+    )
 
 
 def _check_address(host: str, port: int) -> None:

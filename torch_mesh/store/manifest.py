@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.errors import StoreError
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -299,6 +300,18 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
         return _typed_manifest(path, table)
     except (TypeError, ValueError, KeyError, AttributeError) as problem:
         raise store_error(path, f"is malformed: {problem}") from None
+
+
+def is_of_another_release(folder: Path) -> bool:
+    """Whether its manifest says that it has records of a kind or version which this release does not read."""
+    path = folder / MANIFEST_NAME
+    try:
+        table = read_json_file(path)
+    except StoreError:
+        return False
+    if not isinstance(table, dict) or "format_version" not in table:
+        return False
+    return (table.get("weights"), table["format_version"]) not in list(FORMAT_VERSIONS.items())
 
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
