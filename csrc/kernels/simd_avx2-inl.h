@@ -87,9 +87,9 @@ inline Floats load_half_of_e4m3(const void* from) {
 }
 
 // E4M3 has the bits of a float after its sign, but for the bias: these are 1 / kE4m3Unit of it, and
-// subnormal where it is. vcvtph2ps, which needs no such care, takes two cycles for each vector
-// here. What they multiply is kE4m3Lift times too large, so that no product leaves the range of a
-// float.
+// subnormal where it is. vcvtph2ps, which needs no such care, takes longer than all else
+// (docs/decisions/0044). What they multiply is kE4m3Lift times too large, so that products from
+// 2^-70 on keep their bits. Activations of 2^64 and more become infinite by it; no model has any.
 constexpr float kE4m3Unit = 0x1p120f;
 constexpr float kE4m3Lift = 0x1p64f;
 
