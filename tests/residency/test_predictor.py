@@ -271,7 +271,7 @@ def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys:
         (short, [], 2, "at least 5 are needed"),
         (strange, [], 1, "strange.jsonl, line 2: not a JSON object with a text"),
         (binary, [], 1, "is not text in UTF-8"),
-        (tmp_path / "none", [], 1, "No such file"),
+        (tmp_path / "none", [], 1, "no such file"),
         (short, ["--resident", "0"], 2, "resident=0.0 is not a fraction"),
         (short, ["--out", str(tmp_path / "none" / "out")], 1, "there is no such folder"),
     ):

@@ -218,7 +218,7 @@ def test_to_stop_waits_for_what_is_computed(serving: Callable[..., Any], folder:
     server.manager.kept._generate = slow
     address = f"{server.address}/v1"
     with (
-        openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=10) as client,
         ThreadPoolExecutor(2) as pool,
     ):
         try:
