@@ -84,7 +84,9 @@ from torch_mesh.cli import main
 """
 
 
-@pytest.mark.parametrize("error", ["ImportError('no such symbol')", "OSError('no such symbol')"])
+@pytest.mark.parametrize(
+    "error", ["ImportError('no such symbol')", pytest.param("OSError('no such symbol')", marks=pytest.mark.slow)]
+)
 def test_an_extension_that_does_not_load_is_said_and_stops_nobody_else(error: str) -> None:
     code = """
 assert main(["convert", "here", "there"]) == 1

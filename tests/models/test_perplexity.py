@@ -26,7 +26,7 @@ def original(checkpoint: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=["prose", "code"])
+@pytest.fixture(scope="module", params=["prose", pytest.param("code", marks=pytest.mark.slow)])
 def documents(request: pytest.FixtureRequest, checkpoint: Path) -> list[torch.Tensor]:
     """The first ten documents, 512 tokens of each at most."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

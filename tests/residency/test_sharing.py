@@ -233,7 +233,7 @@ def test_no_child_hangs_wherever_its_parents_threads_are(open_cold: Open, seed: 
     with ThreadPoolExecutor(3) as threads:
         busy = [threads.submit(each) for each in (look, look, open_and_close)]
         try:
-            for number in range(400):
+            for number in range(150):
                 child = os.fork()
                 if child == 0:
                     try:
