@@ -36,7 +36,7 @@ inline void gemm_bf16(const BlockProducts& products) {
 // Words of bf16, which holds every number of E4M3.
 inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte* to) {
   const Floats unit = broadcast(kE4m3Unit);
-  const WithSubnormals counted;
+  const uint32_t before = count_subnormals();
   for (int32_t i = 0; i < words * kBlockColumns; i += 2 * kLanes) {
     ExpandedFp8Dot::Weights both[2];
     ExpandedFp8Dot::weights(pairs + i * 2, both);
@@ -48,6 +48,7 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte*
       store_words(to + (i + v * kLanes) * 4, low | high);
     }
   }
+  restore_subnormals(before);
 }
 
 inline void gemm_fp8(const BlockProducts& products) {

@@ -108,13 +108,14 @@ inline void bf16_panels(const BlockProducts& products) {
 
 inline void fp8_panels(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
-  const WithSubnormals counted;
+  const uint32_t before = count_subnormals();
   Panel panel;
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
     panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, kE4m3Unit,
                                Fp8Step(products, depth, 1), panel);
   }
+  restore_subnormals(before);
 }
 
 }  // namespace

@@ -308,11 +308,12 @@ template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
-  const WithSubnormals counted;
+  const uint32_t before = count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products, depth, Dot::kUnit));
   }
+  restore_subnormals(before);
 }
 
 }  // namespace

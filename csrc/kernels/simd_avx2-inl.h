@@ -93,22 +93,17 @@ inline Floats load_half_of_e4m3(const void* from) {
 constexpr float kE4m3Unit = 0x1p120f;
 constexpr float kE4m3Lift = 0x1p64f;
 
-// Subnormals count while one of these lives, whatever torch.set_flush_denormal says.
-class WithSubnormals {
- public:
-  WithSubnormals() : before_(_mm_getcsr()) {
-    if ((before_ & kIgnored) != 0) _mm_setcsr(before_ & ~kIgnored);
-  }
-  ~WithSubnormals() {
-    if ((before_ & kIgnored) != 0) _mm_setcsr(before_);
-  }
-  WithSubnormals(const WithSubnormals&) = delete;
-  WithSubnormals& operator=(const WithSubnormals&) = delete;
-
- private:
-  static constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
-  uint32_t before_;
-};
+// From here on subnormals count, whatever torch.set_flush_denormal says; returns what to restore.
+// No destructor does that: its cleanup would be a symbol that this object gives away.
+inline uint32_t count_subnormals() {
+  constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
+  const uint32_t before = _mm_getcsr();
+  if ((before & kIgnored) != 0) _mm_setcsr(before & ~kIgnored);
+  return before;
+}
+inline void restore_subnormals(uint32_t before) {
+  if (_mm_getcsr() != before) _mm_setcsr(before);
+}
 
 inline Floats upper_e4m3(__m256i words) {
   return as_floats(_mm256_srai_epi32(words, 4) & broadcast_word(0x87f00000));

@@ -78,9 +78,9 @@ inline Words load_bytes(const void* from) {
 // As halves; see kE4m3HalfUnit.
 constexpr float kE4m3Unit = 256;
 constexpr float kE4m3Lift = 1;
-struct WithSubnormals {
-  WithSubnormals() {}  // halves that are subnormal are none as floats
-};
+// Halves that are subnormal are none as floats.
+inline uint32_t count_subnormals() { return 0; }
+inline void restore_subnormals(uint32_t) {}
 inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
