@@ -111,7 +111,6 @@ struct ExpandedFp8Dot : ExpandedBf16Dot {
     const Floats lift = broadcast(kE4m3Lift);
     return {values.low * lift, values.high * lift};
   }
-  static void put_in_order(Sum& first, Sum& second) { torch_mesh::put_in_order(first, second); }
 };
 
 }  // namespace

@@ -9,8 +9,7 @@
 //   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
 //   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) unfolds together, where
-//                   that is cheaper than one
-//   put_in_order(first, second)   sums of two vectors of columns, where they are not so unfolded
+//                   that is cheaper than one; the simd header's put_in_order takes them apart
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 #pragma once
@@ -271,7 +270,7 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
     add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
     if constexpr (vectors_unfolded<Dot>() == 2) {
       for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; v += 2) Dot::put_in_order(tile[r][v], tile[r][v + 1]);
+        for (int v = 0; v < kVectors; v += 2) put_in_order(tile[r][v], tile[r][v + 1]);
       }
     }
     for (int v = 0; v < kVectors; ++v) {
