@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, inputs_for, output_of
-from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from training import STEPS, StopAfter, trainer_for
+from transformers import AutoModelForCausalLM, set_seed
 
 import torch_mesh
 from torch_mesh import MeshConfig
@@ -21,45 +21,6 @@ from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import is_store
 
 QWEN, GPT_OSS = "Qwen3MoeExperts", "GptOssExperts"
-STEPS = 4
-
-
-class _Text(Dataset):
-    """Of a pattern that is quickly learned."""
-
-    def __init__(self) -> None:
-        self._rows = torch.stack([(torch.arange(12) + start) % 5 + 3 for start in range(8)])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._rows[index], "labels": self._rows[index]}
-
-
-class _Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            control.should_training_stop = True
-
-
-def _trainer(model: Any, folder: Path, callbacks: list[TrainerCallback] | None = None, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    arguments = TrainingArguments(str(folder), **(settings | options))
-    return Trainer(model=model, args=arguments, train_dataset=_Text(), eval_dataset=_Text(), callbacks=callbacks)
 
 
 class _Model:
@@ -94,7 +55,7 @@ WAYS = ("patched", "raw", "converted")
 def test_it_trains_and_saves_what_it_trained(way: str, tmp_path: Path) -> None:
     model = _Model(way, tmp_path).open()
     before = _trained(model)
-    trainer = _trainer(model, tmp_path / "out")
+    trainer = trainer_for(model, tmp_path / "out")
     losses = trainer.train()
     assert losses.global_step == STEPS
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -116,7 +77,7 @@ def test_it_trains_and_saves_what_it_trained(way: str, tmp_path: Path) -> None:
 
 def test_plain_transformers_opens_what_was_trained(tmp_path: Path) -> None:
     model = _Model("raw", tmp_path).open()
-    trainer = _trainer(model, tmp_path / "out")
+    trainer = trainer_for(model, tmp_path / "out")
     trainer.train()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{STEPS}", dtype="auto")
     assert next(patched_modules(plain), None) is None
@@ -141,10 +102,10 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(
 ) -> None:
     source = _Model(way, tmp_path, name)
     whole = source.open()
-    _trainer(whole, tmp_path / "whole", **options).train()
-    _trainer(source.open(), tmp_path / "parts", [_Stop(2)], **options).train()
+    trainer_for(whole, tmp_path / "whole", **options).train()
+    trainer_for(source.open(), tmp_path / "parts", [StopAfter(2)], **options).train()
     resumed = source.open()
-    outcome = _trainer(resumed, tmp_path / "parts", **options).train(resume_from_checkpoint=True)
+    outcome = trainer_for(resumed, tmp_path / "parts", **options).train(resume_from_checkpoint=True)
     assert outcome.global_step == STEPS
     expected = _trained(whole)
     for key, tensor in _trained(resumed).items():
@@ -155,10 +116,10 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(
 def test_a_run_with_packed_linear_layers_resumes(tmp_path: Path) -> None:
     source = _Model("converted", tmp_path)
     models = []
-    for folder, callbacks, resume in (("whole", [], False), ("parts", [_Stop(2)], False), ("parts", [], True)):
+    for folder, callbacks, resume in (("whole", [], False), ("parts", [StopAfter(2)], False), ("parts", [], True)):
         model = torch_mesh.patch(torch_mesh.unpatch(source.open(), lossy=True), weights="int8", dense="bf16")
         assert isinstance(model.lm_head, MeshLinear)
-        _trainer(model, tmp_path / folder, callbacks).train(resume_from_checkpoint=resume)
+        trainer_for(model, tmp_path / folder, callbacks).train(resume_from_checkpoint=resume)
         models.append(model)
     expected = _trained(models[0])
     assert all(torch.equal(tensor, expected[name]) for name, tensor in _trained(models[2]).items())
@@ -170,7 +131,7 @@ def test_a_run_with_packed_linear_layers_resumes(tmp_path: Path) -> None:
 def test_the_best_model_comes_back_at_the_end(way: str, tmp_path: Path) -> None:
     """A learning rate that ruins the model makes the first checkpoint the best."""
     model = _Model(way, tmp_path).open()
-    trainer = _trainer(
+    trainer = trainer_for(
         model,
         tmp_path / "out",
         learning_rate=0.3,
@@ -195,7 +156,9 @@ def test_gradient_checkpointing_gives_the_same_training(way: str, tmp_path: Path
     source = _Model(way, tmp_path)
     models = [source.open() for _ in range(2)]
     for model, checkpointing in zip(models, (False, True), strict=True):
-        trainer = _trainer(model, tmp_path / str(checkpointing), gradient_checkpointing=checkpointing, save_steps=100)
+        trainer = trainer_for(
+            model, tmp_path / str(checkpointing), gradient_checkpointing=checkpointing, save_steps=100
+        )
         trainer.train()
         assert model.is_gradient_checkpointing == checkpointing
     expected = _trained(models[0])
@@ -205,7 +168,7 @@ def test_gradient_checkpointing_gives_the_same_training(way: str, tmp_path: Path
 
 def test_checkpoints_of_rounded_experts_share_their_records(tmp_path: Path) -> None:
     model = _Model("converted", tmp_path).open()
-    _trainer(model, tmp_path / "out", save_steps=1).train()
+    trainer_for(model, tmp_path / "out", save_steps=1).train()
     records = list(tmp_path.glob("**/mesh-*.safetensors"))
     assert len(records) == 1 + STEPS
     assert len({path.stat().st_ino for path in records}) == 1

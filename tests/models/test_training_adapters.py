@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from training import ROWS, STEPS, StopAfter, trainer_for
+from transformers import Trainer, TrainerState, set_seed
 
 import torch_mesh
 
-STEPS = 4
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -26,26 +26,6 @@ def _model(resident: float = 0.3, dtype: torch.dtype = torch.bfloat16, **fields:
     return get_peft_model(model, config)
 
 
-ROWS = [(torch.arange(12) + start) % 5 + 3 for start in range(8)]
-TEXT: Any = [{"input_ids": row, "labels": row} for row in ROWS]
-
-
-def _trainer(model: Any, folder: Path, callbacks: list[TrainerCallback] | None = None, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    arguments = TrainingArguments(str(folder), **(settings | options))
-    return Trainer(model=model, args=arguments, train_dataset=TEXT, eval_dataset=TEXT, callbacks=callbacks)
-
-
 def _losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -54,14 +34,9 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-class _Stop(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == STEPS // 2
-
-
 def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = _model()
-    trainer = _trainer(model, tmp_path, [torch_mesh.MeshTrainerCallback()], eval_strategy="epoch")
+    trainer = trainer_for(model, tmp_path, [torch_mesh.MeshTrainerCallback()], eval_strategy="epoch")
     trainer.train()
     assert torch_mesh.describe_training(model) in capsys.readouterr().out
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -93,14 +68,14 @@ def test_counters_that_were_reset_are_not_logged_as_less_than_nothing() -> None:
 def test_the_callback_refuses_a_model_that_is_not_patched(tmp_path: Path) -> None:
     model = TINY_MODELS["Qwen3MoeExperts"].build()
     with pytest.raises(torch_mesh.MeshError, match="is not patched"):
-        _trainer(model, tmp_path, [torch_mesh.MeshTrainerCallback()]).train()
+        trainer_for(model, tmp_path, [torch_mesh.MeshTrainerCallback()]).train()
 
 
 def test_residency_changes_no_bit_of_a_training(tmp_path: Path) -> None:
     trained = []
     for resident in (1.0, 0.25):
         model = _model(resident, store=tmp_path / f"store-{resident}")
-        trainer = _trainer(model, tmp_path / str(resident), save_strategy="no")
+        trainer = trainer_for(model, tmp_path / str(resident), save_strategy="no")
         trainer.train()
         trained.append((_losses(trainer), _trained(model)))
     assert trained[0][0] == trained[1][0]
@@ -114,7 +89,7 @@ def test_checkpointed_activations_give_the_same_training(reentrant: bool, tmp_pa
         model = _model()
         if checkpointing and reentrant:
             model.enable_input_require_grads()
-        trainer = _trainer(
+        trainer = trainer_for(
             model,
             tmp_path / str(checkpointing),
             gradient_checkpointing=checkpointing,
@@ -129,10 +104,10 @@ def test_checkpointed_activations_give_the_same_training(reentrant: bool, tmp_pa
 
 def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
     whole = _model()
-    _trainer(whole, tmp_path / "whole").train()
-    _trainer(_model(), tmp_path / "parts", [_Stop()]).train()
+    trainer_for(whole, tmp_path / "whole").train()
+    trainer_for(_model(), tmp_path / "parts", [StopAfter(2)]).train()
     resumed = _model()
-    _trainer(resumed, tmp_path / "parts").train(resume_from_checkpoint=True)
+    trainer_for(resumed, tmp_path / "parts").train(resume_from_checkpoint=True)
     expected = _trained(whole)
     assert expected.keys() == _trained(resumed).keys()
     for name, value in _trained(resumed).items():
