@@ -3,7 +3,7 @@ and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpo
 0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16.
 
 Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes. The
-plain read adds up the same records in the same pages with the same threads; op and read take turns, half a layer apart, so
+plain read adds up the same records in the same pages with the same threads, as fast as they can; op and read take turns, half a layer apart, so
 that neither finds what the other has just read.
 """
 
