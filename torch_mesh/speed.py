@@ -104,7 +104,7 @@ def _read(descriptors: dict[Path, int], places: Sequence[tuple[Path, int]], buff
     for file, offset in places:
         if time.monotonic() > deadline:
             break
-        done += os.preadv(descriptors[file], [memoryview(buffer)], offset)
+        done += os.preadv(descriptors[file], [buffer.data], offset)
     return done
 
 
