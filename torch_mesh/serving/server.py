@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import inspect
 import json
 import re
@@ -24,7 +25,16 @@ from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
+from torch_mesh.memory import left_bytes
 from torch_mesh.modules import patched_modules
+from torch_mesh.serving.admission import (
+    RESERVE_BYTES,
+    Admission,
+    RequestTooLongError,
+    check_blocks,
+    check_positions,
+    find_needs,
+)
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
@@ -34,6 +44,7 @@ if TYPE_CHECKING:
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
+_CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
 
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
@@ -172,7 +183,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
                 raise ValueError(f"This server has {model} and opens no other model.")
             found, processor = super().load_model_and_processor(model_id_and_revision, gguf_file=gguf_file, **kwargs)
             if self.kept is None:
-                self.kept = KeptKeys(found, kept_bytes)
+                self.kept = KeptKeys(found, kept_bytes, Admission(found, find_needs(found, kept_bytes > 0)))
                 vars(found)["generate"] = self.kept.generate
             return found, processor
 
@@ -194,6 +205,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
         server.manager = manager
         app = build(manager, *args, **kwargs)
+        _refuse_what_does_not_fit(app, manager, kwargs["generation_state"])
         # Of transformers' own tests: any page in a browser could end the model with it, as a POST without a body needs no leave.
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != "/reset"]
         registry = Metrics(manager.now).registry
@@ -216,6 +228,71 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     finally:
         for (module, name, _), theirs in zip(pieces, before, strict=True):
             setattr(module, name, theirs)
+
+
+def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
+    """Before a request is queued; transformers would answer it until memory is gone."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    @app.exception_handler(RequestTooLongError)
+    async def refused(_: Request, error: RequestTooLongError) -> JSONResponse:
+        about = {"type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}
+        return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
+
+    find_manager, configured = generation.get_manager, generation._cb_config
+
+    def get_manager(model_id: str, use_cb: bool = False) -> Any:
+        if use_cb and generation._cb_manager is None:
+            generation._cb_config = _blocks_that_fit(configured)
+        found = find_manager(model_id, use_cb=use_cb)
+        if "generate_streaming" not in vars(found):
+            for name in ("generate_streaming", "generate_non_streaming"):
+                setattr(found, name, _checked(getattr(found, name), generation, manager))
+        return found
+
+    generation.get_manager = get_manager
+
+
+def _checked(generate: Any, generation: Any, manager: Any) -> Any:
+    def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt, new = inputs["input_ids"], gen_config.max_new_tokens
+        if isinstance(prompt, list):  # of continuous batching
+            check_positions(manager.kept.admission.needs.positions, len(prompt), new)
+            check_blocks(_tokens_in_blocks(generation), len(prompt), new)
+        else:
+            manager.kept.check(prompt[0], new)
+        return generate(model, processor, inputs, gen_config, *args, **kwargs)
+
+    return checked
+
+
+def _blocks_that_fit(configured: Any) -> Any:
+    """As many blocks as memory is left for, if nothing else was given; transformers knows nothing of cgroups, nor of other processes."""
+    import psutil
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if configured is None else copy.copy(configured)
+    if config.max_memory_percent is None:
+        theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
+        config.max_memory_percent = min(_CB_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
+    return config
+
+
+def _tokens_in_blocks(generation: Any) -> int:
+    """How many tokens continuous batching has blocks for, which it makes in its own thread."""
+    batching = generation._cb_manager._cb
+    status = batching.background_thread_status
+    while batching.batch_processor is None and status.fatal_error is None:
+        time.sleep(0.01)
+    if batching.batch_processor is not None:
+        return int(batching.batch_processor.cache.num_blocks * batching.continuous_batching_config.page_size)
+    problem = status.fatal_error
+    generation.shutdown()  # the next request may find more memory
+    raise RequestTooLongError(
+        f"Memory is not left for the blocks of continuous batching ({problem}): start the server with a smaller --resident or "
+        "--cb-max-batch-tokens."
+    )
 
 
 def _transformers_serve() -> Any:
