@@ -287,7 +287,7 @@ def _tokens_in_blocks(generation: Any) -> int:
         time.sleep(0.01)
     if batching.batch_processor is not None:
         return int(batching.batch_processor.cache.num_blocks * batching.continuous_batching_config.page_size)
-    problem = status.fatal_error
+    problem = str(status.fatal_error)  # the error itself has frames, and those the model
     generation.shutdown()  # the next request may find more memory
     raise RequestTooLongError(
         f"Memory is not left for the blocks of continuous batching ({problem}): start the server with a smaller --resident or "
