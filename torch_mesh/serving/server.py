@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import json
+import os
 import re
 import socket
 import threading
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
@@ -38,6 +41,8 @@ from torch_mesh.serving.admission import (
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
+from torch_mesh.store.header import check_folder, store_error
+from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,21 +87,48 @@ def options() -> list[Option]:
     return found
 
 
-def name_for(model: str) -> str:
-    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name and a colon.
+# owner/model, @revision, and a GGUF file of it behind a colon, as transformers has it, or behind a slash, as the rest of torch_mesh.
+_ON_HUB = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+\.gguf)",
+        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+\.gguf)",
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?",
+    )
+)
 
-    Raises ValueError for the name of a file or folder that it would take for something else.
+
+def name_for(model: str) -> str:
+    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name, its revision and a colon.
+
+    Raises ValueError for the name of a file or folder that it would take for something else, StoreError for a path where nothing is.
     """
-    if not model.endswith(".gguf"):
-        folder, named = model, model
-    else:
-        folder, _, file = model.rpartition("/")
-        named = f"{folder or '.'}:{file}"
-    if special := re.search("[:@]", folder):
+    if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
+        check_path = check_folder if not model.endswith(".gguf") else _check_file
+        check_path(model)
+        folder, _, file = model.rpartition("/") if model.endswith(".gguf") else (model, "", "")
+        if special := re.search("[:@]", folder):
+            raise ValueError(
+                f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
+            )
+        return f"{folder or '.'}:{file}" if file else folder
+    found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
+    try:
+        if found is None or found["repo"].endswith(".gguf"):
+            raise HFValidationError
+        validate_repo_id(found["repo"])
+    except HFValidationError:
         raise ValueError(
-            f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
-        )
-    return named
+            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, owner/model@revision, "
+            "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
+        ) from None
+    parts = found.groupdict()
+    return f"{parts['repo']}{parts['revision'] or ''}" + (f":{parts['file']}" if parts.get("file") else "")
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise store_error(path, "there is no such file")
 
 
 class Server:
@@ -173,6 +205,14 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
 
         def get_quantization_config(self) -> Any:
             return config
+
+        def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
+            """From the file that the model comes from: transformers would look for another revision's, and download that."""
+            name, revision = model_id_and_revision.split("@", 1)
+            if gguf_file is not None and not os.path.isdir(name):
+                path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
+                model_id_and_revision = f"{path.removesuffix('/' + gguf_file)}@main"
+            return super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
 
         def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
             self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
