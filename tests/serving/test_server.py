@@ -318,6 +318,20 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
     for wrong in ("{", "[1]", "{'a': 1}"):
         assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
         assert "--chat-template-kwargs is" in capsys.readouterr().err
+    not_json = tmp_path / "not.json"
+    not_json.write_text("[")
+    for name, value, code, said in (
+        ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
+        ("--decision-config", str(not_json), 2, "is not a decision config"),
+        ("--cb-num-blocks", "-3", 2, "at least 1"),
+        ("--cb-max-memory-percent", "7", 2, "up to 1"),
+    ):
+        assert main([command, str(folder), name, value]) == code
+        assert said in capsys.readouterr().err
+    if command == "chat":
+        for flag in ("max_new_tokens", "nothing=3", "max_new_tokens=x", "max_new_tokens=-1"):
+            assert main([command, str(folder), flag]) == 2
+            assert repr(flag) in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main([command, str(folder), "--log-level", "loud"])
     assert end.value.code == 2 and "'warning'" in capsys.readouterr().err
@@ -338,8 +352,8 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
 def test_a_conversation_in_the_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The second line answers whether it is to go on after so few tokens.
-    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n!exit\n"))
+    # The second line answers whether it is to go on after so few tokens. The end of the input is as good as !exit.
+    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n"))
     assert main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"]) == 0
     said = capsys.readouterr().out
     assert f"Model: {folder}" in said and "9 tokens in" in said

@@ -143,6 +143,8 @@ class Server:
         given = {option.name: option.default for option in options()} | dict(given)
         # Before the model is opened, which may take long.
         _check_template_arguments(given.get("chat_template_kwargs"))
+        _check_decision_config(given.get("decision_config"))
+        _check_blocks_options(given)
         _check_address(given["host"], given["port"])
         with _in_place_of_transformers(self.model, config, kept_bytes, self):
             self._serve = serve(self.model, **given, non_blocking=True)
@@ -356,6 +358,27 @@ def _check_template_arguments(text: str | None) -> None:
     raise ValueError(
         f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
     )
+
+
+def _check_decision_config(path: str | None) -> None:
+    if path is None:
+        return
+    from transformers.decision import DecisionConfig
+
+    try:
+        DecisionConfig.from_file(path)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--decision-config {path} is not a decision config: {error}") from error
+
+
+def _check_blocks_options(given: Mapping[str, Any]) -> None:
+    """Of continuous batching, which looks at them when the first request comes, and ends with it."""
+    for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
+        if (value := given.get(name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    share = given.get("cb_max_memory_percent")
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"--cb-max-memory-percent {share} must be a share above 0, up to 1")
 
 
 def _check_address(host: str, port: int) -> None:
