@@ -148,6 +148,7 @@ class ExpertPool:
             stand_ins = None if fallback is None else fallback.engine
             log = StatsLog(self.engine, stand_ins, last, config.stats.every, config.stats.file, config.lossy.modes)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
+        self.guarded = guard is not None
         if guard is not None:
             guard.add(self.engine)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())

@@ -250,6 +250,58 @@ def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path
     server.stop()
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("owner/model", "owner/model"),
+        ("model", "model"),
+        ("owner/model@v1", "owner/model@v1"),
+        ("owner/model@refs/pr/3", "owner/model@refs/pr/3"),
+        ("owner/model/file-Q4_K_M.gguf", "owner/model:file-Q4_K_M.gguf"),
+        ("owner/model/Q4/deep/file.gguf", "owner/model:Q4/deep/file.gguf"),
+        ("owner/model@v1/Q4/file.gguf", "owner/model@v1:Q4/file.gguf"),
+        ("owner/model:Q4/file.gguf", "owner/model:Q4/file.gguf"),
+        ("owner/model@refs/pr/3:Q4/file.gguf", "owner/model@refs/pr/3:Q4/file.gguf"),
+    ],
+)
+def test_names_on_the_hub(given: str, name: str) -> None:
+    from torch_mesh.serving.server import name_for
+
+    assert name_for(given) == name
+
+
+@pytest.mark.parametrize("given", ["a/b/c", "owner/model@", "owner/model@a@b", "owner/model:file.bin", "file.gguf", ""])
+def test_names_of_nothing(given: str) -> None:
+    from torch_mesh.serving.server import name_for
+
+    with pytest.raises(ValueError, match="owner/model/file.gguf"):
+        name_for(given)
+
+
+def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
+    serving: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+    import huggingface_hub
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--model"
+    (repository / "snapshots" / commit / "Q8").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text(commit)
+    gguf_files.write(repository / "snapshots" / commit / "Q8" / "file.gguf", "qwen3moe", {"_exps.weight": "Q8_0"})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    server = serving(Path("owner/model@v1/Q8/file.gguf"), MeshConfig(resident=0.5))
+    assert server.model == "owner/model@v1:Q8/file.gguf"
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
+    server.stop()
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_what_cannot_be_is_refused_before_the_model_is_opened(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -257,10 +309,29 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
     assert main([command, str(folder), "--resident", "much"]) == 2
     assert "--resident='much' is not a size" in capsys.readouterr().err
     assert main([command, "a@b/c:d"]) == 2
+    assert "owner/model@revision" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "nothing")]) == 1
+    assert f"{tmp_path / 'nothing'}: " in capsys.readouterr().err
+    (tmp_path / "a@b").mkdir()
+    assert main([command, str(tmp_path / "a@b")]) == 2
     assert "make a link to it" in capsys.readouterr().err
     for wrong in ("{", "[1]", "{'a': 1}"):
         assert main([command, str(folder), "--chat-template-kwargs", wrong]) == 2
         assert "--chat-template-kwargs is" in capsys.readouterr().err
+    not_json = tmp_path / "not.json"
+    not_json.write_text("[")
+    for name, value, code, said in (
+        ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
+        ("--decision-config", str(not_json), 2, "is not a decision config"),
+        ("--cb-num-blocks", "-3", 2, "at least 1"),
+        ("--cb-max-memory-percent", "7", 2, "up to 1"),
+    ):
+        assert main([command, str(folder), name, value]) == code
+        assert said in capsys.readouterr().err
+    if command == "chat":
+        for flag in ("max_new_tokens", "nothing=3", "max_new_tokens=x", "max_new_tokens=-1"):
+            assert main([command, str(folder), flag]) == 2
+            assert repr(flag) in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main([command, str(folder), "--log-level", "loud"])
     assert end.value.code == 2 and "'warning'" in capsys.readouterr().err
@@ -281,8 +352,8 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
 def test_a_conversation_in_the_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The second line answers whether it is to go on after so few tokens.
-    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n!exit\n"))
+    # The second line answers whether it is to go on after so few tokens. The end of the input is as good as !exit.
+    monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n"))
     assert main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"]) == 0
     said = capsys.readouterr().out
     assert f"Model: {folder}" in said and "9 tokens in" in said

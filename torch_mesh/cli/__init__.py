@@ -101,7 +101,7 @@ def _load(name: str) -> ModuleType:
 def _said(error: OSError) -> str:
     """Of a file, its name first, as in all errors of torch_mesh's own."""
     if error.filename is None or error.strerror is None:
-        return str(error)
+        return error.strerror or str(error)
     names = (os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)
     return f"{', '.join(names)}: {error.strerror[0].lower()}{error.strerror[1:]}"
 

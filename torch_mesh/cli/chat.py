@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch_mesh.cli.options import add_config_arguments, given_config
 from torch_mesh.cli.serve import add_kept_keys, add_server_arguments, given_options
@@ -29,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talks until !exit; returns the exit code."""
-    from transformers.cli.chat import Chat
+    from transformers.cli.chat import Chat, parse_generate_flags
 
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
+    _check_flags(arguments.flags, parse_generate_flags)
     options = given_options(arguments) | {"host": "127.0.0.1", "port": 0}
-    with Server(arguments.model, config, arguments.keep_keys, options) as server:
-        Chat(
+    with Server(arguments.model, config, arguments.keep_keys, options) as server, contextlib.suppress(EOFError):
+        Chat(  # which knows no end of its input
             server.model,
             server.address,
             arguments.flags,
@@ -44,3 +48,20 @@ def run(arguments: argparse.Namespace) -> int:
             save_folder=arguments.save_folder,
         )
     return 0
+
+
+def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, Any]]) -> None:
+    """Before the model is opened; transformers looks at them when it is."""
+    from transformers import GenerationConfig
+
+    known = vars(GenerationConfig())
+    for flag in flags:
+        name, given, _ = flag.partition("=")
+        if not given or name not in known:
+            raise ValueError(
+                f"{flag!r} is not NAME=VALUE with the name of one of generate's options, such as max_new_tokens=500"
+            )
+    try:
+        GenerationConfig(**parse(list(flags))).validate()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{' '.join(flags)!r} is not possible: {error}") from error

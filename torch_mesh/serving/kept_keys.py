@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from torch_mesh.serving.admission import Admission, RequestTooLongError
+
 # Arguments of generate that change nothing in what is computed for a token.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}
 
@@ -27,6 +29,7 @@ class Conversation:
 
     tokens: Tensor  # [n]
     cache: DynamicCache
+    shared: bool = False  # its memory is another's, until something is added
 
     @property
     def nbytes(self) -> int:
@@ -58,21 +61,26 @@ class Counts:
 
 @dataclass
 class KeptKeys:
-    """In the place of ``generate`` of a model that a server runs, one call at a time. ``limit``: bytes that are kept between calls."""
+    """In the place of ``generate`` of a model that a server runs, one call at a time. ``limit``: bytes that are kept between calls.
+
+    With an ``admission`` a call for which memory is not left raises RequestTooLongError, once no conversation is left to give up for it.
+    """
 
     model: Any
     limit: int
+    admission: Admission | None = None
     conversations: list[Conversation] = field(default_factory=list)  # the last one used is the last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self._generate: Callable[..., Tensor] = self.model.generate
         self._lock = threading.Lock()
+        self._computing: _Seen | None = None
         self._config = self.model.config.get_text_config(decoder=True)
 
     def generate(self, **arguments: Any) -> Tensor:
         """As the model's own: token ids [1, n]. Of what it cannot take part in it only counts the tokens."""
-        seen = _Seen()
+        seen = _Seen(arguments["input_ids"])
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
         prompt = arguments["input_ids"]
         with self._lock:
@@ -80,16 +88,48 @@ class KeptKeys:
             reused = 0 if conversation is None else len(conversation.tokens)
             self.counts.prompt_tokens += prompt.numel()
             self.counts.reused_tokens += reused
+            self._computing = seen
             try:
+                self._make_room(arguments, conversation)
                 if conversation is None:
                     return self._generate(**arguments)
                 return self._generate(**arguments, past_key_values=conversation.cache)
             finally:  # a client that has gone ends it with an exception, and may come back
-                tokens = prompt if seen.tokens is None else seen.tokens
-                self.counts.generated_tokens += tokens.numel() - prompt.numel()
+                self._computing = None
+                self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 if conversation is not None:
-                    self._keep(conversation, tokens[0])
+                    self._keep(conversation, seen.tokens[0])
                 self._count()
+
+    def check(self, prompt: Tensor, new: int) -> None:
+        """Raises RequestTooLongError for a prompt [n] that will not be answered, when it is its turn, with ``new`` tokens.
+
+        From any thread, and while another one is answered: what that takes is free by then, or kept, and what is kept can be given up.
+        """
+        if self.admission is None:
+            return
+        kept, computing = list(self.conversations), self._computing
+        known = max((each.common(prompt) for each in kept), default=0)
+        held = sum(each.nbytes for each in kept)
+        if computing is not None:
+            tokens = computing.tokens[0]
+            known = max(known, Conversation(tokens, DynamicCache()).common(prompt) if self.limit else 0)
+            held += self.admission.needs.cache(len(tokens))
+        self.admission.check(len(prompt), new, known=known, held=held)
+
+    def _make_room(self, arguments: dict[str, Any], conversation: Conversation | None) -> None:
+        new = arguments["generation_config"].max_new_tokens
+        if self.admission is None or new is None:
+            return
+        known = 0 if conversation is None else len(conversation.tokens)
+        held = 0 if conversation is None or conversation.shared else conversation.nbytes
+        while True:
+            try:
+                return self.admission.check(arguments["input_ids"].numel(), new, known=known, held=held)
+            except RequestTooLongError:
+                if not self.conversations:
+                    raise
+            del self.conversations[0]
 
     def _can_keep(self, arguments: dict[str, Any]) -> bool:
         prompt, mask = arguments["input_ids"], arguments.get("attention_mask")
@@ -132,7 +172,7 @@ class KeptKeys:
             # Another conversation, of which they share the beginning, and until something is added to it the memory.
             cache = copy.copy(best.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-            best = Conversation(best.tokens, cache)
+            best = Conversation(best.tokens, cache, shared=True)
         else:
             self.conversations.remove(best)
         best.crop(length)
@@ -143,6 +183,7 @@ class KeptKeys:
         lengths = {layer.get_seq_length() for layer in layers}
         if len(lengths) != 1 or 0 in lengths:
             return  # it ended within a forward, or before the first of all
+        conversation.shared &= min(lengths) == len(conversation.tokens)
         conversation.tokens = tokens[: min(lengths)].clone()
         self.conversations.append(conversation)
         while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
@@ -156,7 +197,8 @@ class KeptKeys:
 class _Seen(StoppingCriteria):
     """Stops nothing; knows the tokens up to the last step that was completed."""
 
-    tokens: Tensor | None = None
+    def __init__(self, prompt: Tensor) -> None:
+        self.tokens = prompt
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.tokens = input_ids

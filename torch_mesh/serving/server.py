@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import inspect
 import json
+import os
 import re
 import socket
 import threading
@@ -19,21 +21,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
+from torch_mesh.memory import left_bytes
 from torch_mesh.modules import patched_modules
+from torch_mesh.serving.admission import (
+    RESERVE_BYTES,
+    Admission,
+    RequestTooLongError,
+    check_blocks,
+    check_positions,
+    find_needs,
+)
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
+from torch_mesh.store.header import check_folder, store_error
+from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
+_CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
 
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
@@ -71,21 +87,48 @@ def options() -> list[Option]:
     return found
 
 
-def name_for(model: str) -> str:
-    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name and a colon.
+# owner/model, @revision, and a GGUF file of it behind a colon, as transformers has it, or behind a slash, as the rest of torch_mesh.
+_ON_HUB = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+\.gguf)",
+        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+\.gguf)",
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?",
+    )
+)
 
-    Raises ValueError for the name of a file or folder that it would take for something else.
+
+def name_for(model: str) -> str:
+    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name, its revision and a colon.
+
+    Raises ValueError for the name of a file or folder that it would take for something else, StoreError for a path where nothing is.
     """
-    if not model.endswith(".gguf"):
-        folder, named = model, model
-    else:
-        folder, _, file = model.rpartition("/")
-        named = f"{folder or '.'}:{file}"
-    if special := re.search("[:@]", folder):
+    if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
+        check_path = check_folder if not model.endswith(".gguf") else _check_file
+        check_path(model)
+        folder, _, file = model.rpartition("/") if model.endswith(".gguf") else (model, "", "")
+        if special := re.search("[:@]", folder):
+            raise ValueError(
+                f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
+            )
+        return f"{folder or '.'}:{file}" if file else folder
+    found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
+    try:
+        if found is None or found["repo"].endswith(".gguf"):
+            raise HFValidationError
+        validate_repo_id(found["repo"])
+    except HFValidationError:
         raise ValueError(
-            f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
-        )
-    return named
+            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, owner/model@revision, "
+            "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
+        ) from None
+    parts = found.groupdict()
+    return f"{parts['repo']}{parts['revision'] or ''}" + (f":{parts['file']}" if parts.get("file") else "")
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise store_error(path, "there is no such file")
 
 
 class Server:
@@ -100,6 +143,8 @@ class Server:
         given = {option.name: option.default for option in options()} | dict(given)
         # Before the model is opened, which may take long.
         _check_template_arguments(given.get("chat_template_kwargs"))
+        _check_decision_config(given.get("decision_config"))
+        _check_blocks_options(given)
         _check_address(given["host"], given["port"])
         with _in_place_of_transformers(self.model, config, kept_bytes, self):
             self._serve = serve(self.model, **given, non_blocking=True)
@@ -163,6 +208,14 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
         def get_quantization_config(self) -> Any:
             return config
 
+        def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
+            """From the file that the model comes from: transformers would look for another revision's, and download that."""
+            name, revision = model_id_and_revision.split("@", 1)
+            if gguf_file is not None and not os.path.isdir(name):
+                path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
+                model_id_and_revision = f"{path.removesuffix('/' + gguf_file)}@main"
+            return super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
+
         def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
             self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
         ) -> Any:
@@ -172,7 +225,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
                 raise ValueError(f"This server has {model} and opens no other model.")
             found, processor = super().load_model_and_processor(model_id_and_revision, gguf_file=gguf_file, **kwargs)
             if self.kept is None:
-                self.kept = KeptKeys(found, kept_bytes)
+                self.kept = KeptKeys(found, kept_bytes, Admission(found, find_needs(found, kept_bytes > 0)))
                 vars(found)["generate"] = self.kept.generate
             return found, processor
 
@@ -194,6 +247,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
         server.manager = manager
         app = build(manager, *args, **kwargs)
+        _refuse_what_does_not_fit(app, manager, kwargs["generation_state"])
         # Of transformers' own tests: any page in a browser could end the model with it, as a POST without a body needs no leave.
         app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != "/reset"]
         registry = Metrics(manager.now).registry
@@ -218,6 +272,71 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             setattr(module, name, theirs)
 
 
+def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
+    """Before a request is queued; transformers would answer it until memory is gone."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    @app.exception_handler(RequestTooLongError)
+    async def refused(_: Request, error: RequestTooLongError) -> JSONResponse:
+        about = {"type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}
+        return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
+
+    find_manager, configured = generation.get_manager, generation._cb_config
+
+    def get_manager(model_id: str, use_cb: bool = False) -> Any:
+        if use_cb and generation._cb_manager is None:
+            generation._cb_config = _blocks_that_fit(configured)
+        found = find_manager(model_id, use_cb=use_cb)
+        if "generate_streaming" not in vars(found):
+            for name in ("generate_streaming", "generate_non_streaming"):
+                setattr(found, name, _checked(getattr(found, name), generation, manager))
+        return found
+
+    generation.get_manager = get_manager
+
+
+def _checked(generate: Any, generation: Any, manager: Any) -> Any:
+    def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
+        prompt, new = inputs["input_ids"], gen_config.max_new_tokens
+        if isinstance(prompt, list):  # of continuous batching
+            check_positions(manager.kept.admission.needs.positions, len(prompt), new)
+            check_blocks(_tokens_in_blocks(generation), len(prompt), new)
+        else:
+            manager.kept.check(prompt[0], new)
+        return generate(model, processor, inputs, gen_config, *args, **kwargs)
+
+    return checked
+
+
+def _blocks_that_fit(configured: Any) -> Any:
+    """As many blocks as memory is left for, if nothing else was given; transformers knows nothing of cgroups, nor of other processes."""
+    import psutil
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if configured is None else copy.copy(configured)
+    if config.max_memory_percent is None:
+        theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
+        config.max_memory_percent = min(_CB_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
+    return config
+
+
+def _tokens_in_blocks(generation: Any) -> int:
+    """How many tokens continuous batching has blocks for, which it makes in its own thread."""
+    batching = generation._cb_manager._cb
+    status = batching.background_thread_status
+    while batching.batch_processor is None and status.fatal_error is None:
+        time.sleep(0.01)
+    if batching.batch_processor is not None:
+        return int(batching.batch_processor.cache.num_blocks * batching.continuous_batching_config.page_size)
+    problem = str(status.fatal_error)  # the error itself has frames, and those the model
+    generation.shutdown()  # the next request may find more memory
+    raise RequestTooLongError(
+        f"Memory is not left for the blocks of continuous batching ({problem}): start the server with a smaller --resident or "
+        "--cb-max-batch-tokens."
+    )
+
+
 def _transformers_serve() -> Any:
     if not is_serve_available():
         raise ImportError(f"To serve a model transformers needs fastapi, uvicorn and openai: {HOW_TO_INSTALL}")
@@ -239,6 +358,27 @@ def _check_template_arguments(text: str | None) -> None:
     raise ValueError(
         f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
     )
+
+
+def _check_decision_config(path: str | None) -> None:
+    if path is None:
+        return
+    from transformers.decision import DecisionConfig
+
+    try:
+        DecisionConfig.from_file(path)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--decision-config {path} is not a decision config: {error}") from error
+
+
+def _check_blocks_options(given: Mapping[str, Any]) -> None:
+    """Of continuous batching, which looks at them when the first request comes, and ends with it."""
+    for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
+        if (value := given.get(name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    share = given.get("cb_max_memory_percent")
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"--cb-max-memory-percent {share} must be a share above 0, up to 1")
 
 
 def _check_address(host: str, port: int) -> None:

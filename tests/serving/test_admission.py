@@ -1,0 +1,235 @@
+"""Requests that are refused: what a sequence takes is what it then takes, and what is said to fit is taken."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from torch_mesh import MeshConfig
+from torch_mesh.serving import admission
+from torch_mesh.serving.admission import Admission, RequestTooLongError, find_needs
+from torch_mesh.serving.kept_keys import KeptKeys
+
+POSITIONS = 300
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+}
+
+
+def _qwen3() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, num_hidden_layers=2, num_experts=4)).bfloat16()
+
+
+def _gpt_oss() -> PreTrainedModel:
+    sizes = {name: value for name, value in _SIZES.items() if name != "moe_intermediate_size"}
+    return GptOssForCausalLM(
+        GptOssConfig(**sizes, num_hidden_layers=2, sliding_window=16, num_local_experts=4)
+    ).bfloat16()
+
+
+def _deepseek() -> PreTrainedModel:
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20}
+    sizes = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
+    config = DeepseekV3Config(
+        **sizes, **heads, num_key_value_heads=4, num_hidden_layers=2, n_routed_experts=4, n_group=1, topk_group=1
+    )
+    return DeepseekV3ForCausalLM(config).bfloat16()
+
+
+def _qwen3_next() -> PreTrainedModel:
+    linear = {f"linear_{which}_head_dim": 16 for which in ("key", "value")} | {
+        f"linear_num_{which}_heads": 2 for which in ("key", "value")
+    }
+    layer_types = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(**_SIZES, **linear, num_hidden_layers=2, num_experts=4, layer_types=layer_types)
+    return Qwen3NextForCausalLM(config).bfloat16()
+
+
+def _held(cache: DynamicCache) -> int:
+    return sum(sum(admission._sizes(layer)) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("make", [_qwen3, _gpt_oss, _deepseek, _qwen3_next])
+def test_what_a_sequence_takes_is_what_was_said(make: Callable[[], PreTrainedModel], rng: np.random.Generator) -> None:
+    model = make().eval()
+    computed = []
+    hook = model.register_forward_hook(lambda _, __, output: computed.append(output.logits))
+    needs = find_needs(model, keeps_windows=False)
+    hook.remove()
+    assert all(isinstance(logits, FakeTensor) for logits in computed)  # no expert was asked for
+    for _ in range(2):
+        tokens = int(rng.integers(20, 70))
+        with torch.no_grad():
+            made = model(input_ids=torch.from_numpy(rng.integers(1, 97, (1, tokens))), use_cache=True)
+        # A window is one token shorter in the cache than in the config, and has a number beside it.
+        slack = sum(layer.per_token + 8 for layer in needs.layers if layer.window is not None)
+        assert _held(made.past_key_values) <= needs.cache(tokens) <= _held(made.past_key_values) + slack
+    assert needs.positions == POSITIONS
+
+
+def test_layers_that_keep_what_is_outside_of_their_window_count_it() -> None:
+    model = _gpt_oss()
+    kept, given_up = (find_needs(model, keeps_windows=keeps) for keeps in (True, False))
+    assert kept.cache(16) == given_up.cache(16) and kept.cache(100) > given_up.cache(100)
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Leaves so many bytes for keys and values."""
+    return lambda free: monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + free)
+
+
+@pytest.mark.parametrize("make", [_qwen3, _gpt_oss])
+def test_what_it_says_would_fit_does(
+    make: Callable[[], PreTrainedModel], short_of_memory: Callable[[int], None], rng: np.random.Generator
+) -> None:
+    model = make()
+    door = Admission(model, find_needs(model, keeps_windows=True))
+    prompt, new = (int(each) for each in rng.integers(50, 150, 2))
+    needed = door.needs.peak(prompt, prompt, prompt + new)
+    short_of_memory(needed)
+    door.check(prompt, new, known=0, held=0)
+    short_of_memory(needed - 1)
+    door.check(prompt, new, known=0, held=1)
+    with pytest.raises(RequestTooLongError, match=f"{prompt} tokens and asks for {new} more.*--resident") as error:
+        door.check(prompt, new, known=0, held=0)
+    fits = int(re.findall(r"at most (\d+) \(max_tokens\)", str(error.value))[0])
+    door.check(prompt, fits, known=0, held=0)
+    with pytest.raises(RequestTooLongError):
+        door.check(prompt, fits + 1, known=0, held=0)
+    short_of_memory(door.needs.peak(prompt, prompt, prompt) - 1)
+    with pytest.raises(RequestTooLongError, match="A prompt of ") as error:
+        door.check(prompt, 1, known=0, held=0)
+    fits = int(re.findall(r"prompt of (\d+) tokens", str(error.value))[0])
+    assert 0 < fits < prompt
+    door.check(fits, 1, known=0, held=0)
+    door.check(prompt, 1, known=prompt - fits // 2, held=needed)
+
+
+def test_positions_are_those_of_the_model(short_of_memory: Callable[[int], None]) -> None:
+    model = _qwen3()
+    door = Admission(model, find_needs(model, keeps_windows=True))
+    short_of_memory(2**40)
+    door.check(POSITIONS - 5, 5, known=0, held=0)
+    with pytest.raises(RequestTooLongError, match=r"at most 5 \(max_tokens\)"):
+        door.check(POSITIONS - 5, 6, known=0, held=0)
+    with pytest.raises(RequestTooLongError, match="shorten the prompt"):
+        door.check(POSITIONS, 1, known=0, held=0)
+
+
+def test_conversations_go_before_a_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    model = _qwen3().eval()
+    kept = KeptKeys(model, 2**30, Admission(model, find_needs(model, keeps_windows=True)))
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+    def ask(tokens: torch.Tensor) -> torch.Tensor:
+        kept.check(tokens, 3)
+        return kept.generate(input_ids=tokens[None], generation_config=config)[0]
+
+    # Memory that conversations have is not left, until they are given up.
+    total = 0
+    monkeypatch.setattr(
+        admission,
+        "left_bytes",
+        lambda: admission.RESERVE_BYTES + total - sum(each.nbytes for each in kept.conversations),
+    )
+    prompts = [torch.from_numpy(rng.integers(1, 97, 60)) for _ in range(3)]
+    needed = kept.admission.needs.peak(60, 60, 63)
+    total = needed + kept.admission.needs.cache(63)
+    for tokens in prompts:
+        assert torch.equal(ask(tokens), model.generate(input_ids=tokens[None], generation_config=config)[0])
+    assert [each.tokens[:60].tolist() for each in kept.conversations] == [each.tolist() for each in prompts[1:]]
+    with pytest.raises(RequestTooLongError):
+        ask(torch.from_numpy(rng.integers(1, 97, 250)))
+    assert len(kept.conversations) == 2  # nothing goes for what does not fit anyway
+    total = needed - 1
+    with pytest.raises(RequestTooLongError):  # it is its turn, and memory has gone since it came
+        kept.generate(input_ids=torch.ones(1, 60, dtype=torch.long), generation_config=config)
+    assert not kept.conversations and kept.counts.kept_bytes == 0
+    total = needed
+    ask(prompts[0])
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_a_server_refuses_it_as_openai_does(
+    batching: bool, serving: Callable[..., Any], folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openai = pytest.importorskip("openai")
+    server = serving(folder, MeshConfig(resident=0.25), continuous_batching=batching)
+    ask = {"model": server.model, "prompt": "In the beginning", "temperature": 0}
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        def refused(**more: Any) -> str:
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(**ask | more)
+            assert error.value.code == "context_length_exceeded" and error.value.type == "invalid_request_error"
+            return str(error.value.body["message"])
+
+        if batching:  # its blocks are as many as fit when the first request comes
+            # What it logs has the frames of an error, and pytest would keep the model by them.
+            monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
+            left = admission.RESERVE_BYTES
+            monkeypatch.setattr("torch_mesh.serving.server.left_bytes", lambda: left)
+            assert "--cb-max-batch-tokens" in refused(max_tokens=3)
+            left += 500 << 20
+        else:
+            assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
+            needs = server.manager.kept.admission.needs
+            monkeypatch.setattr(admission, "left_bytes", lambda: admission.RESERVE_BYTES + needs.peak(9, 9, 500))
+            assert "--resident" in refused(max_tokens=1500)
+            assert "bytes of memory" in refused(max_tokens=1500, stream=True)
+            chat = [{"role": "user", "content": "In the beginning"}]
+            with pytest.raises(openai.BadRequestError, match="max_tokens"):
+                client.chat.completions.create(model=server.model, messages=chat, max_tokens=1500)
+        assert "(max_position_embeddings)" in refused(max_tokens=3000)
+        assert "shorten the prompt" in refused(prompt="begin " * 2500, max_tokens=1, stream=True)
+        assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
+        if batching:
+            cache = server._serve._generation_state._cb_manager._cb.batch_processor.cache
+            assert cache.cache_tensor.numel() < 500 << 20
+    server.stop()
+
+
+def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
+    serving: Callable[..., Any], folder: Any
+) -> None:
+    openai = pytest.importorskip("openai")
+    server = serving(folder, MeshConfig(resident=0.25), continuous_batching=True, cb_num_blocks=2)
+    ask = {"model": server.model, "temperature": 0}
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        for more in ({"prompt": "a", "max_tokens": 600}, {"prompt": "begin " * 600, "max_tokens": 1, "stream": True}):
+            with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
+                client.completions.create(**ask | more)
+        assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
+    server.stop()

@@ -1,0 +1,183 @@
+"""Which requests a server takes: those that the model has positions for, and whose keys and values memory is left for.
+
+Without this a long one would take memory until the process is killed, and with it all others. Nothing is cut: what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_mesh.errors import MeshError
+from torch_mesh.memory import left_bytes
+from torch_mesh.modules import patched_modules
+
+_LOG = logging.getLogger(__name__)
+
+# What stays free, as the guard of the pools has it at least: half of what resident="auto" leaves.
+RESERVE_BYTES = 256 << 20
+_PROBES = (3, 5)  # tokens: less than any window, so that all layers grow between them
+# Bytes for each head and each pair of a prompt's token with a key, where attention does not go through the fused kernel. Measured: 7.3 of
+# gpt-oss with eager attention, 10.8 of DeepSeek V3, whose values have another size than its keys, which torch's kernel does not take.
+_EAGER_PAIR_BYTES = 8
+_UNEVEN_PAIR_BYTES = 11
+_MASK_PAIR_BYTES = 2  # one for all heads
+
+
+class RequestTooLongError(MeshError):
+    """A request that would take more than there is; its message is for the client."""
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Of one layer's keys and values, or what else it keeps: bytes whatever the length, and for each token, of ``window`` at most."""
+
+    fixed: int
+    per_token: int
+    window: int | None
+
+    def nbytes(self, tokens: int) -> int:
+        return self.fixed + self.per_token * (tokens if self.window is None else min(tokens, self.window))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a sequence takes of memory. ``pair_bytes``: for each token of a prompt and each key that it looks at, while a layer computes."""
+
+    layers: tuple[LayerSize, ...]
+    token_bytes: int  # of a prompt, while it is computed
+    pair_bytes: int
+    positions: int | None  # that the model was made for
+
+    def cache(self, tokens: int) -> int:
+        return sum(layer.nbytes(tokens) for layer in self.layers)
+
+    def peak(self, computed: int, prompt: int, tokens: int) -> int:
+        """Bytes for a sequence of ``tokens``, of whose ``prompt`` the last ``computed`` are not known."""
+        joined = max((layer.nbytes(tokens) for layer in self.layers), default=0)  # a layer's old keys beside the new
+        return self.cache(tokens) + joined + computed * (self.token_bytes + prompt * self.pair_bytes)
+
+
+def find_needs(model: Any, keeps_windows: bool) -> Needs:
+    """``keeps_windows``: layers that look through a window keep what is outside of it too, so that a sequence can go back."""
+    config = model.config.get_text_config(decoder=True)
+    small, large = (_cache_of(model, tokens) for tokens in _PROBES)
+    layers = []
+    for first, second in zip(small, large, strict=True):
+        less, more = (sum(_sizes(layer)) for layer in (first, second))
+        per_token = max(0, more - less) // (_PROBES[1] - _PROBES[0])
+        window = first.sliding_window if getattr(first, "is_sliding", False) and not keeps_windows else None
+        layers.append(LayerSize(max(0, less - per_token * _PROBES[0]), per_token, window))
+    about = config.per_layer_config[0]
+    pair_bytes = _MASK_PAIR_BYTES
+    if config._attn_implementation == "eager":
+        pair_bytes += about.num_attention_heads * _EAGER_PAIR_BYTES
+    elif getattr(about, "kv_lora_rank", None) is not None:
+        pair_bytes += about.num_attention_heads * _UNEVEN_PAIR_BYTES
+    # Hidden states and their residual, norms, queries, keys and values, and a dense layer's gate and up.
+    widths = 8 * config.hidden_size + 3 * (getattr(about, "intermediate_size", None) or 0)
+    positions = getattr(config, "max_position_embeddings", None)
+    return Needs(tuple(layers), widths * model.dtype.itemsize, pair_bytes, positions)
+
+
+class Admission:
+    """Of a model on the CPU; on a card keys are taken from its memory, and only the positions are checked."""
+
+    def __init__(self, model: Any, needs: Needs) -> None:
+        self.needs = needs
+        self._pools = {module._mesh_pool for module in patched_modules(model)}
+        self._on_cpu = model.device.type == "cpu"
+
+    def free_bytes(self) -> int:
+        """For keys and values, with what pools that give way to others would give up."""
+        free = left_bytes() - RESERVE_BYTES
+        for pool in self._pools:
+            if pool.guarded:
+                size = pool.engine.describe_size()
+                free += (size["slots"] - size["least_slots"]) * size["record_bytes"]
+        return max(0, free)
+
+    def check(self, prompt: int, new: int, *, known: int, held: int) -> None:
+        """Raises RequestTooLongError for a prompt of so many tokens and ``new`` ones to generate that cannot be.
+
+        ``known``: tokens that need not be computed. ``held``: bytes of keys that are given up for it, or are its own already.
+        """
+        check_positions(self.needs.positions, prompt, new)
+        if not self._on_cpu:
+            return
+        free = self.free_bytes() + held
+        peak = self.needs.peak
+        needed = peak(prompt - known, prompt, prompt + new)
+        if needed <= free:
+            return
+        room = _most(new, lambda more: peak(prompt - known, prompt, prompt + more) <= free)
+        if room > 0:
+            advice = f"Ask for at most {room:,} (max_tokens)"
+        else:
+            rows = _most(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
+            advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
+        raise RequestTooLongError(
+            f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, and {free:,} are left. "
+            f"{advice}, or start the server with a smaller --resident."
+        )
+
+
+def check_positions(positions: int | None, prompt: int, new: int) -> None:
+    """Raises RequestTooLongError for more tokens than the model has positions for."""
+    if positions is None or prompt + new <= positions:
+        return
+    room = positions - prompt
+    advice = f"ask for at most {room:,} (max_tokens)" if room > 0 else "shorten the prompt"
+    raise RequestTooLongError(
+        f"This request has {prompt:,} tokens and asks for {new:,} more, but the model was made for {positions:,} "
+        f"(max_position_embeddings): {advice}."
+    )
+
+
+def check_blocks(capacity: int, prompt: int, new: int) -> None:
+    """Raises RequestTooLongError for what is longer than all blocks of continuous batching, which ends with the first that does not fit."""
+    if prompt + new > capacity:
+        room = capacity - prompt
+        advice = f"Ask for at most {room:,} (max_tokens)" if room > 0 else "Shorten the prompt"
+        raise RequestTooLongError(
+            f"This request has {prompt:,} tokens and asks for {new:,} more, but the server's blocks of keys hold {capacity:,}. {advice}, or "
+            "start the server with a larger --cb-num-blocks, or a smaller --resident."
+        )
+
+
+def _cache_of(model: Any, tokens: int) -> list[Any]:
+    """Layers of the cache that the model makes of so many tokens. Where it can be, nothing is computed and no expert is read."""
+    try:
+        return _computed(model, tokens, FakeTensorMode(allow_non_fake_inputs=True))
+    except Exception as error:  # noqa: BLE001  # a family may look at values, which are not there
+        _LOG.info("What a token takes of the cache is found by computing some: %s", error)
+        return _computed(model, tokens, nullcontext())
+
+
+def _computed(model: Any, tokens: int, mode: AbstractContextManager[Any]) -> list[Any]:
+    with torch.no_grad(), mode:
+        ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
+        return list(model(input_ids=ids, use_cache=True).past_key_values.layers)
+
+
+def _sizes(layer: Any) -> Iterator[int]:
+    """Bytes of each tensor of a cache's layer."""
+    for value in vars(layer).values():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (each.numel() * each.itemsize for each in inner if isinstance(each, Tensor))
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 0 to ``limit`` that fits, where all smaller ones do."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
