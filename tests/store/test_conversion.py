@@ -177,8 +177,8 @@ def test_an_error_in_the_middle_leaves_a_resumable_state(
 
     from torch_mesh.store import convert as module
 
-    original = module._pack_from_checkpoint
-    monkeypatch.setattr(module, "_pack_from_checkpoint", functools.partial(pack, original))
+    original = module.pack_from_checkpoint
+    monkeypatch.setattr(module, "pack_from_checkpoint", functools.partial(pack, original))
     with pytest.raises(KeyboardInterrupt):
         convert(mesh_tiny, tmp_path / "store", "int8", workers=1)
     assert not (tmp_path / "store").exists()

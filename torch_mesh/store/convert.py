@@ -6,7 +6,7 @@ import functools
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -86,7 +86,7 @@ def convert(
         source_fingerprint=fingerprint,
     )
     records = (
-        (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
+        (layer, expert, functools.partial(pack_from_checkpoint, experts, layer, expert, weights, group_size))
         for layer in range(experts.shape.layers)
         for expert in range(experts.shape.experts)
     )
@@ -99,7 +99,7 @@ def convert(
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
-        check_source=functools.partial(_check_unchanged, source, fingerprint),
+        check_source=functools.partial(check_unchanged, source, fingerprint),
     )
 
 
@@ -210,16 +210,16 @@ def fingerprint_of(source: Path) -> str:
     return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source))
 
 
-def _check_unchanged(source: Path, fingerprint: str) -> None:
+def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[Path], str] = fingerprint_of) -> None:
     """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
     try:
-        now = fingerprint_of(source)
+        now = fingerprint_now(source)
     except (StoreError, OSError) as problem:
-        raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
+        raise store_error(source, f"was changed while it was read ({problem}). Run the same again") from problem
     if now != fingerprint:
         raise store_error(
             source,
-            "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
+            "was changed while it was read, so that no store was made of it. Run the same again when it is complete",
         )
 
 
@@ -260,7 +260,7 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
     )
 
 
-def _pack_from_checkpoint(
+def pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
     if experts.kept is not None and experts.own_records == (weights, group_size):
@@ -273,15 +273,29 @@ def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size:
 
 
 def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_size: int) -> torch.Tensor:
+    return pack_expert(stored_expert(store, layer, expert), weights, group_size)
+
+
+def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:
+    """One expert's values. Raises ``StoreError`` for a damaged record."""
     manifest, shape = store.manifest, store.manifest.shape
-    record = torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
     gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
-        record, manifest.weights, manifest.group_size, shape.hidden, shape.intermediate, shape.gated, shape.bias
+        stored_record(store, layer, expert),
+        manifest.weights,
+        manifest.group_size,
+        shape.hidden,
+        shape.intermediate,
+        shape.gated,
+        shape.bias,
     )
     gate, gate_bias = (rows[: shape.intermediate] if shape.gated else None for rows in (gate_up, gate_up_bias))
     up, up_bias = (rows[-shape.intermediate :] for rows in (gate_up, gate_up_bias))
     biases = (gate_bias, up_bias, down_bias) if shape.bias else (None, None, None)
-    return torch.ops.torch_mesh.pack(gate, up, down, *biases, weights, group_size)
+    return ExpertTensors(gate, up, down, *biases)
+
+
+def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
 
 
 def write_rest(
@@ -295,5 +309,5 @@ def write_rest(
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))
     files = dense_files(tensors_of(experts, model), MAX_FILE_BYTES)
-    write_folder(folder, files, progress, functools.partial(_check_unchanged, experts.folder, fingerprint))
+    write_folder(folder, files, progress, functools.partial(check_unchanged, experts.folder, fingerprint))
     return [folder / file.name for file in files]
