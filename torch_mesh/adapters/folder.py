@@ -72,7 +72,7 @@ def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer])
     Raises ``StoreError`` for what is damaged, does not fit the model or is not used by it, and for what cannot be merged.
     """
     config = _config(folder, layers)
-    stand_ins = _put_stand_ins(model)
+    stand_ins = put_stand_ins(model)
     loaded = _load(folder, model, config)
     base: Any = loaded.get_base_model()
     _check_variants(folder, base)
@@ -126,7 +126,7 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
     return config
 
 
-def _put_stand_ins(model: nn.Module) -> set[int]:
+def put_stand_ins(model: nn.Module) -> set[int]:
     """Zeros of one element in the place of each parameter, on the CPU, where PEFT puts an adapter beside its base. Returns their ids."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
