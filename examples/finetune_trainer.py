@@ -78,7 +78,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     print(trainer.evaluate())
-    model.save_pretrained(arguments.out)
+    trainer.save_model()  # the adapter, by the first of several processes
     print(torch_mesh.stats(model))
 
 

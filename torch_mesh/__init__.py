@@ -31,6 +31,7 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .adapters.merging import merge
     from .adapters.report import describe_training
     from .config import MeshConfig
     from .experts import Experts
@@ -62,6 +63,7 @@ __all__ = [
     "describe_training",
     "hottest_experts",
     "load_trace",
+    "merge",
     "patch",
     "place_experts",
     "record_trace",
@@ -84,6 +86,7 @@ _WHERE = {
     "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
     "load_trace": "foresight.traces",
+    "merge": "adapters.merging",
     "patch": "patching",
     "place_experts": "gpu.device_work",
     "record_trace": "foresight.traces",

@@ -1,8 +1,9 @@
-"""What a patched model says of itself to transformers and its users: its quantisation, and the memory that it takes."""
+"""What a patched model says of itself to transformers, torch and its users: its quantisation, the memory that it takes, what no process sends."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,10 @@ from .packed_weight import PackedLinearWeight, PackedWeight
 from .store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"
+_NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel asks for it
+_IN_PEFT_MODEL = (
+    "base_model.model."  # a PeftModel hands the question on to the model in it, whose names are longer there
+)
 
 
 def announce(model: nn.Module, config: MeshConfig) -> None:
@@ -33,6 +38,7 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
             replaced.append((part.config, vars(part.config).get("quantization_config")))
             part.config.quantization_config = found
         part.get_memory_footprint = types.MethodType(_memory_footprint, part)
+        setattr(part, _NOT_SENT, _PackedNames(part))
 
 
 def withdraw(model: nn.Module) -> None:
@@ -45,12 +51,29 @@ def withdraw(model: nn.Module) -> None:
         vars(module).pop(_REPLACED, None)  # when all is back, or nobody could go on after Ctrl-C
         if isinstance(module, PreTrainedModel):
             vars(module).pop("get_memory_footprint", None)
+            if isinstance(vars(module).get(_NOT_SENT), _PackedNames):
+                delattr(module, _NOT_SENT)
 
 
 def patched_models(model: nn.Module) -> list[Any]:
     """The transformers models in ``model`` that hold patched experts."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [module for module in models if next(patched_modules(module), None) is not None]
+
+
+class _PackedNames:
+    """Names of packed weights as they are when somebody asks: by then PEFT may have put its layers around them.
+
+    Each process has a pool of its own, whose weights are frozen and have no values that could be sent.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[str]:
+        for name, parameter in self._model.named_parameters():
+            if isinstance(parameter, PackedWeight):
+                yield from (name, _IN_PEFT_MODEL + name)
 
 
 def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:

@@ -37,7 +37,6 @@ from .store.checkpoint import (
     read_config,
 )
 from .store.convert import (
-    WITHOUT_TORCH_MESH,
     checked_group_size,
     convert,
     convert_store,
@@ -60,6 +59,7 @@ from .store.manifest import (
     read_manifest,
 )
 from .store.progress import progress_bar
+from .store.rest import WITHOUT_TORCH_MESH
 from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written

@@ -176,6 +176,12 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
     )
 
 
+def product_flops(shape: Shape) -> float:
+    """A second, in fp32, of an expert's product for some rows: what a backward mostly is."""
+    rows, weight = torch.randn(64, shape.hidden), torch.randn(shape.hidden, 2 * shape.intermediate)
+    return 2 * rows.size(0) * weight.numel() / _seconds_per_call(lambda: rows @ weight)
+
+
 def _small_call_seconds() -> float:
     x = torch.randn(1, 1024, dtype=torch.bfloat16)
 

@@ -98,12 +98,12 @@ INTERRUPTIBLE = """
 import sys, time
 from torch_mesh.cli import main
 from torch_mesh.store import convert
-original = convert._pack_from_checkpoint
+original = convert.pack_from_checkpoint
 def slowly(experts, layer, expert, *format):
     if (layer, expert) == (1, 0):
         print("packing", flush=True)
     time.sleep(0.02)
     return original(experts, layer, expert, *format)
-convert._pack_from_checkpoint = slowly
+convert.pack_from_checkpoint = slowly
 sys.exit(main(sys.argv[1:]))
 """

@@ -23,7 +23,7 @@ from transformers import (
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.modules import patched_modules
-from torch_mesh.store import convert as converting
+from torch_mesh.store import rest
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import config_text
 
@@ -99,14 +99,14 @@ def test_with_torch_mesh_it_opens_whole_and_in_part_and_passes_nothing_of_that_o
 def test_a_folder_that_was_converted_before_there_were_such_words_still_opens(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = converting.mesh_config
+    now = rest.mesh_config
 
     def without_words(*arguments: Any) -> str:
         config = json.loads(now(*arguments))
         del config["transformers_weights"]
         return config_text(config)
 
-    monkeypatch.setattr(converting, "mesh_config", without_words)
-    converting.convert(mesh_tiny, tmp_path / "old", "int4")
+    monkeypatch.setattr(rest, "mesh_config", without_words)
+    convert(mesh_tiny, tmp_path / "old", "int4")
     assert "transformers_weights" not in (tmp_path / "old" / "config.json").read_text()
     assert list(patched_modules(AutoModelForCausalLM.from_pretrained(tmp_path / "old")))

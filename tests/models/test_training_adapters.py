@@ -139,13 +139,8 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_distributed_data_parallel_trains_where_packed_weights_are_left_out() -> None:
-    model: Any = _model()
-    with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
-        DistributedDataParallel(model)
-    model._ddp_params_and_buffers_to_ignore = [
-        name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)
-    ]
+def test_distributed_data_parallel_trains_and_leaves_packed_weights_alone() -> None:
+    model = _model()
     ids = torch.stack(ROWS[:2])
     gradients = []
     for forward in (model, DistributedDataParallel(model)):

@@ -25,8 +25,9 @@ from torch_mesh.errors import StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.convert import WITHOUT_TORCH_MESH, convert, convert_model, pack_expert
+from torch_mesh.store.convert import convert, convert_model, pack_expert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
+from torch_mesh.store.rest import WITHOUT_TORCH_MESH
 from torch_mesh.store.verify import verify
 
 WEIGHTS = ("bf16", "int8", "int4", "lut4")
@@ -176,8 +177,8 @@ def test_an_error_in_the_middle_leaves_a_resumable_state(
 
     from torch_mesh.store import convert as module
 
-    original = module._pack_from_checkpoint
-    monkeypatch.setattr(module, "_pack_from_checkpoint", functools.partial(pack, original))
+    original = module.pack_from_checkpoint
+    monkeypatch.setattr(module, "pack_from_checkpoint", functools.partial(pack, original))
     with pytest.raises(KeyboardInterrupt):
         convert(mesh_tiny, tmp_path / "store", "int8", workers=1)
     assert not (tmp_path / "store").exists()

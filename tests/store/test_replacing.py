@@ -374,7 +374,7 @@ def test_a_source_that_changes_meanwhile_makes_no_store(tmp_path: Path, source: 
             os.utime(weights, ns=(0, 0))  # or the change might be within the tick of the clock at which it was written
             change(weights)
 
-    with pytest.raises(StoreError, match="was changed while it was converted"):
+    with pytest.raises(StoreError, match="was changed while it was read"):
         convert(tmp_path / "source", tmp_path / "store", "int4", progress=progress)
     assert not (tmp_path / "store").exists()
     shutil.copy(source / "model.safetensors", weights)

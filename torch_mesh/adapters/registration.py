@@ -50,9 +50,10 @@ def _with_refusal(check: Any) -> Any:
 
         modules = list(model.model.modules())
         if any(isinstance(module, MeshExperts) for module in modules):
+            base = getattr(getattr(model.model, "config", None), "_name_or_path", "")
             for module in modules:
                 if isinstance(module, _wrapper().ParamWrapper):
-                    module.refuse_to_merge()
+                    module.refuse_to_merge(base)
         return check(model, *args, **kwargs)
 
     return check_merge_allowed

@@ -78,12 +78,13 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         self.refuse_to_merge()
 
-    def refuse_to_merge(self) -> NoReturn:
+    def refuse_to_merge(self, base: str = "") -> NoReturn:
         path = _layer_of(self._experts).path
+        named = repr(base) if base else "base"
         raise MeshError(
             f"{path}.{self.parameter_name} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
-            "in place. Compute with it unmerged, as it is; or save_pretrained the adapter and merge it into the model without torch_mesh: "
-            "PeftModel.from_pretrained(plain_model, folder).merge_and_unload()."
+            f"in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then "
+            f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
         )
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:

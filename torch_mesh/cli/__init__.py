@@ -18,6 +18,7 @@ from torch_mesh.version import __version__
 # What each does stands here and not in its module: whoever asks for help, or for the version, waits for no import.
 COMMANDS = {
     "convert": "convert a checkpoint to a store that experts are read from fastest",
+    "merge": "make a store of a model with an adapter merged into it",
     "verify": "read all of a store and name every bad record",
     "inspect": "show what a store or a checkpoint holds",
     "plan": "say what a model will need and reach here, and what to change",

@@ -13,12 +13,16 @@ from rich.filesize import decimal as format_bytes
 from rich.markup import escape
 from rich.table import Table
 
-from torch_mesh.cli.options import add_config_arguments, given_config, size
+from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
 from torch_mesh.store.hub import outline_folder
 from torch_mesh.values import parse_size
 
 if TYPE_CHECKING:
-    from torch_mesh.plan import Plan
+    from pathlib import Path
+
+    from torch_mesh.config import MeshConfig
+    from torch_mesh.plan import Plan, Sizes, Speeds
+    from torch_mesh.training_plan import TrainingPlan
 
 _FIELDS = (
     "resident",
@@ -61,6 +65,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is); with it --gpu-experts is auto by default",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    training = parser.add_argument_group("training", "low-rank adapters of PEFT in fp32, with AdamW in fp32")
+    training.add_argument(
+        "--train", action="store_true", help="plan a step of training, and how many experts stay resident beside it"
+    )
+    training.add_argument("--rank", type=positive, default=8, help="of the adapters (default: %(default)s)")
+    training.add_argument(
+        "--tokens", type=positive, default=512, help="of a forward: sequences times their length (default: %(default)s)"
+    )
+    training.add_argument(
+        "--targets",
+        nargs="+",
+        metavar="NAME",
+        default=(),
+        help="what has adapters, by the names that PEFT's target_modules and target_parameters take (default: both projections of all experts)",
+    )
+    training.add_argument(
+        "--gradient-checkpointing", action="store_true", help="keep the input of each layer alone, and compute it twice"
+    )
     add_config_arguments(parser, _FIELDS)
     parser.set_defaults(run=run)
 
@@ -83,14 +105,41 @@ def run(arguments: argparse.Namespace) -> int:
             sizes = dataclasses.replace(sizes, files=())
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
-        planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, **rates)
+        training = None
+        if arguments.train:
+            training = _training(arguments, folder, config, sizes, speeds)
+            planned = training.plan
+        else:
+            planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, **rates)
     if not present:
         planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
-        print(json.dumps(planned.to_dict()))
+        print(json.dumps(planned.to_dict() if training is None else planned.to_dict() | training.to_dict()))
     else:
-        _print_table(planned)
+        _print_table(planned, training)
     return 1 if planned.status == "too small" else 0
+
+
+def _training(
+    arguments: argparse.Namespace, folder: Path, config: MeshConfig, sizes: Sizes, speeds: Speeds | None
+) -> TrainingPlan:
+    from torch_mesh.speed import product_flops
+    from torch_mesh.training_plan import plan_training
+
+    if config.gpu.experts != 0 or config.lossy.fallback != "none":
+        raise ValueError("--train: experts on a card and lossy.fallback know no adapters. Leave them out.")
+    return plan_training(
+        folder,
+        config,
+        sizes,
+        rank=arguments.rank,
+        tokens=arguments.tokens,
+        targets=arguments.targets,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        memory=arguments.memory,
+        speeds=speeds,
+        flops=product_flops(sizes.shape),
+    )
 
 
 def _card(given: int | None) -> tuple[int, int]:
@@ -106,7 +155,7 @@ def _card(given: int | None) -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
-def _print_table(planned: Plan) -> None:
+def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     sizes, shape = planned.sizes, planned.sizes.shape
     every = shape.layers * shape.experts
     table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
@@ -137,8 +186,11 @@ def _print_table(planned: Plan) -> None:
     share = f"{planned.recommended_slots} experts, {planned.recommended_slots / every:.1%}"
     table.add_row("recommended", f"{share}, {format_bytes(planned.recommended_bytes)}")
     table.add_row("workspace", _workspace(planned))
-    table.add_row("memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache")
-    if planned.hit_rate is not None:
+    if training is not None:
+        _add_training(table, training)
+    else:
+        table.add_row("memory at the peak", f"{_bytes(planned.peak_bytes)}, without the KV cache")
+    if training is None and planned.hit_rate is not None:
         rate = planned.hit_rate
         spread = "" if rate.low == rate.high else f" ({rate.low:.0%} to {rate.high:.0%}, by how local its routing is)"
         table.add_row("hit rate", f"{rate.expected:.0%}{spread}")
@@ -149,13 +201,43 @@ def _print_table(planned: Plan) -> None:
             f"disk {format_bytes(int(speeds.disk))}/s, experts {format_bytes(int(speeds.experts))}/s, the rest "
             f"{format_bytes(int(speeds.dense))}/s, {speeds.layer_seconds * 1e3:.2f} ms a layer besides",
         )
-    if planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
+    if training is None and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
         table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}")
     style = _STATUS_STYLE.get(planned.status, "yellow")
     table.add_row("status", f"[{style}]{planned.status}[/]: {escape(planned.advice)}")
     Console().print(table)
+
+
+def _add_training(table: Table, training: TrainingPlan) -> None:
+    targets = ", ".join(training.targets)
+    table.add_row("trains", f"rank {training.rank} on {escape(targets)}: {training.trained_parameters:,} parameters")
+    table.add_row("adapters, fp32", format_bytes(training.adapter_bytes))
+    table.add_row("their gradients, fp32", format_bytes(training.gradient_bytes))
+    table.add_row("AdamW's two moments, fp32", format_bytes(training.optimizer_bytes))
+    kept, checkpointed = (
+        format_bytes(count) for count in (training.activation_bytes_kept, training.activation_bytes_checkpointed)
+    )
+    planned_for = "checkpointing is planned for" if training.gradient_checkpointing else "without it is planned for"
+    table.add_row(
+        f"activations of {training.tokens} tokens",
+        f"about {kept}, with gradient checkpointing {checkpointed}; {planned_for}",
+    )
+    table.add_row("rows of the experts' backward", f"about {format_bytes(training.backward_bytes)}")
+    table.add_row("memory at the peak", f"about {_bytes(training.peak_bytes)}")
+    if training.reads_per_step is not None and training.read_bytes_per_step is not None:
+        passes = "forward, its repetition and backward" if training.gradient_checkpointing else "forward and backward"
+        table.add_row(
+            "reads of a step",
+            f"{training.reads_per_step:,.0f} of experts, {format_bytes(training.read_bytes_per_step)}: {passes}",
+        )
+    if training.step_seconds is not None:
+        low, high = training.step_seconds
+        table.add_row(
+            "seconds of a step",
+            f"{low:.2g} to {high:.2g}: {training.computing_seconds:.2g} computing, {training.reading_seconds:.2g} reading, which may overlap",
+        )
 
 
 def _workspace(planned: Plan) -> str:

@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -252,6 +252,24 @@ def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.
     if stacks.quantisation is None:
         _check_unquantised(folder, stacks.headers)
     return experts
+
+
+def model_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """What a checkpoint's tensors are in ``model``: the parameter, and whether that is the tensor as it is or made of it, and perhaps of others."""
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    return {name: (target, pattern is None) for name, target, pattern in _renamed(model, names, transforms)}
+
+
+def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Iterator[tuple[str, str, str | None]]:
+    """Name, what transformers makes of it, and the pattern of the converter that takes it (None: it is only renamed), in transformers' order."""
+    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    state = model.state_dict()
+    for name in sorted(names, key=core_model_loading.dot_natural_key):
+        target, pattern = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        yield (name, name, None) if target not in state and name in state else (name, target, pattern)
 
 
 def _check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
@@ -511,15 +529,8 @@ class _ParameterStacks:
 
     def _match(self, model: Any, transforms: Sequence[Any]) -> dict[str, dict[str | None, list[str]]]:
         """Checkpoint names per expert parameter and pattern of the converter (None: it is only renamed), in transformers' order."""
-        renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
-        state = model.state_dict()
         matches: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name in sorted(self._tensors, key=core_model_loading.dot_natural_key):
-            target, pattern = core_model_loading.rename_source_key(
-                name, renamings, self._converters, model.base_model_prefix, state
-            )
-            if target not in state and name in state:
-                target, pattern = name, None
+        for name, target, pattern in _renamed(model, self._tensors, transforms):
             if pattern is not None and target in self._shapes:
                 target = self._dealt(target, pattern, name)
             if target in self._shapes:

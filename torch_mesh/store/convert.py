@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
@@ -30,41 +25,17 @@ from torch_mesh.store.checkpoint import (
     shape_of,
 )
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
-from torch_mesh.store.header import DTYPE_BITS, INDEX_NAME, Tensor, encode_header, store_error
+from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     GROUP_SIZES,
     MAX_FILE_BYTES,
     OF_CODES,
     WEIGHTS,
     Store,
-    config_text,
-    quantization_table,
 )
-from torch_mesh.store.sources import QUANTISATION_FILES
-from torch_mesh.store.sources.layout import Weight
+from torch_mesh.store.rest import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.verify import read_record
-from torch_mesh.store.writer import NewFile, Progress, StorePlan, Written, write_folder, write_store
-
-_COPY_BYTES = 8 << 20
-_DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-# Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
-# quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
-WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
-# Files of a checkpoint that hold weights in some format. All others are copied.
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ot",
-)
+from torch_mesh.store.writer import Progress, StorePlan, Written, write_folder, write_store
 
 
 def convert(
@@ -115,7 +86,7 @@ def convert(
         source_fingerprint=fingerprint,
     )
     records = (
-        (layer, expert, functools.partial(_pack_from_checkpoint, experts, layer, expert, weights, group_size))
+        (layer, expert, functools.partial(pack_from_checkpoint, experts, layer, expert, weights, group_size))
         for layer in range(experts.shape.layers)
         for expert in range(experts.shape.experts)
     )
@@ -123,12 +94,12 @@ def convert(
         destination,
         plan,
         records,
-        _files_beside_records(experts, model, plan, max_file_bytes),
+        files_beside(rest_of_checkpoint(experts, model), model, plan, max_file_bytes),
         force=force,
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
-        check_source=functools.partial(_check_unchanged, source, fingerprint),
+        check_source=functools.partial(check_unchanged, source, fingerprint),
     )
 
 
@@ -239,16 +210,16 @@ def fingerprint_of(source: Path) -> str:
     return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source))
 
 
-def _check_unchanged(source: Path, fingerprint: str) -> None:
+def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[Path], str] = fingerprint_of) -> None:
     """Raises ``StoreError`` if the weights are not those that they were at first: what was read is then of two checkpoints."""
     try:
-        now = fingerprint_of(source)
+        now = fingerprint_now(source)
     except (StoreError, OSError) as problem:
-        raise store_error(source, f"was changed while it was converted ({problem}). Convert it again") from problem
+        raise store_error(source, f"was changed while it was read ({problem}). Run the same again") from problem
     if now != fingerprint:
         raise store_error(
             source,
-            "was changed while it was converted, so that no store was made of it. Convert it again when it is complete",
+            "was changed while it was read, so that no store was made of it. Run the same again when it is complete",
         )
 
 
@@ -289,7 +260,7 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
     )
 
 
-def _pack_from_checkpoint(
+def pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
     if experts.kept is not None and experts.own_records == (weights, group_size):
@@ -302,31 +273,29 @@ def _pack_from_layer(layer: ExpertsLayer, expert: int, weights: str, group_size:
 
 
 def _pack_from_store(store: Store, layer: int, expert: int, weights: str, group_size: int) -> torch.Tensor:
+    return pack_expert(stored_expert(store, layer, expert), weights, group_size)
+
+
+def stored_expert(store: Store, layer: int, expert: int) -> ExpertTensors:
+    """One expert's values. Raises ``StoreError`` for a damaged record."""
     manifest, shape = store.manifest, store.manifest.shape
-    record = torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
     gate_up, down, gate_up_bias, down_bias = torch.ops.torch_mesh.unpack(
-        record, manifest.weights, manifest.group_size, shape.hidden, shape.intermediate, shape.gated, shape.bias
+        stored_record(store, layer, expert),
+        manifest.weights,
+        manifest.group_size,
+        shape.hidden,
+        shape.intermediate,
+        shape.gated,
+        shape.bias,
     )
     gate, gate_bias = (rows[: shape.intermediate] if shape.gated else None for rows in (gate_up, gate_up_bias))
     up, up_bias = (rows[-shape.intermediate :] for rows in (gate_up, gate_up_bias))
     biases = (gate_bias, up_bias, down_bias) if shape.bias else (None, None, None)
-    return torch.ops.torch_mesh.pack(gate, up, down, *biases, weights, group_size)
+    return ExpertTensors(gate, up, down, *biases)
 
 
-def _files_beside_records(
-    experts: CheckpointExperts, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int
-) -> list[NewFile]:
-    dense = _dense_files(experts, model, max_file_bytes)
-    index = {
-        "metadata": {"total_size": sum(member.tensor.bytes for _, members in dense for member in members)},
-        "weight_map": {member.tensor.name: name for name, members in dense for member in members},
-    }
-    files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
-    text = _config_of(experts, model)
-    files.append(_in_memory("config.json", mesh_config(text, model, plan.modules, plan.weights, plan.group_size)))
-    files.extend(_others_of(experts))
-    files.extend(_dense_file(name, members) for name, members in dense)
-    return files
+def stored_record(store: Store, layer: int, expert: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(read_record(store, layer, expert)), dtype=torch.uint8)
 
 
 def write_rest(
@@ -339,185 +308,6 @@ def write_rest(
     """
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))
-    files = [_dense_file(name, members) for name, members in _dense_files(experts, model, MAX_FILE_BYTES)]
-    write_folder(folder, files, progress, functools.partial(_check_unchanged, experts.folder, fingerprint))
+    files = dense_files(tensors_of(experts, model), MAX_FILE_BYTES)
+    write_folder(folder, files, progress, functools.partial(check_unchanged, experts.folder, fingerprint))
     return [folder / file.name for file in files]
-
-
-def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
-    if not is_gguf(experts.folder):
-        text = (experts.folder / "config.json").read_text(encoding="utf-8")
-        return _unquantised(text) if experts.weights else text
-    table = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return json.dumps(table)
-
-
-def _others_of(experts: CheckpointExperts) -> list[NewFile]:
-    """The tokenizer and whatever else is no weight."""
-    if is_gguf(experts.folder):
-        return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
-    left_out = QUANTISATION_FILES if experts.weights else ()
-    return [
-        _copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out
-    ]
-
-
-def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
-    """``text``, the config.json of ``model``, as that of a checkpoint with the experts of ``modules`` in records."""
-    table: dict[str, Any] = json.loads(plain_config(text))
-    for part in _configs_with_experts(table, model, modules):
-        part["quantization_config"] = quantization_table(weights, group_size)
-        part["transformers_weights"] = WITHOUT_TORCH_MESH
-    return config_text(table)
-
-
-def _unquantised(text: str) -> str:
-    """A config.json without what it says of the quantisation of another tool."""
-    table: dict[str, Any] = json.loads(text)
-    parts = [table]
-    for part in parts:
-        part.pop("quantization_config", None)
-        parts.extend(value for value in part.values() if isinstance(value, dict))
-    return config_text(table)
-
-
-def plain_config(text: str) -> str:
-    """A config.json without what ``mesh_config`` adds."""
-    table: dict[str, Any] = json.loads(text)
-    parts = [table]
-    for part in parts:
-        if (part.get("quantization_config") or {}).get("quant_method") == "mesh":
-            del part["quantization_config"]
-        if part.get("transformers_weights") == WITHOUT_TORCH_MESH:
-            del part["transformers_weights"]
-        parts.extend(value for value in part.values() if isinstance(value, dict))
-    return config_text(table)
-
-
-def _configs_with_experts(
-    config: dict[str, Any], model: torch.nn.Module, modules: Sequence[str]
-) -> list[dict[str, Any]]:
-    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
-    parts = {
-        id(module.config)
-        for path, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
-    }
-
-    def within(stored: dict[str, Any], of: PretrainedConfig) -> Iterator[dict[str, Any]]:
-        for name, value in stored.items():
-            part = vars(of).get(name)  # getattr raises for what differs from layer to layer
-            if isinstance(value, dict) and isinstance(part, PretrainedConfig):
-                if id(part) in parts:
-                    yield value
-                yield from within(value, part)
-
-    described: Any = model.config
-    return [config, *within(config, described)]
-
-
-def _is_copied(path: Path) -> bool:
-    name = path.name
-    return path.is_file() and name != "config.json" and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
-
-
-def _in_memory(name: str, text: str) -> NewFile:
-    return _of_bytes(name, text.encode())
-
-
-def _of_bytes(name: str, data: bytes) -> NewFile:
-    return NewFile(name, len(data), lambda: [data])
-
-
-def _copied(path: Path) -> NewFile:
-    size = path.stat().st_size
-    return NewFile(path.name, size, lambda: _read_range(path, 0, size))
-
-
-@dataclass(frozen=True)
-class _Dense:
-    """A tensor that is no expert's, as it is written."""
-
-    tensor: Tensor
-    chunks: Callable[[], Iterable[bytes]]
-
-
-def _dense_files(
-    experts: CheckpointExperts, model: PreTrainedModel, max_file_bytes: int
-) -> list[tuple[str, list[_Dense]]]:
-    """What is no expert's, spread over files of bounded size; within one, wide types first, so that all stay aligned."""
-    groups: list[list[_Dense]] = [[]]
-    size = 0
-    for member in _dense(experts, model):
-        if groups[-1] and size + member.tensor.bytes > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(member)
-        size += member.tensor.bytes
-    if not groups[0]:
-        raise store_error(experts.folder, "holds experts and nothing else: not the checkpoint of a model")
-    for group in groups:
-        group.sort(key=lambda member: -DTYPE_BITS[member.tensor.dtype])
-    return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
-
-
-def _dense(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[_Dense]:
-    if is_gguf(experts.folder):
-        for part in rest_of_model(experts.folder, experts.weights, experts.names, model):
-            yield _written(part.name, part.dtype, part.shape, part.values)
-        return
-    weights = {weight.codes[1].name: weight for weight in experts.weights}
-    dtype = getattr(model.config.get_text_config(), "dtype", None)
-    for header, tensors in experts.other_tensors:
-        for tensor in tensors:
-            weight = weights.get(tensor.name)
-            if not experts.weights or (weight is not None and weight.is_plain):
-                read = functools.partial(_read_range, header.path, tensor.offset, tensor.bytes)
-                yield _Dense(tensor, read)
-            elif weight is not None:
-                yield _values(weight, dtype if dtype in _DENSE_DTYPES else torch.bfloat16)
-
-
-def _values(weight: Weight, dtype: torch.dtype) -> _Dense:
-    """A quantised weight, as an unquantised checkpoint has it."""
-    turned = weight.layout.turned
-    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
-
-    def values() -> torch.Tensor:
-        values = weight.read().to(dtype)
-        return values.mT if turned else values
-
-    return _written(weight.name, dtype, shape, values)
-
-
-def _written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> _Dense:
-    """What ``values`` makes when it is wanted."""
-
-    def chunks() -> Iterator[bytes]:
-        for part in values().contiguous().flatten().split(_COPY_BYTES):
-            yield part.view(torch.uint8).numpy().tobytes()
-
-    return _Dense(Tensor(name, _DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
-
-
-def _dense_file(name: str, members: Sequence[_Dense]) -> NewFile:
-    tensors = [member.tensor for member in members]
-    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), {"format": "pt"})
-    return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members))
-
-
-def _dense_chunks(header: bytes, members: Iterable[_Dense]) -> Iterator[bytes]:
-    yield header
-    for member in members:
-        yield from member.chunks()
-
-
-def _read_range(path: Path, offset: int, size: int) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        while size:
-            chunk = stream.read(min(size, _COPY_BYTES))
-            if not chunk:
-                raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
-            size -= len(chunk)
-            yield chunk

@@ -1,0 +1,122 @@
+"""torch-mesh plan --train: what a real step takes confirms it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import MeshConfig, PackedWeight
+from torch_mesh.cli import main
+
+GIVEN = ["--disk-speed", "1GB/s", "--memory-speed", "20GB/s"]
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TOKENS = 96
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["plan", str(folder), "--train", *arguments, *GIVEN, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def adapted(
+    folder: Path, modules: list[str], parameters: list[str], rank: int = 4, resident: float = 0.25
+) -> PeftModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig(resident=resident))
+    config = LoraConfig(r=rank, target_modules=modules, target_parameters=parameters)
+    return get_peft_model(model, config).train()
+
+
+def step(model: PeftModel, optimizer: torch.optim.Optimizer) -> int:
+    """One of training; returns the bytes that its forward kept for the backward."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, PackedWeight)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, PackedWeight) and tensor.untyped_storage().data_ptr() not in weights:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    ids = torch.randint(3, 200, (2, TOKENS // 2))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    bytes_kept = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    loss.backward()
+    optimizer.step()
+    return bytes_kept
+
+
+@pytest.mark.parametrize(
+    ("modules", "parameters"), [([], BOTH), (["q_proj", "o_proj"], [*BOTH, "mlp.gate.weight"]), (["lm_head"], [])]
+)
+def test_a_step_takes_what_was_planned(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], modules: list[str], parameters: list[str]
+) -> None:
+    targets = ["--targets", *modules, *parameters] if modules else []
+    planned = run(capsys, mesh_tiny, "--rank", "4", "--tokens", str(TOKENS), "--resident", "0.25", *targets)["training"]
+    model = adapted(mesh_tiny, modules, parameters)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    kept = step(model, optimizer)
+    assert planned["trained_parameters"] == sum(p.numel() for p in trained)
+    assert planned["adapter_bytes"] == sum(p.nbytes for p in trained)
+    assert planned["gradient_bytes"] == sum(p.grad.nbytes for p in trained if p.grad is not None)
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert planned["optimizer_bytes"] == sum(moment.nbytes for moment in moments)
+    if "lm_head" not in modules:  # else nothing below the head keeps anything
+        logits = TOKENS * model.config.vocab_size  # of which the forward keeps 4 bytes each, and the peak has 12
+        layers = kept - 4 * logits
+        assert layers / 2 < planned["activation_bytes"] - 12 * logits < 2 * layers
+
+
+def test_checkpointing_keeps_less_and_reads_once_more(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tokens", str(TOKENS), "--resident", "0.25"]
+    plain = run(capsys, mesh_tiny, *arguments)["training"]
+    saved = run(capsys, mesh_tiny, *arguments, "--gradient-checkpointing")["training"]
+    assert saved["activation_bytes"] == plain["activation_bytes_checkpointed"] < plain["activation_bytes"]
+    assert saved["read_bytes_per_step"] == pytest.approx(1.5 * plain["read_bytes_per_step"], rel=1e-3)
+    assert saved["peak_bytes"] < plain["peak_bytes"]
+
+
+def test_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = run(capsys, mesh_tiny, "--tokens", str(TOKENS), "--resident", "0.25")["training"]
+    model = adapted(mesh_tiny, [], BOTH, rank=8)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    step(model, optimizer)
+    torch_mesh.reset_stats(model)
+    for _ in range(3):
+        step(model, optimizer)
+    read = torch_mesh.stats(model).bytes_read / 3
+    assert read / 2 < planned["read_bytes_per_step"] < 2 * read
+
+
+def test_what_training_takes_is_taken_from_residency(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = (run(capsys, mesh_tiny, "--rank", rank, "--memory", "64GiB") for rank in ("1", "64"))
+    assert small["training"]["adapter_bytes"] * 64 == large["training"]["adapter_bytes"]
+    beside = [
+        sum(planned["training"][name] for name in ("adapter_bytes", "gradient_bytes", "optimizer_bytes"))
+        for planned in (small, large)
+    ]
+    grown = large["training"]["peak_bytes"] - small["training"]["peak_bytes"]
+    assert abs(grown - (beside[1] - beside[0])) < 0.1 * grown + 64e6  # the process itself grows a little
+
+
+def test_its_table_and_what_is_refused(
+    mesh_tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", str(mesh_tiny), "--train", "--resident", "0.25", *GIVEN]) == 0
+    said = capsys.readouterr().out
+    for words in ("AdamW's two moments", "activations of 512 tokens", "reads of a step", "seconds of a step"):
+        assert words in said
+    assert "tokens per second" not in said
+    assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
+    assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
+    assert main(["plan", str(mesh_tiny), "--train", "--fallback", "int4", *GIVEN]) == 2
+    assert "know no adapters" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Two processes over one store, each with a pool of its own: together they train as one does with both halves of the batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch.nn.parallel import DistributedDataParallel
+from training import ROWS
+
+import torch_mesh
+from torch_mesh.store.convert import convert
+
+STEPS = 4
+# A worker is one rank. The first half of the steps is one process's life, the second another's, from the files of the first.
+WORKER = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+import torch_mesh
+
+rank, world, folder, begin, end = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+torch.set_num_threads(1)
+if world > 1:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group-{begin}", rank=rank, world_size=world)
+config = torch_mesh.MeshConfig(resident=0.4 if rank else 1.0)  # which changes no bit
+model = AutoModelForCausalLM.from_pretrained(folder / "store", dtype=torch.float32, quantization_config=config)
+state = folder / f"world-{world}"
+if begin:
+    model = PeftModel.from_pretrained(model, state, is_trainable=True)
+else:
+    torch.manual_seed(rank)  # the first process's adapters are taken
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
+step_model = DistributedDataParallel(model) if world > 1 else model
+optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+if begin:
+    optimizer.load_state_dict(torch.load(state / "optimizer.pt"))
+rows = torch.load(folder / "rows.pt")
+own = rows.view(world, -1, rows.size(-1))[rank]
+losses = []
+for step in range(begin, end):
+    loss = step_model(input_ids=own, labels=own, use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+if rank == 0:
+    model.save_pretrained(state)
+    torch.save(optimizer.state_dict(), state / "optimizer.pt")
+torch.save({"losses": losses, "gradients": gradients, "pool": torch_mesh.stats(model).bytes_read}, folder / f"{world}-{rank}-{end}.pt")
+if world > 1:
+    dist.destroy_process_group()
+"""
+
+
+def _run(folder: Path, world: int, begin: int, end: int) -> list[dict[str, Any]]:
+    ranks = [[str(value) for value in (rank, world, folder, begin, end)] for rank in range(world)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", WORKER, *rank], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in ranks
+    ]
+    for process in processes:
+        _, error = process.communicate(timeout=1200)
+        assert process.returncode == 0, error
+    return [torch.load(folder / f"{world}-{rank}-{end}.pt") for rank in range(world)]
+
+
+def _together(parts: list[dict[str, Any]]) -> list[float]:
+    return torch.tensor([part["losses"] for part in parts]).mean(0).tolist()
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_both_halves_and_go_on_from_files(tmp_path: Path) -> None:
+    TINY_MODELS["Qwen3MoeExperts"].build().save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "store", "int8")
+    torch.save(torch.stack(ROWS[:4]), tmp_path / "rows.pt")
+    one, two = ([_run(tmp_path, world, *part) for part in ((0, STEPS // 2), (STEPS // 2, STEPS))] for world in (1, 2))
+    for alone, both in zip(one, two, strict=True):
+        assert _together(both) == pytest.approx(alone[0]["losses"], rel=1e-4)
+        assert both[0]["gradients"].keys() == both[1]["gradients"].keys() == alone[0]["gradients"].keys()
+        assert any("experts" in name for name in alone[0]["gradients"])
+        for name, gradient in alone[0]["gradients"].items():
+            assert torch.equal(both[0]["gradients"][name], both[1]["gradients"][name]), name
+            torch.testing.assert_close(
+                both[0]["gradients"][name], gradient, rtol=2e-2, atol=2e-3 * gradient.abs().max()
+            )
+        assert all(part["pool"] > 0 for part in both)
+    assert one[1][0]["losses"][-1] < one[0][0]["losses"][0]
+
+
+def test_packed_weights_stay_out_of_what_is_sent() -> None:
+    model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5, dense="int8")
+    packed = {name for name, p in model.named_parameters() if isinstance(p, torch_mesh.PackedWeight)}
+    assert packed and packed <= set(model._ddp_params_and_buffers_to_ignore)
+    torch_mesh.unpatch(model, lossy=True)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_ddp_of_a_module_around_a_patched_model_says_what_to_leave_out(tmp_path: Path) -> None:
+    around = torch.nn.ModuleDict({"model": torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)})
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(torch_mesh.MeshError, match="_ddp_params_and_buffers_to_ignore"):
+            DistributedDataParallel(around)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,252 @@
+"""A folder that PEFT's ``save_pretrained`` wrote, put on the outline of its base model.
+
+PEFT reads it: which modules and parameters it has adapters for, their ranks, scales and names. Base weights are stand-ins that take no memory,
+so that nothing of the base is read, and what an adapter makes of one weight is computed by PEFT's own layer when that weight is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families import ExpertsLayer
+from ..store.checkpoint import checkpoint_fingerprint
+from ..store.header import check_folder, read_header, read_json_file, store_error
+from .factors import Factors, factors_of
+
+try:
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import layer as lora
+    from peft.tuners.lora import variants
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+except ImportError as missing:
+    raise ImportError("adapters are merged by PEFT 0.21 or later: pip install -U peft") from missing
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"  # of the one adapter in PEFT's model
+# PEFT's other initialisations change the base weights, too, which only a model that has them can be asked for.
+_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+_VARIANTS = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one parameter of the base. ``needs``: the parameters whose values, in fp32, ``made_of`` takes by name."""
+
+    needs: tuple[str, ...]
+    made_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """``experts``: the factors on a projection, by the path of the experts and the name of their parameter; ``rest``: what becomes of all other
+    parameters that are not as in the base, by name."""
+
+    experts: Mapping[tuple[str, str], Factors]
+    rest: Mapping[str, Change]
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """Another adapter has another. Raises ``StoreError`` for a folder that is none."""
+    check_folder(folder)
+    for name in (_CONFIG, _WEIGHTS):
+        if not (folder / name).is_file():
+            raise store_error(
+                folder, f"has no {name}: name a folder with an adapter, as PEFT's save_pretrained(folder) writes it"
+            )
+    config = hashlib.blake2b((folder / _CONFIG).read_bytes(), digest_size=16).hexdigest()
+    return f"{config} {checkpoint_fingerprint([folder / _WEIGHTS])}"
+
+
+def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer]) -> Adapter:
+    """The adapter in ``folder``, for ``model`` on the meta device, which is used up; ``layers``: those whose experts are in records.
+
+    Raises ``StoreError`` for what is damaged, does not fit the model or is not used by it, and for what cannot be merged.
+    """
+    config = _config(folder, layers)
+    stand_ins = put_stand_ins(model)
+    loaded = _load(folder, model, config)
+    base: Any = loaded.get_base_model()
+    _check_variants(folder, base)
+    experts: dict[tuple[str, str], Factors] = {}
+    rest: dict[str, Change] = {}
+    by_path = {layer.path: layer for layer in layers}
+    for name, module in base.named_modules():
+        path = ".".join(part for part in name.split(".") if part != "base_layer")
+        if isinstance(module, lora.ParamWrapper) and path in by_path:
+            experts[path, module.parameter_name] = _factors(folder, module, by_path[path])
+        elif isinstance(module, lora.LoraLayer):
+            rest |= _changes(folder, path, module)
+        elif isinstance(module, ModulesToSaveWrapper):
+            saved = module.modules_to_save[_NAME].state_dict()
+            rest |= {f"{path}.{key}": Change((), _always(folder, key, value)) for key, value in saved.items()}
+    # An adapter of embeddings may have the whole of them in its file, where PEFT takes them for part of the base.
+    for name, parameter in base.named_parameters():
+        if ".modules_to_save." not in name and ".lora_" not in name and id(parameter) not in stand_ins:
+            plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+            given = Change((), _always(folder, plain, parameter.detach()))
+            rest[plain] = _on_given(plain, given, rest[plain]) if plain in rest else given
+    return Adapter(experts, rest)
+
+
+def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
+    path = folder / _CONFIG
+    table = read_json_file(path, floats=True)
+    kind = table.get("peft_type") if isinstance(table, dict) else None
+    if kind != "LORA":
+        raise store_error(path, f"has the peft_type {kind!r}; LORA can be merged")
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, AttributeError, KeyError) as problem:
+        raise store_error(path, f"is no config that PEFT takes: {problem}") from problem
+    if config.init_lora_weights not in _INITIALISATIONS:
+        raise store_error(
+            path,
+            f"has init_lora_weights={config.init_lora_weights!r}, which changes the base weights, too. Save the adapter with PEFT's "
+            "save_pretrained(folder, path_initial_model_for_weight_conversion=...), which makes an ordinary one of it",
+        )
+    if config.layer_replication:
+        raise store_error(path, "has layer_replication: a model of other layers than the base, which cannot be merged")
+    for layer in layers:
+        parts = layer.path.split(".")
+        inside = {".".join(parts[start:end]) for end in range(1, len(parts) + 1) for start in range(end)}
+        for name in config.modules_to_save or ():
+            if name in inside:
+                raise store_error(
+                    path, f"has modules_to_save={name!r}, which holds the experts {layer.path}: too large"
+                )
+    return config
+
+
+def put_stand_ins(model: nn.Module) -> set[int]:
+    """Zeros of one element in the place of each parameter, on the CPU, where PEFT puts an adapter beside its base. Returns their ids."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                stand_in = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+                module._parameters[name] = made.setdefault(id(parameter), stand_in)
+    model._stand_ins = list(made.values())  # type: ignore[assignment]  # an id is theirs as long as they live
+    return {id(stand_in) for stand_in in made.values()}
+
+
+def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
+    read_header(folder / _WEIGHTS)  # says where it is damaged
+    config.inference_mode = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say of is refused below
+            loaded = PeftModel(model, config, _NAME, low_cpu_mem_usage=True)
+            result = loaded.load_adapter(
+                str(folder),
+                _NAME,
+                torch_device="cpu",
+                low_cpu_mem_usage=True,
+                key_mapping=getattr(model, "_checkpoint_conversion_mapping", None),
+            )
+    except KeyError as problem:
+        raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} asks for") from problem
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as problem:
+        raise store_error(folder, f"does not fit {type(model).__name__}: {_beginning(problem)}") from problem
+    if result.unexpected_keys:
+        raise store_error(
+            folder / _WEIGHTS,
+            f"has tensors for which {type(model).__name__} has no place: {_some(result.unexpected_keys)}",
+        )
+    missing = [name for name, parameter in loaded.named_parameters() if parameter.is_meta]
+    if missing:
+        raise store_error(
+            folder / _WEIGHTS,
+            f"lacks tensors that {_CONFIG} asks for: {_some([name.replace(f'.{_NAME}', '') for name in missing])}",
+        )
+    return loaded
+
+
+def _beginning(problem: Exception) -> str:
+    """Of what may be a line for each tensor."""
+    lines = [line.strip() for line in str(problem).splitlines()]
+    return " ".join(lines[:3]) + (f" And {len(lines) - 3} others." if len(lines) > 3 else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+def _check_variants(folder: Path, base: nn.Module) -> None:
+    for name, module in base.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+            raise store_error(
+                folder, f"trains single tokens of {name} (trainable_token_indices), which cannot be merged"
+            )
+        variant = getattr(module, "lora_variant", {}).get(_NAME)
+        if variant is not None and not isinstance(variant, _VARIANTS):
+            raise store_error(
+                folder, f"has {type(variant).__name__} on {name}, which cannot be merged; LoRA and DoRA can"
+            )
+
+
+def _factors(folder: Path, module: Any, layer: ExpertsLayer) -> Factors:
+    if module.parameter_name not in layer.parameter_names[:2]:
+        raise store_error(folder, f"has an adapter on {layer.path}.{module.parameter_name}, which is no projection")
+    lora_a, lora_b = (pair[_NAME].weight.detach().float() for pair in (module.lora_A, module.lora_B))
+    return factors_of(
+        lora_a,
+        lora_b,
+        module.r[_NAME],
+        module.scaling[_NAME],
+        layer=layer,
+        parameter=module.parameter_name,
+        swapped=module._did_swap_in_out_features,
+    )
+
+
+def _changes(folder: Path, path: str, module: Any) -> dict[str, Change]:
+    """By PEFT's layer: of its weight, and of its bias where the adapter has one, too."""
+    own = [getattr(module, "parameter_name", None) or "weight"]
+    if module.lora_bias.get(_NAME):
+        own.append("bias")
+    base = module.get_base_layer()
+    if any(base._parameters.get(name) is None for name in own):
+        raise store_error(folder, f"has an adapter on {path}, a {type(base).__name__}, which cannot be merged")
+    needs = tuple(f"{path}.{name}" for name in own)
+    return {
+        f"{path}.{name}": Change(needs, functools.partial(_merged, folder, path, module, own, name)) for name in own
+    }
+
+
+@torch.no_grad()
+def _merged(
+    folder: Path, path: str, module: Any, own: Sequence[str], wanted: str, values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    base = module.get_base_layer()
+    stand_ins = {name: base._parameters[name] for name in own}
+    try:
+        for name in own:
+            base._parameters[name] = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
+        module.merge(safe_merge=True)
+        return base._parameters[wanted].detach()
+    except ValueError as problem:  # values that are no numbers
+        raise store_error(folder, f"cannot be merged into {path}: {problem}") from problem
+    finally:
+        base._parameters.update(stand_ins)
+        module.merged_adapters.clear()
+
+
+def _on_given(name: str, given: Change, change: Change) -> Change:
+    """``change``, of values of ``name`` that the adapter's file has and not of the base's."""
+    needs = tuple(need for need in change.needs if need != name)
+    return Change(needs, lambda values: change.made_of({**values, name: given.made_of(values).float()}))
+
+
+def _always(folder: Path, name: str, value: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    if not value.isfinite().all():
+        raise store_error(folder / _WEIGHTS, f"has values of {name} that are no numbers")
+    return lambda _: value

@@ -1,0 +1,272 @@
+"""A new store: a base with an adapter in it, written as a conversion is, expert by expert."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..families import ExpertsLayer, ExpertTensors, find_experts
+from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, model_names, read_config
+from ..store.convert import (
+    check_unchanged,
+    checked_group_size,
+    fingerprint_of,
+    pack_expert,
+    pack_from_checkpoint,
+    source_name,
+    stored_expert,
+    stored_record,
+    weights_of_checkpoint,
+)
+from ..store.gguf import is_gguf
+from ..store.header import store_error, weight_files
+from ..store.hub import local_folder
+from ..store.manifest import MAX_FILE_BYTES, OF_CODES, WEIGHTS, Shape, is_store, open_store
+from ..store.rest import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
+from ..store.verify import check_other_files
+from ..store.writer import Progress, StorePlan, Written, write_store
+from .factors import Factors
+from .folder import Adapter, Change, adapter_fingerprint, read_adapter
+
+
+def merge(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    weights: str = "auto",
+    group_size: int = 64,
+    revision: str | None = None,
+    token: str | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Written:
+    """Writes a converted checkpoint to ``destination``: ``base`` with the PEFT adapter in the folder ``adapter`` merged into it.
+
+    ``base`` is a checkpoint's folder, a GGUF file, a folder that was converted, or a model id on the hub, of which ``revision`` and ``token`` are.
+    ``weights`` and ``group_size`` are what the experts become: 'auto' is the format of the base. Both are added up in fp32 and rounded
+    once; experts that the adapter does not change stay as they are. Memory is that of a few experts, of the largest other tensor, and of the adapter.
+    Interrupted at any moment, the same call continues.
+
+    Raises ``StoreError`` for an adapter of which anything would be left over, that does not fit the base or cannot be merged, and as
+    ``torch-mesh convert`` does; ``ValueError`` for weights that nothing can be rounded to.
+    """
+    source = local_folder(base, revision=revision, token=token)
+    folder = Path(adapter)
+    destination = Path(destination)
+    for path in (source, folder):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(destination)):
+            raise ValueError(f"the store cannot replace {path}, which it is made of: choose another folder")
+    of_adapter = adapter_fingerprint(folder)
+    found = _base_of(source, weights, group_size)
+    plan = StorePlan(
+        shape=found.shape,
+        modules=found.modules,
+        weights=found.weights,
+        group_size=found.group_size,
+        source_name=f"{os.fspath(base) if not os.path.exists(base) else source_name(source)} + {folder.resolve().name}",
+        source_fingerprint=f"{found.fingerprint} + {of_adapter}",
+    )
+    outline = meta_model(read_config(source))
+    read = read_adapter(folder, outline, find_experts(outline))
+    rest = replace(found.rest, tensors=_changed_tensors(source, folder, found, read.rest))
+    return write_store(
+        destination,
+        plan,
+        _records(folder, found, read),
+        files_beside(rest, found.model, plan, max_file_bytes),
+        force=force,
+        workers=workers,
+        progress=progress,
+        max_file_bytes=max_file_bytes,
+        check_source=functools.partial(_check_unchanged, source, found.fingerprint, folder, of_adapter),
+    )
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What an adapter is merged into. ``weights`` and ``group_size`` are of the store that comes of it, ``layers`` by their numbers there."""
+
+    model: Any
+    layers: Mapping[int, ExpertsLayer]
+    shape: Shape
+    modules: tuple[str, ...]
+    weights: str
+    group_size: int
+    fingerprint: str
+    rest: Rest
+    expert: Callable[[int, int], ExpertTensors]
+    unchanged: Callable[[int, int], torch.Tensor]  # an expert's record, if nothing is added to it
+
+
+def _base_of(source: Path, weights: str, group_size: int) -> _Base:
+    fingerprint = _fingerprint(source)  # before the headers are read
+    if weights not in ("auto", *WEIGHTS):
+        checked_group_size(weights, group_size)  # says what is allowed
+    model = meta_model(read_config(source))
+    return (_of_store if is_store(source) else _of_checkpoint)(source, model, fingerprint, weights, group_size)
+
+
+def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
+    experts = find_checkpoint_experts(source, model)
+    with warnings.catch_warnings():
+        if experts.nearest().weights in OF_CODES:
+            warnings.simplefilter("ignore")  # of what is refused
+        weights, group_size = weights_of_checkpoint(experts, weights, group_size)
+    _check_rounds(source, weights)
+    return _Base(
+        model=model,
+        layers=dict(enumerate(find_experts(model))),
+        shape=experts.shape,
+        modules=experts.modules,
+        weights=weights,
+        group_size=group_size,
+        fingerprint=fingerprint,
+        rest=rest_of_checkpoint(experts, model),
+        expert=experts.read_expert,
+        unchanged=lambda layer, expert: pack_from_checkpoint(experts, layer, expert, weights, group_size),
+    )
+
+
+def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
+    store = open_store(source)
+    check_other_files(store, "always")
+    manifest = store.manifest
+    own = (manifest.weights, manifest.group_size)
+    becomes = own if weights == "auto" else (weights, checked_group_size(weights, group_size))
+    _check_rounds(source, becomes[0])
+
+    def unchanged(layer: int, expert: int) -> torch.Tensor:
+        if becomes == own:
+            return stored_record(store, layer, expert)
+        return pack_expert(stored_expert(store, layer, expert), *becomes)
+
+    return _Base(
+        model=model,
+        layers={store.layer_of(layer.path): layer for layer in find_experts(model)},
+        shape=manifest.shape,
+        modules=manifest.modules,
+        weights=becomes[0],
+        group_size=becomes[1],
+        fingerprint=fingerprint,
+        rest=rest_of_store(store),
+        expert=functools.partial(stored_expert, store),
+        unchanged=unchanged,
+    )
+
+
+def _check_rounds(source: Path, weights: str) -> None:
+    if weights in OF_CODES:
+        raise ValueError(
+            f"{source} has {weights} experts, and nothing is rounded to that: say what they become with an adapter in them, weights= one of "
+            f"{', '.join(map(repr, WEIGHTS))} (--weights). 'int8' is the nearest of few bits."
+        )
+
+
+def _fingerprint(source: Path) -> str:
+    if not is_store(source):
+        return fingerprint_of(source)
+    manifest = open_store(source).manifest  # whose checksums are those of all records
+    return f"{manifest.store_id.hex()} {checkpoint_fingerprint(weight_files(source))}"
+
+
+def _check_unchanged(source: Path, of_source: str, folder: Path, of_adapter: str) -> None:
+    check_unchanged(source, of_source, _fingerprint)
+    check_unchanged(folder, of_adapter, adapter_fingerprint)
+
+
+def _records(folder: Path, base: _Base, adapter: Adapter) -> Iterator[tuple[int, int, Callable[[], torch.Tensor]]]:
+    for number in range(base.shape.layers):
+        layer = base.layers[number]
+        factors = [adapter.experts.get((layer.path, name)) for name in layer.parameter_names[:2]]
+        for expert in range(base.shape.experts):
+            yield number, expert, functools.partial(_record, folder, base, factors, number, expert)
+
+
+def _record(folder: Path, base: _Base, factors: list[Factors | None], layer: int, expert: int) -> torch.Tensor:
+    gate_up, down = (None if of is None else _product(of, expert) for of in factors)
+    if gate_up is None and down is None:
+        return base.unchanged(layer, expert)
+    own = base.expert(layer, expert)
+    parts: dict[str, Any] = {name: None if part is None else part.float() for name, part in vars(own).items()}
+    added = {} if gate_up is None else {"up": gate_up[-1]}
+    if gate_up is not None and len(gate_up) > 1:
+        added["gate"] = gate_up[0]
+    if down is not None:
+        added["down"] = down[0]
+    for name, delta in added.items():
+        parts[name] = parts[name] + delta
+        if not parts[name].isfinite().all():
+            raise store_error(folder, f"makes values that are no numbers of expert {expert} of {base.modules[layer]}")
+    return pack_expert(ExpertTensors(**parts), base.weights, base.group_size)
+
+
+def _product(factors: Factors, expert: int) -> torch.Tensor | None:
+    """[parts, out, in]: what is added to gate and up, or to down; None where that is nothing."""
+    a, b = factors.a[expert], factors.b[expert]
+    if not (a.any() and b.any()):
+        return None
+    return factors.scaling * torch.einsum("rpo,ri->poi", b.view(b.size(0), -1, b.size(-1)), a)
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """What a parameter shares its weights with."""
+    pairs = model.all_tied_weights_keys
+    return {**pairs, **{source: tied for tied, source in pairs.items()}}
+
+
+def _changed_tensors(source: Path, folder: Path, base: _Base, changes: Mapping[str, Change]) -> list[Dense]:
+    tensors = base.rest.tensors
+    names = {} if is_gguf(source) else model_names(base.model, [dense.tensor.name for dense in tensors])
+    places: dict[str, Dense] = {}
+    for dense in tensors:
+        parameter, whole = names.get(dense.tensor.name, (dense.tensor.name, True))
+        if parameter in changes and whole:
+            places[parameter] = dense
+    for parameter in changes:
+        _check_place(source, folder, base.model, parameter, places.get(parameter))
+    changed = {
+        places[parameter].tensor.name: _changed(places, parameter, change) for parameter, change in changes.items()
+    }
+    return [changed.get(dense.tensor.name, dense) for dense in tensors]
+
+
+def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: Dense | None) -> None:
+    tied = _tied(model)
+    if parameter in tied:
+        raise store_error(
+            folder,
+            f"has an adapter on {parameter}, which shares its weights with {tied[parameter]}: merged, both would change. Compute with the "
+            "adapter as it is",
+        )
+    if dense is None:
+        raise store_error(
+            folder,
+            f"has an adapter on {parameter}, and no tensor of {source} is that and nothing else: it cannot be merged",
+        )
+    if dense.tensor.dtype not in DENSE_DTYPES.values():
+        raise store_error(folder, f"has an adapter on {parameter}, which is {dense.tensor.dtype} in {source}")
+    shape = model.state_dict()[parameter].shape
+    if dense.tensor.shape != tuple(shape):
+        raise store_error(
+            source, f"tensor {dense.tensor.name!r} has the shape {list(dense.tensor.shape)}, {parameter} {list(shape)}"
+        )
+
+
+def _changed(places: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
+    tensor = places[parameter].tensor
+    dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == tensor.dtype)
+
+    def values() -> torch.Tensor:
+        return change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)
+
+    return written(tensor.name, dtype, tensor.shape, values)

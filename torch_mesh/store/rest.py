@@ -1,0 +1,287 @@
+"""What a store holds beside its records: the rest of the model, its config.json and its tokenizer, as a checkpoint has them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from torch_mesh.store.checkpoint import CheckpointExperts
+from torch_mesh.store.gguf import is_gguf
+from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
+from torch_mesh.store.header import (
+    DTYPE_BITS,
+    INDEX_NAME,
+    Tensor,
+    encode_header,
+    read_header,
+    store_error,
+    weight_files,
+)
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantization_table
+from torch_mesh.store.sources import QUANTISATION_FILES
+from torch_mesh.store.sources.layout import Weight
+from torch_mesh.store.writer import NewFile, StorePlan
+
+_COPY_BYTES = 8 << 20
+DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+# Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
+# quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
+WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
+# Files of a checkpoint that hold weights in some format. All others are copied.
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A tensor that is no expert's, as it is written."""
+
+    tensor: Tensor
+    chunks: Callable[[], Iterable[bytes]]
+
+    def read(self) -> torch.Tensor:
+        data = bytearray()
+        for chunk in self.chunks():
+            data += chunk
+        dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == self.tensor.dtype)
+        return torch.frombuffer(data, dtype=dtype).view(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """All of a model but its experts: the text of its config.json, its tensors, and the tokenizer and whatever else is no weight."""
+
+    config: str
+    tensors: list[Dense]
+    others: list[NewFile]
+
+
+def rest_of_checkpoint(experts: CheckpointExperts, model: PreTrainedModel) -> Rest:
+    return Rest(_config_of(experts, model), tensors_of(experts, model), _others_of(experts))
+
+
+def rest_of_store(store: Store) -> Rest:
+    """Of a converted checkpoint. Raises ``StoreError`` for records alone."""
+    folder = store.folder
+    if not (folder / "config.json").is_file():
+        raise store_error(folder, "holds records alone and no model: name the checkpoint that they were made from")
+    tensors = [
+        Dense(tensor, functools.partial(_read_range, path, tensor.offset, tensor.bytes))
+        for path in weight_files(folder)
+        for tensor in read_header(path).tensors.values()
+    ]
+    others = [path for path in sorted(folder.iterdir()) if _is_copied(path) and path.name != MANIFEST_NAME]
+    return Rest((folder / "config.json").read_text(encoding="utf-8"), tensors, [_copied(path) for path in others])
+
+
+def files_beside(rest: Rest, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
+    dense = _spread(rest.tensors, max_file_bytes)
+    index = {
+        "metadata": {"total_size": sum(member.tensor.bytes for _, members in dense for member in members)},
+        "weight_map": {member.tensor.name: name for name, members in dense for member in members},
+    }
+    files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
+    files.append(
+        _in_memory("config.json", mesh_config(rest.config, model, plan.modules, plan.weights, plan.group_size))
+    )
+    files.extend(rest.others)
+    files.extend(_dense_file(name, members) for name, members in dense)
+    return files
+
+
+def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
+    return [_dense_file(name, members) for name, members in _spread(tensors, max_file_bytes)]
+
+
+def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
+    if not is_gguf(experts.folder):
+        text = (experts.folder / "config.json").read_text(encoding="utf-8")
+        return _unquantised(text) if experts.weights else text
+    table = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    return json.dumps(table)
+
+
+def _others_of(experts: CheckpointExperts) -> list[NewFile]:
+    """The tokenizer and whatever else is no weight."""
+    if is_gguf(experts.folder):
+        return [_of_bytes(name, data) for name, data in tokenizer_files(experts.folder).items()]
+    left_out = QUANTISATION_FILES if experts.weights else ()
+    return [
+        _copied(path) for path in sorted(experts.folder.iterdir()) if _is_copied(path) and path.name not in left_out
+    ]
+
+
+def mesh_config(text: str, model: torch.nn.Module, modules: Sequence[str], weights: str, group_size: int) -> str:
+    """``text``, the config.json of ``model``, as that of a checkpoint with the experts of ``modules`` in records."""
+    table: dict[str, Any] = json.loads(plain_config(text))
+    for part in _configs_with_experts(table, model, modules):
+        part["quantization_config"] = quantization_table(weights, group_size)
+        part["transformers_weights"] = WITHOUT_TORCH_MESH
+    return config_text(table)
+
+
+def _unquantised(text: str) -> str:
+    """A config.json without what it says of the quantisation of another tool."""
+    table: dict[str, Any] = json.loads(text)
+    parts = [table]
+    for part in parts:
+        part.pop("quantization_config", None)
+        parts.extend(value for value in part.values() if isinstance(value, dict))
+    return config_text(table)
+
+
+def plain_config(text: str) -> str:
+    """A config.json without what ``mesh_config`` adds."""
+    table: dict[str, Any] = json.loads(text)
+    parts = [table]
+    for part in parts:
+        if (part.get("quantization_config") or {}).get("quant_method") == "mesh":
+            del part["quantization_config"]
+        if part.get("transformers_weights") == WITHOUT_TORCH_MESH:
+            del part["transformers_weights"]
+        parts.extend(value for value in part.values() if isinstance(value, dict))
+    return config_text(table)
+
+
+def _configs_with_experts(
+    config: dict[str, Any], model: torch.nn.Module, modules: Sequence[str]
+) -> list[dict[str, Any]]:
+    """``config``, and those within it from which transformers opens a part with experts by itself, such as the text model."""
+    parts = {
+        id(module.config)
+        for path, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and any(experts.startswith(f"{path}.") for experts in modules)
+    }
+
+    def within(stored: dict[str, Any], of: PretrainedConfig) -> Iterator[dict[str, Any]]:
+        for name, value in stored.items():
+            part = vars(of).get(name)  # getattr raises for what differs from layer to layer
+            if isinstance(value, dict) and isinstance(part, PretrainedConfig):
+                if id(part) in parts:
+                    yield value
+                yield from within(value, part)
+
+    described: Any = model.config
+    return [config, *within(config, described)]
+
+
+def _is_copied(path: Path) -> bool:
+    name = path.name
+    return path.is_file() and name != "config.json" and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+
+
+def _in_memory(name: str, text: str) -> NewFile:
+    return _of_bytes(name, text.encode())
+
+
+def _of_bytes(name: str, data: bytes) -> NewFile:
+    return NewFile(name, len(data), lambda: [data])
+
+
+def _copied(path: Path) -> NewFile:
+    size = path.stat().st_size
+    return NewFile(path.name, size, lambda: _read_range(path, 0, size))
+
+
+def _spread(tensors: Iterable[Dense], max_file_bytes: int) -> list[tuple[str, list[Dense]]]:
+    """Over files of bounded size; within one, wide types first, so that all stay aligned."""
+    groups: list[list[Dense]] = [[]]
+    size = 0
+    for member in tensors:
+        if groups[-1] and size + member.tensor.bytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(member)
+        size += member.tensor.bytes
+    for group in groups:
+        group.sort(key=lambda member: -DTYPE_BITS[member.tensor.dtype])
+    return [(f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups)]
+
+
+def tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> list[Dense]:
+    """What is no expert's of a checkpoint. Raises ``StoreError`` where that is nothing."""
+    tensors = list(_tensors_of(experts, model))
+    if not tensors:
+        raise store_error(experts.folder, "holds experts and nothing else: not the checkpoint of a model")
+    return tensors
+
+
+def _tensors_of(experts: CheckpointExperts, model: PreTrainedModel) -> Iterator[Dense]:
+    if is_gguf(experts.folder):
+        for part in rest_of_model(experts.folder, experts.weights, experts.names, model):
+            yield written(part.name, part.dtype, part.shape, part.values)
+        return
+    weights = {weight.codes[1].name: weight for weight in experts.weights}
+    dtype = getattr(model.config.get_text_config(), "dtype", None)
+    for header, tensors in experts.other_tensors:
+        for tensor in tensors:
+            weight = weights.get(tensor.name)
+            if not experts.weights or (weight is not None and weight.is_plain):
+                read = functools.partial(_read_range, header.path, tensor.offset, tensor.bytes)
+                yield Dense(tensor, read)
+            elif weight is not None:
+                yield _values(weight, dtype if dtype in DENSE_DTYPES else torch.bfloat16)
+
+
+def _values(weight: Weight, dtype: torch.dtype) -> Dense:
+    """A quantised weight, as an unquantised checkpoint has it."""
+    turned = weight.layout.turned
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if turned else weight.shape
+
+    def values() -> torch.Tensor:
+        values = weight.read().to(dtype)
+        return values.mT if turned else values
+
+    return written(weight.name, dtype, shape, values)
+
+
+def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> Dense:
+    """What ``values`` makes when it is wanted."""
+
+    def chunks() -> Iterator[bytes]:
+        for part in values().contiguous().flatten().split(_COPY_BYTES):
+            yield part.view(torch.uint8).numpy().tobytes()
+
+    return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
+
+
+def _dense_file(name: str, members: Sequence[Dense]) -> NewFile:
+    tensors = [member.tensor for member in members]
+    header = encode_header(((t.name, t.dtype, t.shape, t.bytes) for t in tensors), {"format": "pt"})
+    return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members))
+
+
+def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[bytes]:
+    yield header
+    for member in members:
+        yield from member.chunks()
+
+
+def _read_range(path: Path, offset: int, size: int) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while size:
+            chunk = stream.read(min(size, _COPY_BYTES))
+            if not chunk:
+                raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
+            size -= len(chunk)
+            yield chunk

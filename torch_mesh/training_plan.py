@@ -1,0 +1,197 @@
+"""What training adapters takes beside the model, before anything is loaded: memory by part, reads and seconds of a step.
+
+Adapters are counted by PEFT on an outline of the model, so their bytes and what follows from those are exact. Activations are an estimate from the
+widths of the model's layers: docs/finetuning.md says how near it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from .config import MeshConfig
+from .families import find_experts
+from .memory import available_bytes
+from .plan import Plan, Sizes, Speeds, plan
+from .store.checkpoint import meta_model, read_config
+
+_ADAM_MOMENTS = 2
+_FP32 = 4
+# Elements that a decoder layer keeps for its backward, counted on Qwen3-MoE and gpt-oss with sdpa attention: of its hidden size, and of what each
+# linear layer in it gives. Norms keep fp32 copies.
+_KEPT_HIDDEN = 8
+_KEPT_OUT = 2
+_KEPT_LOGITS = 12  # bytes of each logit at the peak: itself, in fp32 for the loss, what that keeps, and its gradient
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Bytes, but where it says otherwise. ``plan`` is of the memory that training leaves."""
+
+    plan: Plan
+    rank: int
+    tokens: int  # of a forward: sequences times their length
+    targets: tuple[str, ...]
+    gradient_checkpointing: bool
+    trained_parameters: int
+    adapter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int  # AdamW: two moments in fp32
+    activation_bytes: int  # as gradient_checkpointing says
+    activation_bytes_kept: int  # without it
+    activation_bytes_checkpointed: int
+    backward_bytes: int  # of the rows of those experts whose backward runs at once
+    peak_bytes: int | None
+    experts_per_step: float  # distinct ones that a forward uses, of all layers
+    reads_per_step: float | None  # of experts
+    read_bytes_per_step: int | None
+    reading_seconds: float | None
+    computing_seconds: float | None
+    step_seconds: tuple[float, float] | None  # if reads are hidden behind computing, and if they are waited for
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
+        return {"training": own}
+
+
+def plan_training(
+    folder: Path,
+    config: MeshConfig,
+    sizes: Sizes,
+    *,
+    rank: int,
+    tokens: int,
+    targets: Sequence[str] = (),
+    gradient_checkpointing: bool = False,
+    memory: int | None = None,
+    speeds: Speeds | None = None,
+    flops: float | None = None,
+) -> TrainingPlan:
+    """``targets``: PEFT's target_modules and target_parameters together; by default both projections of the experts. ``flops``: a second.
+
+    Raises ValueError for targets that the model does not have, and as ``plan`` does.
+    """
+    if sizes.dense_bytes is None:
+        raise ValueError(f"{folder} has no config.json, so the model that would be trained is not known.")
+    shape = sizes.shape
+    model = meta_model(read_config(folder))
+    width = _Widths.of(model)
+    targets = tuple(targets) or _projections(model)
+    trained, inputs = _adapters(model, rank, targets)
+    adapters = _FP32 * trained
+    kept = tokens * (width.kept_per_token + _FP32 * inputs + width.logits_per_token)
+    per_layer = (width.kept_per_token + _FP32 * inputs) / width.layers
+    checkpointed = round(tokens * (width.hidden_per_token + per_layer + width.logits_per_token))
+    rows = tokens * shape.top_k
+    at_once = min(1.0, 2 * torch.get_num_threads() / shape.experts)  # twice the mean, since experts differ
+    backward = round(rows * at_once * _FP32 * (3 * shape.hidden + 10 * shape.intermediate))
+    activations = checkpointed if gradient_checkpointing else kept
+    beside = adapters * (2 + _ADAM_MOMENTS) + activations + backward
+    whole = memory if memory is not None else psutil.Process().memory_info().rss + available_bytes()
+    planned = plan(folder, config, memory=whole - beside, speeds=speeds)
+    passes = 3 if gradient_checkpointing else 2
+    used = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
+    reads = None if planned.resident_share is None else passes * used * (1 - planned.resident_share)
+    read_bytes = None if reads is None else round(reads * sizes.expert_bytes)
+    reading = None if read_bytes is None or speeds is None else read_bytes / speeds.disk
+    computing = None
+    if speeds is not None and flops is not None:
+        computing = _operations(sizes, width, rows, tokens, rank, passes) / flops + _unpacking(sizes, used, speeds)
+    both = None if reading is None or computing is None else (max(reading, computing), reading + computing)
+    return TrainingPlan(
+        plan=dataclasses.replace(planned, memory_bytes=whole),
+        rank=rank,
+        tokens=tokens,
+        targets=targets,
+        gradient_checkpointing=gradient_checkpointing,
+        trained_parameters=trained,
+        adapter_bytes=adapters,
+        gradient_bytes=adapters,
+        optimizer_bytes=_ADAM_MOMENTS * adapters,
+        activation_bytes=activations,
+        activation_bytes_kept=kept,
+        activation_bytes_checkpointed=checkpointed,
+        backward_bytes=backward,
+        peak_bytes=None if planned.peak_bytes is None else planned.peak_bytes + beside,
+        experts_per_step=used,
+        reads_per_step=reads,
+        read_bytes_per_step=read_bytes,
+        reading_seconds=reading,
+        computing_seconds=computing,
+        step_seconds=both,
+    )
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Of a model: bytes of a token."""
+
+    layers: int
+    kept_per_token: int
+    hidden_per_token: int
+    logits_per_token: int
+
+    @classmethod
+    def of(cls, model: Any) -> _Widths:
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        size = (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16).itemsize
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        kept = size * (_KEPT_HIDDEN * layers * hidden + _KEPT_OUT * sum(module.out_features for module in linears))
+        return cls(layers, kept, size * layers * hidden, _KEPT_LOGITS * config.vocab_size)
+
+
+def _projections(model: nn.Module) -> tuple[str, ...]:
+    layers = find_experts(model)
+    ends = {tuple(layer.path.split(".")[-2:]): layer.parameter_names[:2] for layer in layers}
+    return tuple(".".join([*end, name]) for end, names in ends.items() for name in names)
+
+
+def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
+    """Parameters that PEFT would train, and the elements of a token that adapters on linear layers keep."""
+    from .adapters.folder import LoraConfig, PeftModel, lora, put_stand_ins  # which says that PEFT is needed
+
+    parameters = [name for name, _ in model.named_parameters()]
+    of_parameters = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in parameters)]
+    modules: Any = [target for target in targets if target not in of_parameters]
+    if modules == ["all-linear"]:
+        modules = "all-linear"
+    else:
+        known = [name for name, _ in model.named_modules()]
+        for target in modules:
+            if not any(f".{name}".endswith(f".{target}") for name in known):
+                raise ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
+    put_stand_ins(model)
+    try:
+        peft = PeftModel(
+            model, LoraConfig(r=rank, target_modules=modules, target_parameters=of_parameters), low_cpu_mem_usage=True
+        )
+    except ValueError as problem:
+        raise ValueError(f"{', '.join(targets)}: {problem}") from problem
+    wrapped: list[Any] = [module for module in peft.modules() if isinstance(module, lora.Linear)]
+    return sum(p.numel() for p in peft.parameters() if p.requires_grad), sum(module.in_features for module in wrapped)
+
+
+def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int, passes: int) -> float:
+    """Of a step: the experts' and the other weights' products, once a forward; backwards compute the experts' again and the gradients of both."""
+    shape = sizes.shape
+    matrices = 3 if shape.gated else 2
+    experts = 2 * rows * shape.layers * (matrices * shape.hidden * shape.intermediate)
+    adapters = 2 * rows * shape.layers * rank * (2 * shape.hidden + matrices * shape.intermediate)
+    dense = tokens * (sizes.dense_bytes_per_token or 0)  # of two bytes each
+    return (passes - 1) * (experts + adapters + dense) + 2 * experts + 4 * adapters + dense
+
+
+def _unpacking(sizes: Sizes, used: float, speeds: Speeds) -> float:
+    """Writing the weights of each expert that is used as fp32, in the backward."""
+    shape = sizes.shape
+    return math.ceil(used) * _FP32 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate / speeds.experts
