@@ -171,15 +171,14 @@ void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const Lin
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
   for_each_chunk(call, [&](const LinearRows& rows) {
-    by_blocks(matrix, rows, runtime, threads, *lease, [&](int64_t task, int64_t, int32_t) {
-      return packed + task * matrix.block_bytes;
-    });
+    by_blocks(matrix, rows, runtime, threads, *lease,
+              [&](int64_t task, int64_t, int32_t) { return packed + task * matrix.block_bytes; });
   });
 }
 
 void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
-                  const LinearRows& call, const Runtime& runtime, int32_t threads,
-                  WorkspacePool& workspaces) {
+                     const LinearRows& call, const Runtime& runtime, int32_t threads,
+                     WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
   const PlainWeights plain{static_cast<const std::byte*>(weights), stride_bytes};
   if (call.rows <= kMostPlainRows) {

@@ -15,7 +15,7 @@ namespace torch_mesh {
 struct LinearRows {
   ConstRows x;  // [rows][matrix.depth]
   int64_t rows;
-  const void* bias;         // [matrix.columns]; nullptr: none
+  const void* bias;  // [matrix.columns]; nullptr: none
   ScalarType bias_type;
   MutableRows out;  // [rows][matrix.columns]
 };
@@ -29,7 +29,7 @@ void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const Lin
 // `stride_bytes` apart. `matrix` is what they would be packed to. Many rows meet each block packed,
 // for as long as they need it.
 void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
-                  const LinearRows& call, const Runtime& runtime, int32_t threads,
-                  WorkspacePool& workspaces);
+                     const LinearRows& call, const Runtime& runtime, int32_t threads,
+                     WorkspacePool& workspaces);
 
 }  // namespace torch_mesh
