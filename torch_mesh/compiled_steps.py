@@ -38,7 +38,7 @@ def compile(model: Model, **options: Any) -> Model:
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
     # One length of cache is one graph; a graph for all of them has nothing to unroll.
     config = CompileConfig(**{"mode": "default", "dynamic": False, **options})
-    config._compile_all_devices = True  # type: ignore[assignment]  # on the CPU it is off otherwise
+    config._compile_all_devices = True  # on the CPU it is off otherwise
     attributes = vars(generates)
     attributes[_OPTIONS] = config
     for function in (_prepare_cache_for_generation, _prepare_static_cache):
@@ -119,11 +119,13 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         full = self.cumulative_length >= self.max_cache_len
         place = self.cumulative_length.clamp(max=self.max_cache_len - 1).view(1)
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+        keys: Any = self.keys
+        values: Any = self.values
+        for kept, new in ((keys, key_states), (values, value_states)):
             kept.copy_(torch.where(full, kept.roll(-1, dims=-2), kept))
             kept.index_copy_(2, place, new)
         self.cumulative_length.add_(1)
-        return self.keys, self.values
+        return keys, values
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length if self.is_initialized else 0

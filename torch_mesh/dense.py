@@ -212,9 +212,9 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
 
 def restore_dense(model: Any, device: torch.device) -> None:
     """The reverse of ``pack_dense`` and ``take_products``, but that what was tied to an embedding is still to be tied to it again."""
-    for module in model.modules():
-        if isinstance(module, PlainLinear):
-            change_class(module, nn.Linear)
+    for plain in model.modules():
+        if isinstance(plain, PlainLinear):
+            change_class(plain, nn.Linear)
     for _, linear in list(packed_linears(model)):
         module: Any = linear
         if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before

@@ -231,8 +231,9 @@ def _dense_choices(
         sizes = find_sizes(folder, config.replace(dense=dense))
         if sizes.dense_bytes is None:
             return
-        timed = rate is not None and speeds is not None
-        seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off") if timed else None
+        seconds = None
+        if rate is not None and speeds is not None:
+            seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
         yield DenseChoice(dense, DENSE_ERROR[dense], sizes.dense_bytes, None if seconds is None else 1 / seconds)
 
 
