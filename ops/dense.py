@@ -38,3 +38,14 @@ def _(weight: Tensor, format: str, group_size: int) -> Tensor:
 @torch.library.register_fake("torch_mesh::unpack_linear")
 def _(packed: Tensor, in_features: int, out_features: int, format: str, group_size: int) -> Tensor:
     return packed.new_empty((out_features, in_features), dtype=torch.float32)
+
+
+@torch.library.register_fake("torch_mesh::plain_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    torch._check(weight.dim() == 2, lambda: f"weight must be [out_features, in_features]; got {tuple(weight.shape)}")
+    torch._check(x.dim() >= 1, lambda: "x must be [..., in_features]; got a scalar")
+    torch._check(
+        x.shape[-1] == weight.shape[1],
+        lambda: f"x must be [..., in_features={weight.shape[1]}]; got {tuple(x.shape)}",
+    )
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

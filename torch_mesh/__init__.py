@@ -33,6 +33,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .adapters.merging import merge
     from .adapters.report import describe_training
+    from .compiled_steps import compile
     from .config import MeshConfig
     from .experts import Experts
     from .foresight.traces import load_trace, record_trace
@@ -60,6 +61,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "capture_batch_sizes",
+    "compile",
     "describe_training",
     "hottest_experts",
     "load_trace",
@@ -83,6 +85,7 @@ _WHERE = {
     "MeshTrainerCallback": "trainer",
     "PackedWeight": "packed_weight",
     "capture_batch_sizes": "gpu.device_work",
+    "compile": "compiled_steps",
     "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
     "load_trace": "foresight.traces",

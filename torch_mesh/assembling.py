@@ -15,7 +15,7 @@ from . import _C
 from .announce import announce
 from .attention import check_attention, take_attention
 from .config import MeshConfig
-from .dense import dense_bytes, pack_dense
+from .dense import dense_bytes, pack_dense, take_products
 from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, common_geometry, pool_activations
 from .foresight.lookahead import check_predictor, connect
@@ -141,6 +141,7 @@ def assemble(
         if not pool.in_memory:
             connect(model, layers, config)
         make_lossy(model, layers, config)
+        take_products(model, layers, config)
         take_attention(model, config)
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import _C
 from .config import MeshConfig
+from .dense import computes_dense
 from .errors import UnsupportedModelError
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
@@ -81,7 +82,7 @@ def take_attention(model: nn.Module, config: MeshConfig) -> None:
 
     ``unpatch`` removes the attribute with all others.
     """
-    if config.attention == "mesh" or (config.attention == "auto" and config.dense != "none"):
+    if config.attention == "mesh" or (config.attention == "auto" and computes_dense(model)):
         for module in model.modules():
             vars(module)[_TAKEN] = True
 

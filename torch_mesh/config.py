@@ -219,17 +219,18 @@ class MeshConfig(QuantizationConfigMixin):
         of_checkpoint=True,
     )
     dense: str = _field(
-        "none",
-        one_of("none", *WEIGHTS),
-        "Format of the linear layers outside the experts (attention, shared experts, the head), which then run on the experts' kernels. "
-        'They are packed when the model is patched or loaded; `"none"`: they stay torch\'s. CPU only.',
+        "auto",
+        one_of("auto", "none", *WEIGHTS),
+        'How the linear layers outside the experts (attention, shared experts, the head) are computed on the CPU. `"auto"`: bf16 weights stay as they are, and where the processor has no '
+        "products of bf16, which torch emulates then, torch_mesh's kernel multiplies with them, gradients aside; sums are in another order. "
+        '`"none"`: torch\'s own products, always. A format: the layers are packed to it when the model is patched or loaded, and frozen.',
     )
     attention: str = _field(
         "auto",
         one_of("auto", "model", "mesh"),
         'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
-        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh if `dense` packs the rest of the model, so that '
-        "without it every bit outside the experts is the model's own.",
+        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`). '
+        'With `dense="none"` every bit outside the experts is the model\'s own.',
     )
     group_size: int = _field(
         64,

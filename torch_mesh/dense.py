@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from . import _C
 from .config import MeshConfig
@@ -20,6 +21,9 @@ from .store.convert import checked_group_size
 
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
+
+# Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
+DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
 
 # Linear layers, by the class that holds them, whose weights that class multiplies with itself in every forward: packed, they would be
 # unpacked each time.
@@ -73,26 +77,62 @@ class MeshLinear(PackedModule, nn.Linear):
         return f"{super().extra_repr()}, weights={self._mesh_format}{group}"
 
 
+class PlainLinear(nn.Linear):
+    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate them.
+
+    What that kernel does not do is torch's: gradients, other dtypes and devices, weights that are no plain tensors, autocast.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if _plain(input, self.weight, self.bias):
+            return torch.ops.torch_mesh.plain_linear(input, self.weight, self.bias)
+        return functional.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, products=torch_mesh"
+
+
+def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    given = [input, weight] if bias is None else [input, weight, bias]
+    return (
+        all(tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 for tensor in given)
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.stride(1) == 1
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+    )
+
+
+def torch_emulates_bf16() -> bool:
+    """Whether the processor has no products of bf16, so that torch's take several times as long as reading the weights."""
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def packs(config: MeshConfig) -> bool:
+    """Whether linear layers outside the experts are packed."""
+    return config.dense not in ("auto", "none")
+
+
+def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+    """What ``dense="auto"`` does: the layers' weights stay what they are, and torch_mesh multiplies where that is faster."""
+    if config.dense == "auto" and torch_emulates_bf16():
+        for _, linear in _linears(model, layers):
+            if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
+                change_class(linear, PlainLinear)
+
+
+def computes_dense(model: nn.Module) -> bool:
+    """Whether linear layers outside the experts are torch_mesh's, packed or not."""
+    return any(isinstance(module, (MeshLinear, PlainLinear)) for module in model.modules())
+
+
 def find_dense(model: Any, layers: Sequence[ExpertsLayer], loaded: bool = True) -> list[tuple[str, nn.Linear]]:
     """What ``dense=`` packs: the linear layers of the stack that the experts are in, and the head, but no router or gate.
 
     Raises UnsupportedModelError if there is none, or, of a model that is ``loaded``, one that is not in the CPU's memory in a
     dtype that packs.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    stacks = tuple({_stack(layer.path) for layer in layers})
-    routers = {id(module) for layer in layers for module in _routing_modules(model, layer)}
-    found = [
-        (path, module)
-        for path, module in model.named_modules()
-        if type(module) is nn.Linear
-        and (module is head or path.startswith(stacks))
-        and min(module.in_features, module.out_features) >= _SMALLEST
-        and id(module) not in routers
-        and not _kept_in_fp32(model, path)
-        and not _read_by_its_owner(model, path)
-        and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
-    ]
+    found = _linears(model, layers)
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear layers beside its experts: leave dense at 'none'."
@@ -106,9 +146,26 @@ def find_dense(model: Any, layers: Sequence[ExpertsLayer], loaded: bool = True) 
     return found
 
 
+def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.Linear]]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    stacks = tuple({_stack(layer.path) for layer in layers})
+    routers = {id(module) for layer in layers for module in _routing_modules(model, layer)}
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear
+        and (module is head or path.startswith(stacks))
+        and min(module.in_features, module.out_features) >= _SMALLEST
+        and id(module) not in routers
+        and not _kept_in_fp32(model, path)
+        and not _read_by_its_owner(model, path)
+        and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
+    ]
+
+
 def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """Packs what ``find_dense`` finds, one after the other; each layer's weight is freed when it is done."""
-    if config.dense == "none":
+    if not packs(config):
         return
     group_size = checked_group_size(config.dense, config.group_size)
     found = find_dense(model, layers)
@@ -138,7 +195,7 @@ def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig,
 
 def dense_bytes(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> tuple[int, int]:
     """What ``pack_dense`` frees, and what it takes. A model that is not ``loaded`` is on the meta device."""
-    if config.dense == "none":
+    if not packs(config):
         return 0, 0
     group_size = checked_group_size(config.dense, config.group_size)
     embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
@@ -154,7 +211,10 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
 
 
 def restore_dense(model: Any, device: torch.device) -> None:
-    """The reverse of ``pack_dense``, but that what was tied to an embedding is still to be tied to it again."""
+    """The reverse of ``pack_dense`` and ``take_products``, but that what was tied to an embedding is still to be tied to it again."""
+    for plain in model.modules():
+        if isinstance(plain, PlainLinear):
+            change_class(plain, nn.Linear)
     for _, linear in list(packed_linears(model)):
         module: Any = linear
         if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before

@@ -197,7 +197,7 @@ def _check_single_layer(config: MeshConfig) -> None:
         "gpu.weights": config.gpu.weights != "auto",
         "gpu.placement": config.gpu.placement != "static",
         "predictor": config.predictor is not None,
-        "dense": config.dense != "none",
+        "dense": config.dense not in ("auto", "none"),
         "lossy.fallback": config.lossy.fallback != "none",
     }
     if refused := [name for name, given in of_models.items() if given]:

@@ -14,6 +14,7 @@ from torch import nn
 from .announce import withdraw
 from .assembling import Origin, assemble, check
 from .cache import unnamed_folder
+from .compiled_steps import undo_compile
 from .config import MeshConfig
 from .dense import packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
@@ -116,6 +117,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     detach_quantizer(model)
     withdraw(model)
     undo_lossy(model)
+    undo_compile(model)
     restore_dense(model, device)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):

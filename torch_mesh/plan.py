@@ -7,6 +7,7 @@ given. What a model's own routing will do cannot be known beforehand: see ``expe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import torch
 
 from . import _C
 from .config import MeshConfig
-from .dense import dense_saving
+from .dense import DENSE_ERROR, dense_saving, packs
 from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from .gpu.choosing import check_gpu_weights, format_on_gpu
@@ -100,6 +101,16 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class DenseChoice:
+    """What the rest of the model would be in a format of fewer bits."""
+
+    dense: str
+    weight_error: float  # relative, of Gaussian weights
+    bytes: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """``plan``'s answer. Bytes, seconds and shares; None where it cannot be known."""
 
@@ -125,6 +136,7 @@ class Plan:
     tokens_per_second: float | None  # decoding one sequence, eagerly
     tokens_per_second_range: tuple[float, float] | None  # with the low and the high hit rate
     chunk_seconds: float | None  # that reading for one chunk of a prompt takes
+    dense_choices: tuple[DenseChoice, ...]  # beside ``dense`` as it is; on a card there are none
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
@@ -205,7 +217,24 @@ def plan(
         tokens_per_second=None if seconds is None else 1 / seconds[0],
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
+        dense_choices=() if gpu else tuple(_dense_choices(folder, config, rate, speeds)),
     )
+
+
+def _dense_choices(
+    folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
+) -> Iterator[DenseChoice]:
+    """``dense`` in fewer bits, read at the same speed; the same experts stay resident."""
+    if config.dense not in ("auto", "none", "bf16"):
+        return
+    for dense in ("int8", "int4"):
+        sizes = find_sizes(folder, config.replace(dense=dense))
+        if sizes.dense_bytes is None:
+            return
+        seconds = None
+        if rate is not None and speeds is not None:
+            seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
+        yield DenseChoice(dense, DENSE_ERROR[dense], sizes.dense_bytes, None if seconds is None else 1 / seconds)
 
 
 def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
@@ -392,7 +421,7 @@ def _dense_bytes(
     packed = loading - dense_saving(model, layers, config, loaded=False)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding and config.dense == "none"
+    tied = head is not None and head.weight is embedding and not packs(config)
     left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
     return packed, loading, packed - left_alone - (0 if tied else embedding.nbytes)
 
@@ -426,7 +455,7 @@ def _on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: i
         raise ValueError(
             f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a converted checkpoint."
         )
-    if config.dense != "none":
+    if packs(config):
         raise ValueError(
             f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
         )

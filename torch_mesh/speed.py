@@ -17,6 +17,7 @@ import torch
 
 from . import _C
 from .config import MeshConfig
+from .dense import torch_emulates_bf16
 from .plan import Sizes, Speeds
 from .store.manifest import Shape
 
@@ -166,9 +167,11 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
     hidden = sizes.shape.hidden
     rows = max(64, _BYTES // (2 * hidden) // 64 * 64)
     x = torch.randn(1, hidden, dtype=torch.bfloat16)
-    if form == "none":
+    if form in ("auto", "none"):
         weight = torch.zeros(rows, hidden, dtype=torch.bfloat16)
-        return weight.nbytes / _seconds_per_call(lambda: torch.nn.functional.linear(x, weight))
+        ours = form == "auto" and torch_emulates_bf16()
+        product = torch.ops.torch_mesh.plain_linear if ours else torch.nn.functional.linear
+        return weight.nbytes / _seconds_per_call(lambda: product(x, weight, None))
     group = 0 if form == "bf16" else group_size
     packed = torch.zeros(_C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
     return packed.nbytes / _seconds_per_call(

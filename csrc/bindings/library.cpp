@@ -131,6 +131,10 @@ TORCH_LIBRARY(torch_mesh, m) {
       "unpack_linear(Tensor packed, int in_features, int out_features, str format, int group_size) "
       "-> Tensor");
 
+  // The same of weights as they are: x [..., in_features] and weight [out_features, in_features],
+  // both bf16, rows of the weight contiguous. No gradient.
+  m.def("plain_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", unsafe);
+
   // A few query rows over a cache: query [batch, heads, tokens, key_dim], key and value [batch,
   // key_value_heads, keys, key_dim or value_dim], mask [batch, 1, tokens, keys], bool (True: sees)
   // or added to scale * query . key -> [batch, tokens, heads, value_dim] in query's dtype. A token

@@ -57,15 +57,48 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
   if (out.numel() == 0) return out;
   const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
   const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
-  dense_linear(matrix,
-               DenseLinearCall{
-                   .x = const_rows(rows, "x"),
-                   .rows = rows.size(0),
-                   .packed = bytes_of(packed),
-                   .bias = bias ? addends.const_data_ptr() : nullptr,
-                   .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
-                   .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
-               torch_runtime(), at::get_num_threads(), process_workspaces());
+  dense_linear(
+      matrix, bytes_of(packed),
+      LinearRows{.x = const_rows(rows, "x"),
+                 .rows = rows.size(0),
+                 .bias = bias ? addends.const_data_ptr() : nullptr,
+                 .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
+                 .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
+      torch_runtime(), at::get_num_threads(), process_workspaces());
+  return out;
+}
+
+at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
+  check_process();
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && weight.device().is_cpu() && weight.scalar_type() == at::kBFloat16 &&
+          weight.stride(1) == 1,
+      "weight must be a bfloat16 CPU matrix [out_features, in_features] with contiguous "
+      "rows; got ",
+      weight.scalar_type(), " of shape ", weight.sizes(), " and strides ", weight.strides(), " on ",
+      weight.device());
+  const int64_t in_features = weight.size(1), out_features = weight.size(0);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == in_features && x.scalar_type() == at::kBFloat16,
+                    "x must be bfloat16 [..., in_features=", in_features, "]; got ",
+                    x.scalar_type(), " ", x.sizes());
+  TORCH_CHECK_VALUE(!bias || bias->sizes() == at::IntArrayRef{out_features}, "bias must be [",
+                    out_features, "]; got ", bias ? bias->sizes() : at::IntArrayRef{});
+  const PackedMatrix matrix =
+      PackedMatrix::make(Format::kBf16, 0, narrowed(out_features), narrowed(in_features));
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = out_features;
+  at::Tensor out = at::empty(sizes, x.options());
+  if (out.numel() == 0) return out;
+  const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
+  const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
+  unpacked_linear(
+      matrix, weight.const_data_ptr(), weight.stride(0) * 2,
+      LinearRows{.x = const_rows(rows, "x"),
+                 .rows = rows.size(0),
+                 .bias = bias ? addends.const_data_ptr() : nullptr,
+                 .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
+                 .out = MutableRows{out.mutable_data_ptr(), ScalarType::kBf16, out_features}},
+      torch_runtime(), at::get_num_threads(), process_workspaces());
   return out;
 }
 
@@ -113,6 +146,7 @@ at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("linear", torch_mesh::linear);
+  m.impl("plain_linear", torch_mesh::plain_linear);
   m.impl("linear_backward", torch_mesh::linear_backward);
   m.impl("pack_linear", torch_mesh::pack_linear);
   m.impl("unpack_linear", torch_mesh::unpack_linear);

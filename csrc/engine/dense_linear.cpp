@@ -1,6 +1,7 @@
 #include "engine/dense_linear.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "engine/task_queue.h"
 #include "kernels/convert.h"
@@ -12,51 +13,187 @@ namespace {
 
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
+// Up to so many rows, weights as they stand cost less than packing them first.
+constexpr int32_t kMostPlainRows = kTileRows;
 
-void linear_chunk(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
-                  int32_t threads, Workspace& workspace) {
+using Bias = float[kBlockColumns];
+
+// That of a block, nullptr where there is none.
+const float* load_bias(const KernelTable& table, const LinearRows& call, int64_t first,
+                       int32_t columns, Bias& bias) {
+  if (call.bias == nullptr) return nullptr;
+  std::fill_n(bias, kBlockColumns, 0.0f);
+  table.to_floats(row_pointer(call.bias, call.bias_type, 1, first), call.bias_type, columns, bias);
+  return bias;
+}
+
+// Runs block(task, first column, columns, bias, where the output begins) for each block, when
+// prepare(first row, row after the last) has run for all rows.
+template <typename Prepare, typename Block>
+void for_each_block(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
+                    int32_t threads, const Prepare& prepare, const Block& block) {
   const KernelTable& table = kernel_table();
   const auto rows = static_cast<int32_t>(call.rows);
-  std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
   TaskQueue queue;
-  const int32_t prepare = queue.add(tasks_for(rows, kPrepareRows), {0, 0});
-  queue.add(matrix.blocks, {prepare, prepare + 1});
+  const int32_t first_stage = queue.add(tasks_for(rows, kPrepareRows), {0, 0});
+  queue.add(matrix.blocks, {first_stage, first_stage + 1});
   const int64_t work = int64_t{rows} * matrix.columns * matrix.depth;
   queue.run(runtime, team_for(work, threads), [&](int32_t stage, int64_t task) {
-    if (stage == prepare) {
+    if (stage == first_stage) {
       const auto begin = static_cast<int32_t>(task) * kPrepareRows;
-      prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride, begin,
-                   std::min(begin + kPrepareRows, rows), prepared);
+      prepare(begin, std::min(begin + kPrepareRows, rows));
       return;
     }
     const int64_t first = task * kBlockColumns;
     const auto columns =
         static_cast<int32_t>(std::min<int64_t>(matrix.columns - first, kBlockColumns));
-    alignas(64) float bias[kBlockColumns] = {};
-    if (call.bias != nullptr) {
-      table.to_floats(row_pointer(call.bias, call.bias_type, 1, first), call.bias_type, columns,
-                      bias);
-    }
-    const LinearBlock block{call.packed + task * matrix.block_bytes, columns,
-                            call.bias == nullptr ? nullptr : bias};
-    void* out = row_pointer(call.out.data, call.out.type, 1, first);
-    linear_block(table, runtime, matrix, block, prepared, rows, out, call.out.type,
-                 call.out.row_stride);
+    alignas(64) Bias bias;
+    block(task, first, columns, load_bias(table, call, first, columns, bias),
+          row_pointer(call.out.data, call.out.type, 1, first));
   });
+}
+
+// Rows times blocks that block_of(task, first column, columns) has packed.
+template <typename BlockOf>
+void by_blocks(const PackedMatrix& matrix, const LinearRows& call, const Runtime& runtime,
+               int32_t threads, Workspace& workspace, const BlockOf& block_of) {
+  const KernelTable& table = kernel_table();
+  const auto rows = static_cast<int32_t>(call.rows);
+  std::byte* prepared = workspace.prepared.at_least(rows * operand_shape(matrix).row_bytes);
+  const auto prepare = [&](int32_t begin, int32_t end) {
+    prepare_rows(table, matrix, call.x.data, call.x.type, call.x.row_stride, begin, end, prepared);
+  };
+  for_each_block(matrix, call, runtime, threads, prepare,
+                 [&](int64_t task, int64_t first, int32_t columns, const float* bias, void* out) {
+                   const LinearBlock block{block_of(task, first, columns), columns, bias};
+                   linear_block(table, runtime, matrix, block, prepared, rows, out, call.out.type,
+                                call.out.row_stride);
+                 });
+}
+
+// Values of even inputs, then of odd ones: the two halves of the words that weights are read in.
+void split_row(const KernelTable& table, const LinearRows& call, int32_t row, int32_t depth,
+               int32_t half, float* to) {
+  constexpr int32_t kAtOnce = 256;
+  alignas(64) float values[kAtOnce];
+  std::fill_n(to, 2 * half, 0.0f);
+  for (int32_t begin = 0; begin < depth; begin += kAtOnce) {
+    const int32_t count = std::min(kAtOnce, depth - begin);
+    const int64_t at = row * call.x.row_stride + begin;
+    table.to_floats(row_pointer(call.x.data, call.x.type, 1, at), call.x.type, count, values);
+    float* even = to + begin / 2;
+    for (int32_t i = 0; i < count; ++i) even[i / 2 + i % 2 * half] = values[i];
+  }
+}
+
+struct PlainWeights {
+  const std::byte* data;
+  int64_t stride_bytes;
+
+  const std::byte* row(int64_t output) const { return data + output * stride_bytes; }
+};
+
+void few_plain_rows(const PackedMatrix& matrix, const PlainWeights& weights, const LinearRows& call,
+                    const Runtime& runtime, int32_t threads, Workspace& workspace) {
+  const KernelTable& table = kernel_table();
+  const auto rows = static_cast<int32_t>(call.rows);
+  const int32_t half = matrix.depth_padded / 2;
+  auto* split = reinterpret_cast<float*>(
+      workspace.prepared.at_least(int64_t{rows} * 2 * half * int64_t{sizeof(float)}));
+  const auto prepare = [&](int32_t begin, int32_t end) {
+    for (int32_t row = begin; row < end; ++row) {
+      split_row(table, call, row, matrix.depth, half, split + int64_t{row} * 2 * half);
+    }
+  };
+  for_each_block(matrix, call, runtime, threads, prepare,
+                 [&](int64_t, int64_t first, int32_t columns, const float* bias, void* out) {
+                   alignas(64) Tile sums;
+                   table.plain({.weights = weights.row(first),
+                                .stride_bytes = weights.stride_bytes,
+                                .columns = columns,
+                                .depth = matrix.depth,
+                                .rows = split,
+                                .half = half,
+                                .count = rows,
+                                .sums = sums});
+                   for (int32_t row = 0; row < rows; ++row) {
+                     float* from = sums + row * kBlockColumns;
+                     if (bias != nullptr) {
+                       for (int32_t c = 0; c < columns; ++c) from[c] += bias[c];
+                     }
+                     store_row(from, columns,
+                               row_pointer(out, call.out.type, call.out.row_stride, row),
+                               call.out.type);
+                   }
+                 });
+}
+
+// What pack_blocks makes of bf16, by moving words alone.
+void pack_plain_block(const PackedMatrix& matrix, const PlainWeights& weights, int64_t first,
+                      int32_t columns, std::byte* block) {
+  constexpr int32_t kWords = 16;  // a line of each output's
+  const int32_t whole = matrix.depth / 2;
+  if (columns < kBlockColumns || matrix.depth < matrix.depth_padded) {
+    std::memset(block, 0, static_cast<size_t>(matrix.block_bytes));
+  }
+  auto* words = reinterpret_cast<uint32_t*>(block);
+  for (int32_t begin = 0; begin < whole; begin += kWords) {
+    const int32_t count = std::min(kWords, whole - begin);
+    for (int32_t c = 0; c < columns; ++c) {
+      uint32_t line[kWords];
+      std::memcpy(line, weights.row(first + c) + begin * 4, static_cast<size_t>(count) * 4);
+      for (int32_t i = 0; i < count; ++i) words[(begin + i) * kBlockColumns + c] = line[i];
+    }
+  }
+  if (matrix.depth % 2 == 0) return;
+  for (int32_t c = 0; c < columns; ++c) {
+    uint16_t last;
+    std::memcpy(&last, weights.row(first + c) + whole * 4, sizeof(last));
+    words[whole * kBlockColumns + c] = last;
+  }
+}
+
+// Calls part(rows) for each chunk of them.
+template <typename Part>
+void for_each_chunk(const LinearRows& call, const Part& part) {
+  for (int64_t begin = 0; begin < call.rows; begin += kChunkRows) {
+    LinearRows chunk = call;
+    chunk.rows = std::min(kChunkRows, call.rows - begin);
+    chunk.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
+    chunk.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
+    part(chunk);
+  }
 }
 
 }  // namespace
 
-void dense_linear(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
-                  int32_t threads, WorkspacePool& workspaces) {
+void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const LinearRows& call,
+                  const Runtime& runtime, int32_t threads, WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
-  for (int64_t begin = 0; begin < call.rows; begin += kChunkRows) {
-    DenseLinearCall part = call;
-    part.rows = std::min(kChunkRows, call.rows - begin);
-    part.x.data = row_pointer(call.x.data, call.x.type, call.x.row_stride, begin);
-    part.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
-    linear_chunk(matrix, part, runtime, threads, *lease);
+  for_each_chunk(call, [&](const LinearRows& rows) {
+    by_blocks(matrix, rows, runtime, threads, *lease,
+              [&](int64_t task, int64_t, int32_t) { return packed + task * matrix.block_bytes; });
+  });
+}
+
+void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
+                     const LinearRows& call, const Runtime& runtime, int32_t threads,
+                     WorkspacePool& workspaces) {
+  WorkspacePool::Lease lease(workspaces);
+  const PlainWeights plain{static_cast<const std::byte*>(weights), stride_bytes};
+  if (call.rows <= kMostPlainRows) {
+    few_plain_rows(matrix, plain, call, runtime, threads, *lease);
+    return;
   }
+  for_each_chunk(call, [&](const LinearRows& rows) {
+    by_blocks(matrix, rows, runtime, threads, *lease,
+              [&](int64_t, int64_t first, int32_t columns) -> const std::byte* {
+                thread_local Buffer block;
+                std::byte* packed = block.at_least(matrix.block_bytes);
+                pack_plain_block(matrix, plain, first, columns, packed);
+                return packed;
+              });
+  });
 }
 
 }  // namespace torch_mesh

@@ -12,18 +12,24 @@
 
 namespace torch_mesh {
 
-struct DenseLinearCall {
+struct LinearRows {
   ConstRows x;  // [rows][matrix.depth]
   int64_t rows;
-  const std::byte* packed;  // matrix.bytes()
-  const void* bias;         // [matrix.columns]; nullptr: none
+  const void* bias;  // [matrix.columns]; nullptr: none
   ScalarType bias_type;
   MutableRows out;  // [rows][matrix.columns]
 };
 
-// out = x · W^T + bias on at most `threads` threads. Throws Error(kMemory). Safe from several
-// threads at once.
-void dense_linear(const PackedMatrix& matrix, const DenseLinearCall& call, const Runtime& runtime,
-                  int32_t threads, WorkspacePool& workspaces);
+// out = x · W^T + bias on at most `threads` threads; `packed` has matrix.bytes(). Throws
+// Error(kMemory). Safe from several threads at once.
+void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const LinearRows& call,
+                  const Runtime& runtime, int32_t threads, WorkspacePool& workspaces);
+
+// The same of bf16 weights that are not packed: `weights` [columns][depth], whose rows are
+// `stride_bytes` apart. `matrix` is what they would be packed to. Many rows meet each block packed,
+// for as long as they need it.
+void unpacked_linear(const PackedMatrix& matrix, const void* weights, int64_t stride_bytes,
+                     const LinearRows& call, const Runtime& runtime, int32_t threads,
+                     WorkspacePool& workspaces);
 
 }  // namespace torch_mesh

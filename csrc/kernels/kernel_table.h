@@ -69,6 +69,18 @@ struct AttentionPart {
   float* out;  // [rows][value_dim]
 };
 
+// Rows times weights in bf16 that nobody has packed.
+struct PlainProducts {
+  const std::byte* weights;  // [columns][depth]
+  int64_t stride_bytes;      // from one output's to the next
+  int32_t columns;           // kBlockColumns at most
+  int32_t depth;
+  const float* rows;  // [count][2][half]: the even inputs' values, then the odd ones'; then zeros
+  int32_t half;       // a multiple of kBlockColumns / 2
+  int32_t count;      // kTileRows at most
+  float* sums;        // [count][kBlockColumns]
+};
+
 struct KernelTable {
   const char* name;
 
@@ -81,6 +93,8 @@ struct KernelTable {
   void (*panels[kFormats])(const BlockProducts& products);
 
   void (*products[kFormats])(const BlockProducts& products);  // by Format
+
+  void (*plain)(const PlainProducts& products);
 
   void (*to_floats)(const void* values, ScalarType type, int32_t count, float* floats);
   // Writes columns [column, column + count) of one row; both multiples of max(64, group).

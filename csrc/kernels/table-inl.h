@@ -11,6 +11,7 @@
 #include "kernels/pack_group-inl.h"
 #include "kernels/pack_lut4-inl.h"
 #include "kernels/panel_products-inl.h"
+#include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
 
 namespace torch_mesh {
@@ -72,6 +73,7 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
            block_products_integer<Nibbles<Lut4Nibbles>>, block_products_integer<Int8, HalfScales>,
            block_products_integer<Int4, HalfScales>, block_products_integer<Fp4, E8m0Scales>,
            block_products_integer<Fp4, E4m3Scales>, block_products_fp8<Fp8>},
+          plain_products,
           to_floats,
           store_operands,
           activate,

@@ -108,7 +108,7 @@ def _uses_kernel(model: PreTrainedModel) -> bool:
 
 def test_auto_goes_with_dense_and_unpatch_gives_it_back() -> None:
     model = TINY_MODELS[MIXTRAL].build()
-    assert not _uses_kernel(torch_mesh.patch(model))
+    assert not _uses_kernel(torch_mesh.patch(model, dense="none"))
     torch_mesh.unpatch(model)
     assert _uses_kernel(torch_mesh.patch(model, dense="bf16"))
     torch_mesh.unpatch(model)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.dense import MeshLinear, dense_saving, find_dense
+from torch_mesh.dense import MeshLinear, PlainLinear, dense_saving, find_dense
 from torch_mesh.families import find_experts
 from torch_mesh.packed_weight import PackedLinearWeight
 
@@ -147,6 +147,87 @@ def test_generate_compiled_with_a_static_cache_gives_the_eager_tokens(ids: torch
     assert torch.equal(model.generate(ids, compile_config=compile_config, **options), eager)
 
 
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without products of bf16."""
+    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: True)
+
+
+def _plain(model: nn.Module) -> set[str]:
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, PlainLinear)}
+
+
+@pytest.mark.usefixtures("emulated")
+def test_by_default_weights_stay_what_they_are(ids: torch.Tensor, tmp_path: Path) -> None:
+    model = TINY_MODELS[QWEN].build()
+    weights, expected = dict(model.named_parameters()), _logits(model, ids)
+    torch_mesh.patch(model)
+    assert _plain(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    assert all(parameter is weights[name] for name, parameter in model.named_parameters() if "experts" not in name)
+    value = _logits(model, ids)
+    by_token = (value - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.min() < 0.02 and by_token.median() < 0.5  # routers may tip
+    assert "products=torch_mesh" in repr(model.lm_head)
+
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=MeshConfig(resident=0.5), dtype=torch.bfloat16
+    )
+    assert _plain(again) == _plain(model) and torch.equal(_logits(again, ids), value)
+    torch_mesh.unpatch(model)
+    assert not _plain(model) and type(model.lm_head) is nn.Linear and torch.equal(_logits(model, ids), expected)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor) -> None:
+    linear = torch_mesh.patch(TINY_MODELS[QWEN].build()).lm_head
+    x, weight = torch.randn(3, 72).bfloat16(), linear.weight
+    functional = torch.nn.functional.linear
+    with torch.no_grad():
+        assert torch.equal(linear(x), torch.ops.torch_mesh.plain_linear(x, weight, None))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(linear(x), functional(x, weight))
+    value = linear(x)
+    assert torch.equal(value, functional(x, weight))
+    value.float().sum().backward()
+    assert weight.grad is not None and weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        weight.add_(1)  # an optimizer's step
+        assert torch.equal(linear(x), torch.ops.torch_mesh.plain_linear(x, weight, None))
+        linear.float()
+        assert torch.equal(linear(x.float()), functional(x.float(), linear.weight))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_head_tied_to_the_embedding_stays_tied(ids: torch.Tensor) -> None:
+    model = TINY_MODELS[QWEN].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    torch_mesh.patch(model)
+    assert isinstance(model.lm_head, PlainLinear) and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_auto_leaves_alone_what_torch_does_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: True)
+    assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build().float()))
+    assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="none"))
+    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: False)
+    assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build()))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_merging_an_adapter_into_a_layer_that_is_not_packed(ids: torch.Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    expected = _logits(adapted, ids)
+    merged = adapted.merge_and_unload()
+    assert _plain(merged) == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    by_token = (_logits(merged, ids) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert by_token.min() < 0.05 and by_token.median() < 0.6
+
+
 def test_nothing_to_pack_and_adapters_are_told_apart() -> None:
     with pytest.raises(torch_mesh.UnsupportedModelError, match="no linear layers beside its experts"):
         torch_mesh.Experts(torch.randn(4, 80, 72), torch.randn(4, 72, 40), dense="int8")
@@ -163,7 +244,7 @@ def test_a_layer_that_is_not_in_memory_is_refused_before_anything_changes() -> N
         torch_mesh.patch(model, dense="int8")
     assert "Mesh" not in repr(model)
     with pytest.raises(
-        ValueError, match="dense='int3' is unknown; it is one of 'none', 'bf16', 'int8', 'int4', 'lut4'"
+        ValueError, match="dense='int3' is unknown; it is one of 'auto', 'none', 'bf16', 'int8', 'int4', 'lut4'"
     ):
         MeshConfig(dense="int3")
 

@@ -129,6 +129,45 @@ def test_compiled_with_gradients_it_is_the_same(backend: str) -> None:
         assert relative_error(compiled, eager) < 1e-5
 
 
+@pytest.mark.parametrize("features,out_features", SIZES)
+def test_weights_as_they_stand_agree_with_float64(features: int, out_features: int) -> None:
+    wide = torch.randn(out_features, features + 5).bfloat16()
+    weight, bias = wide[:, 3 : features + 3], torch.randn(out_features).bfloat16()  # rows that are not aligned
+    for shape in [(0,), *ROWS, (3,), (4, 8), (3, 50)]:
+        x = torch.randn(*shape, features).bfloat16()
+        out = ops.plain_linear(x, weight, bias)
+        assert out.shape == (*shape, out_features) and out.dtype == torch.bfloat16
+        error = out.double() - F.linear(x.double(), weight.double(), bias.double())
+        typical = x.double().norm() * weight.double().norm() / features**0.5 + bias.norm()
+        assert error.norm() <= 0.004 * typical
+
+
+def test_many_rows_times_weights_as_they_stand_are_those_of_packed_ones() -> None:
+    for features, out_features in SIZES:
+        weight, x = torch.randn(out_features, features).bfloat16(), torch.randn(40, features).bfloat16()
+        packed, about = _packed(weight, "bf16", 0)
+        assert torch.equal(ops.plain_linear(x, weight, None), ops.linear(x, packed, None, *about))
+
+
+def test_a_row_of_weights_that_is_not_finite_spoils_its_own_output() -> None:
+    weight = torch.randn(70, 71).bfloat16()
+    weight[5, 70] = float("inf")
+    for rows in (1, 40):
+        out = ops.plain_linear(torch.randn(rows, 71).bfloat16(), weight, None)
+        assert not out[:, 5].isfinite().any() and out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()
+
+
+def test_weights_as_they_stand_have_to_be_bf16_in_rows() -> None:
+    x, weight = torch.randn(2, 72).bfloat16(), torch.randn(70, 72).bfloat16()
+    for wrong in (weight.float(), weight.t().contiguous().t(), weight[0]):
+        with pytest.raises(ValueError, match="weight must be a bfloat16 CPU matrix .* with contiguous rows; got"):
+            ops.plain_linear(x, wrong, None)
+    with pytest.raises(ValueError, match=r"x must be bfloat16 \[\.\.\., in_features=72\]; got Float"):
+        ops.plain_linear(x.float(), weight, None)
+    with pytest.raises(ValueError, match=r"bias must be \[70\]; got \[71\]"):
+        ops.plain_linear(x, weight, torch.randn(71))
+
+
 def test_wrong_arguments_say_what_was_given_and_what_is_allowed() -> None:
     packed, about = _packed(torch.randn(70, 72), "int8", 64)
     x = torch.randn(2, 72)

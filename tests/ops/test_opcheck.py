@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 48
+SAMPLES = 50
 MUTATING = {
     "experts_deferred",
     "experts_fallback",
@@ -32,6 +32,7 @@ FUNCTIONAL = {
     "grouped_linear_backward",
     "linear",
     "linear_backward",
+    "plain_linear",
     "attention",
     "grouped_low_rank",
     "grouped_low_rank_backward",
@@ -108,6 +109,8 @@ def _linear_samples(x: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
         ("linear", (x[:0], packed, None, *about)),
         ("linear", (x.clone().requires_grad_(), packed, bias.clone().requires_grad_(), *about)),
         ("linear_backward", (torch.randn(2, 3, 40), packed, *about)),
+        ("plain_linear", (x.bfloat16().unsqueeze(0), weight.bfloat16(), bias.bfloat16())),
+        ("plain_linear", (x[:0].bfloat16(), weight.bfloat16(), None)),
         ("pack_linear", (weight.bfloat16(), "int4", 64)),
         ("unpack_linear", (packed, *about)),
     ]

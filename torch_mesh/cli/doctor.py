@@ -177,6 +177,7 @@ def _engine_features(engine: ModuleType, folder: Path | None) -> list[Finding]:
         _mapped_files(features["populate_read"]),
         *([] if folder is None else [_direct_io(engine.direct_io_alignment, folder)]),
         _instruction_sets(features["isa"], features["isas"].split()),
+        _bf16_products(),
         _brgemm("bf16", features["brgemm_bf16"]),
         _brgemm("int8", features["brgemm_int8"]),
         _numa(int(features["numa_nodes"]), int(features["numa_compute_nodes"])),
@@ -244,6 +245,22 @@ def _instruction_sets(chosen: str, available: list[str]) -> Finding:
     if best == "scalar":
         return Finding(name, "limited", found, "a processor with AVX2 or AVX512 is many times faster")
     return Finding(name, "ok", found)
+
+
+def _bf16_products() -> Finding:
+    """What ``dense="auto"`` goes by; imported here, since the extension may be missing."""
+    from torch_mesh.dense import DENSE_ERROR, torch_emulates_bf16
+
+    less = (
+        f'MeshConfig(dense="int8") halves what attention, shared experts and the head read for each token, with weights off by {DENSE_ERROR["int8"]:.1%}; '
+        f'"int4" quarters it, off by {DENSE_ERROR["int4"]:.0%}'
+    )
+    if torch_emulates_bf16():
+        found = (
+            f'none in this processor, so torch_mesh\'s kernels compute the rest of a model, too (dense="auto"); {less}'
+        )
+        return Finding("bf16 products", "ok", found)
+    return Finding("bf16 products", "ok", f'the processor\'s own, in torch (dense="auto"); {less}')
 
 
 def _brgemm(operands: str, obstacle: str) -> Finding:

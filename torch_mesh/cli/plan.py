@@ -205,6 +205,10 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         low, high = planned.tokens_per_second_range
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
         table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}")
+    for choice in planned.dense_choices:
+        speed = "" if choice.tokens_per_second is None else f", {choice.tokens_per_second:.1f} tokens per second"
+        text = f"the rest in {format_bytes(choice.bytes)}{speed}; its weights are off by {choice.weight_error:.1%}"
+        table.add_row(f"with --dense {choice.dense}", text)
     style = _STATUS_STYLE.get(planned.status, "yellow")
     table.add_row("status", f"[{style}]{planned.status}[/]: {escape(planned.advice)}")
     Console().print(table)

@@ -1,0 +1,132 @@
+"""``torch_mesh.compile``: compiled decode steps, and how often they are compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+import torch_mesh
+from torch_mesh import MeshConfig, UnsupportedModelError
+from torch_mesh.compiled_steps import SteadySlidingLayer
+
+QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _tokens(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return model.generate(
+        ids, **{"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0} | options
+    )
+
+
+def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same model, eager and with compiled steps; weights spread so that tokens differ."""
+    model = TINY_MODELS[name].build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.size(-1) ** -0.5 * 2)
+    compiled = torch_mesh.patch(copy.deepcopy(model), resident=0.5)
+    return torch_mesh.patch(model, resident=0.5), torch_mesh.compile(compiled, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("name", [QWEN, OSS])
+def test_prompts_of_any_length_are_one_graph(name: str) -> None:
+    eager, compiled = _both(name)
+    for length, options in [(5, {}), (7, {}), (30, {}), (14, {}), (7, {"do_sample": True, "top_k": 5})]:
+        ids = torch.randint(3, 100, (1, length))
+        expected = _tokens(eager, ids, **options)
+        assert _graphs() == (0 if length == 5 else 1), "the run to compare with was compiled, too"
+        assert torch.equal(_tokens(compiled, ids, **options), expected), (length, options)
+        assert _graphs() == 1 and not counters["graph_break"]
+    assert len(expected[0, 7:].unique()) > 1
+
+
+@pytest.mark.parametrize("name", [QWEN, OSS])
+def test_a_batch_with_padding_is_a_graph_of_its_own(name: str) -> None:
+    eager, compiled = _both(name)
+    ids, mask = torch.randint(3, 100, (3, 20)), torch.ones(3, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    mask[2, :19] = 0
+    expected = _tokens(eager, ids, attention_mask=mask)
+    for _ in range(2):
+        assert torch.equal(_tokens(compiled, ids, attention_mask=mask), expected)
+        assert _graphs() == 1
+
+
+def test_a_longer_cache_compiles_anew_and_is_kept() -> None:
+    _, compiled = _both(QWEN)
+    for length, graphs in [(7, 1), (127, 2), (7, 2), (100, 2)]:
+        _tokens(compiled, torch.randint(3, 100, (1, length)), max_new_tokens=4, min_new_tokens=4)
+        assert _graphs() == graphs
+
+
+def test_who_asks_for_something_else_gets_it() -> None:
+    eager, compiled = _both(QWEN)
+    ids = torch.randint(3, 100, (1, 6))
+    for options in (
+        {"num_beams": 2},
+        {"cache_implementation": "dynamic", "use_cache": False},
+        {"disable_compile": True},
+    ):
+        assert torch.equal(_tokens(compiled, ids, **options), _tokens(eager, ids, **options))
+        assert _graphs() == 0
+    cache = StaticCache(config=compiled.config, max_cache_len=40)
+    assert torch.equal(_tokens(compiled, ids, past_key_values=cache), _tokens(eager, ids))
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        torch_mesh.compile(compiled, speed=2)
+
+
+def test_nothing_of_it_is_saved_and_unpatch_ends_it(tmp_path: Path) -> None:
+    _, compiled = _both(QWEN)
+    ids = torch.randint(3, 100, (1, 6))
+    expected = _tokens(compiled, ids)
+    compiled.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=MeshConfig(resident=0.5), dtype=torch.bfloat16
+    )
+    assert again.generation_config.cache_implementation is None
+    assert torch.equal(_tokens(torch_mesh.compile(again, backend="eager"), ids), expected)
+    graphs = _graphs()
+    torch_mesh.unpatch(compiled)
+    _tokens(compiled, ids)
+    assert _graphs() == graphs and not any("compile" in name or "cache" in name for name in vars(compiled))
+
+
+def test_models_that_cannot_be_compiled_say_so() -> None:
+    with pytest.raises(UnsupportedModelError, match="has no generate"):
+        torch_mesh.compile(TINY_MODELS[QWEN].build().model)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 16, 21])
+def test_the_last_tokens_are_those_that_transformers_keeps(prompt: int) -> None:
+    theirs, ours = StaticSlidingWindowLayer(64, sliding_window=16), SteadySlidingLayer(16)
+    for tokens in (prompt, *[1] * 20, 3, 1):
+        states = torch.randn(2, 2, 3, tokens, 8).unbind()
+        assert ours.get_mask_sizes(tokens) == theirs.get_mask_sizes(tokens)
+        for value, expected in zip(ours.update(*states), theirs.update(*states), strict=True):
+            assert torch.equal(value, expected)
+        assert int(ours.get_seq_length()) == theirs.get_seq_length()
+    ours.reset()
+    assert int(ours.get_seq_length()) == 0 and not ours.keys.any()

@@ -1,0 +1,131 @@
+"""Compiled decode steps in one line: what transformers' ``generate`` has to be told for them, and caches that do not compile anew each step."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from .errors import UnsupportedModelError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_OPTIONS = "_mesh_compile_config"
+_SHORTEST = 128  # tokens that a cache has room for
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def compile(model: Model, **options: Any) -> Model:
+    """Lets ``model.generate`` compile its decode steps, on the CPU too, and returns the same model.
+
+    Greedy search and sampling then run in a static cache, whose length is a power of two: prompts of other lengths compile nothing
+    anew while they fit into the longest so far. A call that names a cache, or ``disable_compile=True``, goes its own way.
+    ``options`` are those of transformers' ``CompileConfig``. The first call compiles, for up to a minute or two. ``unpatch`` ends it.
+
+    Raises UnsupportedModelError for a model that does not generate, or that transformers cannot compile; TypeError for an unknown option.
+    """
+    name = type(model).__name__
+    generates: Any = model
+    if not isinstance(model, GenerationMixin):
+        raise UnsupportedModelError(f"{name} has no generate: torch.compile(model) compiles any forward.")
+    if not getattr(model, "_can_compile_fullgraph", False):
+        raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
+    # One length of cache is one graph; a graph for all of them has nothing to unroll.
+    config = CompileConfig(**{"mode": "default", "dynamic": False, **options})
+    config._compile_all_devices = True  # on the CPU it is off otherwise
+    attributes = vars(generates)
+    attributes[_OPTIONS] = config
+    for function in (_prepare_cache_for_generation, _prepare_static_cache):
+        attributes[function.__name__] = types.MethodType(function, model)
+    return model
+
+
+def undo_compile(model: nn.Module) -> None:
+    """The reverse of ``compile``."""
+    if vars(model).pop(_OPTIONS, None) is not None:
+        for name in (
+            _prepare_cache_for_generation.__name__,
+            _prepare_static_cache.__name__,
+            "_compiled_call",
+            "_last_compile_config",
+            "_previous_max_cache_length",
+        ):
+            vars(model).pop(name, None)
+
+
+def _prepare_cache_for_generation(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers', which ``generate`` calls when it knows everything about a call; ``generation_config`` is of that call alone."""
+    free = (
+        generation_mode in _MODES
+        and generation_config.cache_implementation in (None, "dynamic")
+        and generation_config.use_cache is not False
+        and not generation_config.disable_compile
+        and all(model_kwargs.get(name) is None for name in ("past_key_values", "cache_params"))
+    )
+    if free:
+        generation_config.cache_implementation = "static"
+        if generation_config.compile_config is None:
+            generation_config.compile_config = getattr(model, _OPTIONS)
+    return type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )
+
+
+def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: Any) -> Any:
+    """transformers', which keeps to the longest length so far."""
+    length = max(_SHORTEST, 1 << (max_cache_len - 1).bit_length())
+    cache = type(model)._prepare_static_cache(model, *args, max_cache_len=length, **kwargs)
+    if isinstance(cache, StaticCache):
+        cache.layers[:] = [
+            SteadySlidingLayer(layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else layer
+            for layer in cache.layers
+        ]
+    return cache
+
+
+class SteadySlidingLayer(StaticSlidingWindowLayer):
+    """transformers' layer of the last tokens, but that how many there have been stands in a tensor alone.
+
+    Its own counts them in an int, upon which torch.compile compiles every step anew.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__(max_cache_len=window, sliding_window=window)
+
+    @property
+    def cumulative_length_int(self) -> int:
+        return int(self.cumulative_length)
+
+    @cumulative_length_int.setter
+    def cumulative_length_int(self, value: int) -> None:
+        pass  # ``update`` sets the tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tokens = key_states.shape[-2]
+        if tokens > 1:  # a prompt, which is not compiled
+            length = int(self.cumulative_length) + tokens
+            states = super().update(key_states, value_states, *args, **kwargs)
+            self.cumulative_length.fill_(length)
+            return states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        full = self.cumulative_length >= self.max_cache_len
+        place = self.cumulative_length.clamp(max=self.max_cache_len - 1).view(1)
+        keys: Any = self.keys
+        values: Any = self.values
+        for kept, new in ((keys, key_states), (values, value_states)):
+            kept.copy_(torch.where(full, kept.roll(-1, dims=-2), kept))
+            kept.index_copy_(2, place, new)
+        self.cumulative_length.add_(1)
+        return keys, values
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
