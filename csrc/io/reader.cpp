@@ -27,6 +27,8 @@ namespace {
 
 // A lost wake-up would cost this much and not the process.
 constexpr std::chrono::microseconds kLongestWait{500'000};
+// How long to leave a backend alone that could not begin what it was given.
+constexpr std::chrono::microseconds kCoolDown{1000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
 constexpr int64_t kLargestChunk = int64_t{1} << 30;
@@ -46,12 +48,13 @@ class IoLoop {
       : files_(std::move(files)),
         backend_(std::move(backend)),
         done_(std::move(done)),
-        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
-        results_(backend_->capacity()) {
-    inbox_.requests.reserve(kReservedMessages);
-    inbox_.hastened.reserve(kReservedMessages);
-    taken_.requests.reserve(kReservedMessages);
-    taken_.hastened.reserve(kReservedMessages);
+        results_(backend_->capacity()),
+        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(),
+                   options.retries) {
+    for (Messages* messages : {&inbox_, &taken_}) {
+      messages->requests.reserve(kReservedMessages);
+      messages->hastened.reserve(kReservedMessages);
+    }
     const SignalsBlocked guard;
     try {
       thread_ = std::thread([this] { run(); });
@@ -90,25 +93,33 @@ class IoLoop {
     {
       const std::lock_guard lock(mutex_);
       if (life_ != Life::kRunning) throw_closed();
-      inbox_.buffers.push_back(std::move(change));
-    }
-    flush();
-  }
-
-  // A backend that has stopped still takes a wake-up.
-  void flush() {
-    {
-      const std::lock_guard lock(mutex_);
-      if (inbox_.empty() || std::exchange(awake_, true)) return;
+      buffers_.push_back(std::move(change));
     }
     backend_->wake();
   }
 
+  // The I/O thread waits for what is under way, and so learns of it. It is woken only for what
+  // cannot be begun here.
+  void flush() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (inbox_.empty()) return;
+    }
+    bool begun = true;
+    {
+      const std::lock_guard lock(scheduling_);
+      if (stopped_) return;
+      begun = add_messages();
+      begun &= start_chunks();
+    }
+    if (!begun) backend_->wake();
+  }
+
+  // A backend that has stopped still takes a wake-up.
   void close() {
     {
       const std::lock_guard lock(mutex_);
       if (life_ == Life::kRunning) life_ = Life::kClosing;
-      awake_ = true;
     }
     backend_->wake();
     std::unique_lock lock(mutex_);
@@ -118,8 +129,8 @@ class IoLoop {
   bool on_io_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   ReaderStats stats() const {
-    const std::lock_guard lock(mutex_);
-    return stats_;
+    const std::lock_guard lock(scheduling_);
+    return scheduler_.stats();
   }
   std::vector<std::string> notes() const {
     const std::lock_guard lock(mutex_);
@@ -132,9 +143,8 @@ class IoLoop {
   struct Messages {
     std::vector<ReadRequest> requests;
     std::vector<uint64_t> hastened;
-    std::vector<BufferChange> buffers;
 
-    bool empty() const { return requests.empty() && hastened.empty() && buffers.empty(); }
+    bool empty() const { return requests.empty() && hastened.empty(); }
   };
 
   [[noreturn]] static void throw_closed() {
@@ -164,66 +174,40 @@ class IoLoop {
     }
     set_life(Life::kRunning);
     for (;;) {
-      const bool closing = take_messages();
-      start_chunks();
-      report_finished();
-      if (closing && scheduler_.idle()) break;
-      if (!may_sleep()) continue;
-      const int32_t count = backend_->wait(kLongestWait, results_);
-      for (const ChunkResult& result : std::span(results_).first(count)) {
-        scheduler_.complete(result.chunk, result.result);
-        --under_way_;
-      }
+      const bool closing = change_buffers();
+      const bool begun = schedule(closing);
+      while (const std::optional<ReadResult> result = take_finished()) done_(*result);
+      if (closing && stop_if_idle()) break;
+      arrived_ = backend_->wait(begun ? kLongestWait : kCoolDown, results_);
     }
-    backend_->stop();
     set_life(Life::kClosed);
   }
 
-  // True when the reader closes. Shows the statistics before the requests in them are reported.
-  bool take_messages() {
+  // True when the reader closes.
+  bool change_buffers() {
+    std::vector<BufferChange> changes;
     bool closing;
     {
       const std::lock_guard lock(mutex_);
-      std::swap(inbox_, taken_);
-      awake_ = true;
+      std::swap(buffers_, changes);
       closing = life_ == Life::kClosing;
-      stats_ = scheduler_.stats();
     }
-    for (const ReadRequest& request : taken_.requests) add(request);
-    for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
-    taken_.requests.clear();
-    taken_.hastened.clear();
-    for (const BufferChange& change : taken_.buffers) carry_out(change);
-    taken_.buffers.clear();
-    if (closing) scheduler_.cancel();
+    for (const BufferChange& change : changes) carry_out(change);
     return closing;
-  }
-
-  // False when something has arrived that nobody will wake this thread for.
-  bool may_sleep() {
-    const std::lock_guard lock(mutex_);
-    awake_ = !inbox_.empty();
-    return !awake_;
-  }
-
-  // Nothing that this thread throws has anybody to catch it.
-  void add(const ReadRequest& request) {
-    try {
-      scheduler_.add(request);
-    } catch (const std::bad_alloc&) {
-      const Extent& from = request.piece[0].from;
-      done_({.tag = request.tag, .error = ENOMEM, .file = from.file, .offset = from.offset});
-    }
   }
 
   void carry_out(const BufferChange& change) {
     try {
-      if (change.comes) {
-        backend_->register_buffer(change.buffer);
-      } else {
-        backend_->unregister_buffer(change.buffer);
+      std::vector<std::string> notes;
+      {
+        const std::lock_guard lock(scheduling_);
+        if (change.comes) {
+          backend_->register_buffer(change.buffer);
+        } else {
+          backend_->unregister_buffer(change.buffer);
+        }
+        notes = backend_->notes();
       }
-      std::vector<std::string> notes = backend_->notes();
       const std::lock_guard lock(mutex_);
       notes_ = std::move(notes);
     } catch (const std::bad_alloc&) {
@@ -232,17 +216,69 @@ class IoLoop {
     change.then();
   }
 
-  void start_chunks() {
-    while (under_way_ < backend_->capacity()) {
-      const std::optional<ChunkRead> read = scheduler_.next();
-      if (!read) return;
-      backend_->submit(*read);
-      ++under_way_;
+  // What has arrived makes room for what waits. False: the backend is to be asked again.
+  bool schedule(bool closing) {
+    std::unique_lock lock(scheduling_);
+    for (const ChunkResult& result : std::span(results_).first(std::exchange(arrived_, 0))) {
+      scheduler_.complete(result.chunk, result.result);
+      --under_way_;
+    }
+    // Nothing that this thread throws has anybody to catch it.
+    while (!add_messages()) {
+      const ReadRequest& refused = taken_.requests[added_++];
+      const ReadResult result{.tag = refused.tag,
+                              .error = ENOMEM,
+                              .file = refused.piece[0].from.file,
+                              .offset = refused.piece[0].from.offset};
+      lock.unlock();
+      done_(result);
+      lock.lock();
+    }
+    if (closing) scheduler_.cancel();
+    return start_chunks();
+  }
+
+  // With scheduling_, as the next one. False: there is no memory for the first that is not added.
+  bool add_messages() {
+    for (;;) {
+      for (; added_ < taken_.requests.size(); ++added_) {
+        try {
+          scheduler_.add(taken_.requests[added_]);
+        } catch (const std::bad_alloc&) {
+          return false;
+        }
+      }
+      for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
+      taken_.requests.clear();
+      taken_.hastened.clear();
+      added_ = 0;
+      const std::lock_guard lock(mutex_);
+      if (inbox_.empty()) return true;
+      std::swap(inbox_, taken_);
     }
   }
 
-  void report_finished() {
-    while (const std::optional<ReadResult> result = scheduler_.take_finished()) done_(*result);
+  bool start_chunks() {
+    while (under_way_ < backend_->capacity()) {
+      const std::optional<ChunkRead> read = scheduler_.next();
+      if (!read) break;
+      backend_->submit(*read);
+      ++under_way_;
+    }
+    return backend_->begin();
+  }
+
+  std::optional<ReadResult> take_finished() {
+    const std::lock_guard lock(scheduling_);
+    return scheduler_.take_finished();
+  }
+
+  bool stop_if_idle() {
+    const std::lock_guard lock(scheduling_);
+    if (!scheduler_.idle()) return false;
+    backend_->stop();
+    stopped_ = true;
+    return true;
   }
 
   const std::shared_ptr<const FileTable> files_;
@@ -250,10 +286,17 @@ class IoLoop {
   const Reader::Done done_;
 
   // Of the I/O thread alone.
-  ChunkScheduler scheduler_;
   std::vector<ChunkResult> results_;
+  int32_t arrived_ = 0;  // of those
+
+  // What is read next, and who tells the backend. Taken before mutex_, and held during the system
+  // calls that begin reads, so never by anyone who only asks for them.
+  mutable std::mutex scheduling_;
+  ChunkScheduler scheduler_;
   int32_t under_way_ = 0;
   Messages taken_;
+  size_t added_ = 0;  // of the requests in there
+  bool stopped_ = false;
 
   mutable std::mutex mutex_;
   std::condition_variable life_changed_;
@@ -261,8 +304,7 @@ class IoLoop {
   std::exception_ptr start_error_;
   std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
-  bool awake_ = true;  // the I/O thread, or it is about to be: it looks into the inbox
-  ReaderStats stats_{};
+  std::vector<BufferChange> buffers_;  // to be carried out
 
   std::thread thread_;
 };
