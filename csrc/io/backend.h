@@ -30,8 +30,7 @@ struct ChunkResult {
   int64_t result;  // bytes read, or a negative errno
 };
 
-// start(), wait() and stop() are called on the reader's I/O thread; submit(), begin() and the
-// buffers' two on any thread, one at a time, also while that thread is in wait().
+// All members but wake() are called on the reader's I/O thread.
 class Backend {
  public:
   virtual ~Backend() = default;  // after stop(), or when start() threw
@@ -40,9 +39,6 @@ class Backend {
   virtual void start() = 0;
   // Takes a chunk over without waiting for it. At most capacity() are under way at a time.
   virtual void submit(const ChunkRead& read) = 0;
-  // Begins what it has taken over. False: the system has refused some of it for the moment, and the
-  // I/O thread is to ask again.
-  virtual bool begin() { return true; }
   // Completed chunks, as many as fit into `results`. Returns early, perhaps with none, on wake()
   // and when the time is over.
   virtual int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) = 0;

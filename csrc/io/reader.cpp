@@ -27,8 +27,6 @@ namespace {
 
 // A lost wake-up would cost this much and not the process.
 constexpr std::chrono::microseconds kLongestWait{500'000};
-// How long to leave a backend alone that could not begin what it was given.
-constexpr std::chrono::microseconds kCoolDown{1000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
 constexpr int64_t kLargestChunk = int64_t{1} << 30;
@@ -48,13 +46,12 @@ class IoLoop {
       : files_(std::move(files)),
         backend_(std::move(backend)),
         done_(std::move(done)),
-        results_(backend_->capacity()),
-        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(),
-                   options.retries) {
-    for (Messages* messages : {&inbox_, &taken_}) {
-      messages->requests.reserve(kReservedMessages);
-      messages->hastened.reserve(kReservedMessages);
-    }
+        scheduler_(backend_->capacity(), options.chunk_bytes, files_->alignment(), options.retries),
+        results_(backend_->capacity()) {
+    inbox_.requests.reserve(kReservedMessages);
+    inbox_.hastened.reserve(kReservedMessages);
+    taken_.requests.reserve(kReservedMessages);
+    taken_.hastened.reserve(kReservedMessages);
     const SignalsBlocked guard;
     try {
       thread_ = std::thread([this] { run(); });
@@ -93,33 +90,25 @@ class IoLoop {
     {
       const std::lock_guard lock(mutex_);
       if (life_ != Life::kRunning) throw_closed();
-      buffers_.push_back(std::move(change));
+      inbox_.buffers.push_back(std::move(change));
+    }
+    flush();
+  }
+
+  // A backend that has stopped still takes a wake-up.
+  void flush() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (inbox_.empty() || std::exchange(awake_, true)) return;
     }
     backend_->wake();
   }
 
-  // The I/O thread waits for what is under way, and so learns of it. It is woken only for what
-  // cannot be begun here.
-  void flush() {
-    {
-      const std::lock_guard lock(mutex_);
-      if (inbox_.empty()) return;
-    }
-    bool begun = true;
-    {
-      const std::lock_guard lock(scheduling_);
-      if (stopped_) return;
-      begun = add_messages();
-      begun &= start_chunks();
-    }
-    if (!begun) backend_->wake();
-  }
-
-  // A backend that has stopped still takes a wake-up.
   void close() {
     {
       const std::lock_guard lock(mutex_);
       if (life_ == Life::kRunning) life_ = Life::kClosing;
+      awake_ = true;
     }
     backend_->wake();
     std::unique_lock lock(mutex_);
@@ -129,8 +118,8 @@ class IoLoop {
   bool on_io_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   ReaderStats stats() const {
-    const std::lock_guard lock(scheduling_);
-    return scheduler_.stats();
+    const std::lock_guard lock(mutex_);
+    return stats_;
   }
   std::vector<std::string> notes() const {
     const std::lock_guard lock(mutex_);
@@ -143,8 +132,9 @@ class IoLoop {
   struct Messages {
     std::vector<ReadRequest> requests;
     std::vector<uint64_t> hastened;
+    std::vector<BufferChange> buffers;
 
-    bool empty() const { return requests.empty() && hastened.empty(); }
+    bool empty() const { return requests.empty() && hastened.empty() && buffers.empty(); }
   };
 
   [[noreturn]] static void throw_closed() {
@@ -174,40 +164,66 @@ class IoLoop {
     }
     set_life(Life::kRunning);
     for (;;) {
-      const bool closing = change_buffers();
-      const bool begun = schedule(closing);
-      while (const std::optional<ReadResult> result = take_finished()) done_(*result);
-      if (closing && stop_if_idle()) break;
-      arrived_ = backend_->wait(begun ? kLongestWait : kCoolDown, results_);
+      const bool closing = take_messages();
+      start_chunks();
+      report_finished();
+      if (closing && scheduler_.idle()) break;
+      if (!may_sleep()) continue;
+      const int32_t count = backend_->wait(kLongestWait, results_);
+      for (const ChunkResult& result : std::span(results_).first(count)) {
+        scheduler_.complete(result.chunk, result.result);
+        --under_way_;
+      }
     }
+    backend_->stop();
     set_life(Life::kClosed);
   }
 
-  // True when the reader closes.
-  bool change_buffers() {
-    std::vector<BufferChange> changes;
+  // True when the reader closes. Shows the statistics before the requests in them are reported.
+  bool take_messages() {
     bool closing;
     {
       const std::lock_guard lock(mutex_);
-      std::swap(buffers_, changes);
+      std::swap(inbox_, taken_);
+      awake_ = true;
       closing = life_ == Life::kClosing;
+      stats_ = scheduler_.stats();
     }
-    for (const BufferChange& change : changes) carry_out(change);
+    for (const ReadRequest& request : taken_.requests) add(request);
+    for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
+    taken_.requests.clear();
+    taken_.hastened.clear();
+    for (const BufferChange& change : taken_.buffers) carry_out(change);
+    taken_.buffers.clear();
+    if (closing) scheduler_.cancel();
     return closing;
+  }
+
+  // False when something has arrived that nobody will wake this thread for.
+  bool may_sleep() {
+    const std::lock_guard lock(mutex_);
+    awake_ = !inbox_.empty();
+    return !awake_;
+  }
+
+  // Nothing that this thread throws has anybody to catch it.
+  void add(const ReadRequest& request) {
+    try {
+      scheduler_.add(request);
+    } catch (const std::bad_alloc&) {
+      const Extent& from = request.piece[0].from;
+      done_({.tag = request.tag, .error = ENOMEM, .file = from.file, .offset = from.offset});
+    }
   }
 
   void carry_out(const BufferChange& change) {
     try {
-      std::vector<std::string> notes;
-      {
-        const std::lock_guard lock(scheduling_);
-        if (change.comes) {
-          backend_->register_buffer(change.buffer);
-        } else {
-          backend_->unregister_buffer(change.buffer);
-        }
-        notes = backend_->notes();
+      if (change.comes) {
+        backend_->register_buffer(change.buffer);
+      } else {
+        backend_->unregister_buffer(change.buffer);
       }
+      std::vector<std::string> notes = backend_->notes();
       const std::lock_guard lock(mutex_);
       notes_ = std::move(notes);
     } catch (const std::bad_alloc&) {
@@ -216,69 +232,17 @@ class IoLoop {
     change.then();
   }
 
-  // What has arrived makes room for what waits. False: the backend is to be asked again.
-  bool schedule(bool closing) {
-    std::unique_lock lock(scheduling_);
-    for (const ChunkResult& result : std::span(results_).first(std::exchange(arrived_, 0))) {
-      scheduler_.complete(result.chunk, result.result);
-      --under_way_;
-    }
-    // Nothing that this thread throws has anybody to catch it.
-    while (!add_messages()) {
-      const ReadRequest& refused = taken_.requests[added_++];
-      const ReadResult result{.tag = refused.tag,
-                              .error = ENOMEM,
-                              .file = refused.piece[0].from.file,
-                              .offset = refused.piece[0].from.offset};
-      lock.unlock();
-      done_(result);
-      lock.lock();
-    }
-    if (closing) scheduler_.cancel();
-    return start_chunks();
-  }
-
-  // With scheduling_, as the next one. False: there is no memory for the first that is not added.
-  bool add_messages() {
-    for (;;) {
-      for (; added_ < taken_.requests.size(); ++added_) {
-        try {
-          scheduler_.add(taken_.requests[added_]);
-        } catch (const std::bad_alloc&) {
-          return false;
-        }
-      }
-      for (const uint64_t tag : taken_.hastened) scheduler_.hasten(tag);
-      taken_.requests.clear();
-      taken_.hastened.clear();
-      added_ = 0;
-      const std::lock_guard lock(mutex_);
-      if (inbox_.empty()) return true;
-      std::swap(inbox_, taken_);
-    }
-  }
-
-  bool start_chunks() {
+  void start_chunks() {
     while (under_way_ < backend_->capacity()) {
       const std::optional<ChunkRead> read = scheduler_.next();
-      if (!read) break;
+      if (!read) return;
       backend_->submit(*read);
       ++under_way_;
     }
-    return backend_->begin();
   }
 
-  std::optional<ReadResult> take_finished() {
-    const std::lock_guard lock(scheduling_);
-    return scheduler_.take_finished();
-  }
-
-  bool stop_if_idle() {
-    const std::lock_guard lock(scheduling_);
-    if (!scheduler_.idle()) return false;
-    backend_->stop();
-    stopped_ = true;
-    return true;
+  void report_finished() {
+    while (const std::optional<ReadResult> result = scheduler_.take_finished()) done_(*result);
   }
 
   const std::shared_ptr<const FileTable> files_;
@@ -286,17 +250,10 @@ class IoLoop {
   const Reader::Done done_;
 
   // Of the I/O thread alone.
-  std::vector<ChunkResult> results_;
-  int32_t arrived_ = 0;  // of those
-
-  // What is read next, and who tells the backend. Taken before mutex_, and held during the system
-  // calls that begin reads, so never by anyone who only asks for them.
-  mutable std::mutex scheduling_;
   ChunkScheduler scheduler_;
+  std::vector<ChunkResult> results_;
   int32_t under_way_ = 0;
   Messages taken_;
-  size_t added_ = 0;  // of the requests in there
-  bool stopped_ = false;
 
   mutable std::mutex mutex_;
   std::condition_variable life_changed_;
@@ -304,7 +261,8 @@ class IoLoop {
   std::exception_ptr start_error_;
   std::vector<std::string> notes_;  // the backend's
   Messages inbox_;
-  std::vector<BufferChange> buffers_;  // to be carried out
+  bool awake_ = true;  // the I/O thread, or it is about to be: it looks into the inbox
+  ReaderStats stats_{};
 
   std::thread thread_;
 };

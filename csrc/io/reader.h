@@ -1,10 +1,9 @@
 // Reads from NVMe behind one interface, whatever carries them out.
 //
-// A Reader cuts requests into chunks, keeps a bounded number of them under way, takes demand chunks
-// before those of a window and both before prefetch chunks, continues short reads, repeats what is
-// worth repeating and reports each request exactly once. Whoever asks for a read also begins it;
-// what becomes of it is seen to by one I/O thread. What differs between io_uring and a pool of
-// preadv threads is only the Backend that carries out one chunk.
+// A Reader owns one I/O thread. It cuts requests into chunks, keeps a bounded number of them under
+// way, takes demand chunks before those of a window and both before prefetch chunks, continues
+// short reads, repeats what is worth repeating and reports each request exactly once. What differs
+// between io_uring and a pool of preadv threads is only the Backend that carries out one chunk.
 #pragma once
 
 #include <array>
@@ -96,8 +95,8 @@ class Reader {
   virtual void submit(std::span<const ReadRequest> requests) = 0;
   // The read `tag` becomes a demand read with flush(). Unknown tags are ignored.
   virtual void hasten(uint64_t tag) = 0;
-  // Begins, on the calling thread, as many of the chunks that wait as may be under way: system
-  // calls, for which a caller had better hold no lock. Never waits for the disk.
+  // Wakes the I/O thread if it sleeps and there is something to do: a system call, for which a
+  // caller had better hold no lock.
   virtual void flush() = 0;
   // Memory that requests read into has come, or goes: a ring that pins its buffers lets go of the
   // pages, which nothing else could take away. Carried out on the I/O thread, which then calls

@@ -1,6 +1,5 @@
-// Reads by io_uring. Any thread feeds the ring, one at a time; the I/O thread alone waits for what
-// comes back. So the kernel may not be promised a single issuer, and a completion is posted by the
-// thread that began the read, which is interrupted for it.
+// Reads by io_uring. The ring belongs to the I/O thread alone: it is made, fed and taken down
+// there.
 #include "io/backend.h"
 
 #ifndef TORCH_MESH_WITH_URING
@@ -29,7 +28,7 @@ std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -107,8 +106,16 @@ int pass_an_entry(io_uring* ring) {
   return last;
 }
 
+// Each set of flags is tried on the kernel itself; versions tell little, because distributions
+// backport.
 Refusal make_ring(unsigned entries, io_uring* ring) {
-  const int error = -io_uring_queue_init(entries, ring, 0);
+  constexpr std::array<unsigned, 3> kFlags = {
+      IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0};
+  int error = 0;
+  for (const unsigned flags : kFlags) {
+    error = -io_uring_queue_init(entries, ring, flags);
+    if (error != EINVAL) break;  // the kernel knows these flags
+  }
   if (error != 0) return {kSetup, error};
   // Without it a wait with a time-out would be a request of its own.
   if ((ring->features & IORING_FEAT_EXT_ARG) == 0) {
@@ -148,8 +155,13 @@ class UringBackend final : public Backend {
       throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(refusal), {},
                   refusal.error);
     }
+    if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
+      notes_.push_back(
+          "this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU time");
+    }
     register_files();
     register_buffers();
+    arm_wake_up();
   }
 
   void submit(const ChunkRead& read) override {
@@ -166,22 +178,11 @@ class UringBackend final : public Backend {
     io_uring_sqe_set_data64(entry, static_cast<uint64_t>(read.chunk));
   }
 
-  bool begin() override {
-    if (!armed_.exchange(true)) arm_wake_up();
-    while (io_uring_sq_ready(&ring_) > 0) {
-      const int status = io_uring_submit(&ring_);
-      // What was not taken stays in the queue. -EAGAIN and -ENOMEM pass, as -EBUSY, which asks for
-      // completions to be reaped; nothing else is expected.
-      if (status == 0 || (status < 0 && status != -EINTR)) return false;
-    }
-    return true;
-  }
-
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
     io_uring_cqe* first = nullptr;
     __kernel_timespec span{.tv_sec = timeout.count() / 1'000'000,
                            .tv_nsec = timeout.count() % 1'000'000 * 1000};
-    const int status = io_uring_wait_cqe_timeout(&ring_, &first, &span);
+    const int status = io_uring_submit_and_wait_timeout(&ring_, &first, 1, &span, nullptr);
     recover(status < 0 ? -status : 0);
     return reap(results);
   }
@@ -327,11 +328,22 @@ class UringBackend final : public Backend {
     io_uring_sqe_set_data64(entry, kWakeUp);
   }
 
-  // Nothing that is under way may be given up, because its buffer would be reused. So a ring that
-  // answers with an error nobody expects is asked again, without burning a core, and the caller's
-  // own time-outs bound the damage.
   void recover(int error) {
-    if (error == 0 || error == ETIME || error == EINTR) return;
+    switch (error) {
+      case 0:
+      case ETIME:  // the time is over
+      case EINTR:  // a signal came first; what was to be submitted stays in the queue
+        return;
+      case EAGAIN:  // no memory for requests, or completions must be reaped first: both pass; the
+      case EBUSY:   // entries stay in the queue for the next call
+      case ENOMEM:
+        break;
+      default:
+        // Nothing that is under way may be given up, because its buffer would be reused. So the
+        // ring is asked again, without burning a core, and the caller's own time-outs bound the
+        // damage.
+        break;
+    }
     if (io_uring_cq_ready(&ring_) == 0) ::usleep(static_cast<useconds_t>(kCoolDown.count()));
   }
 
@@ -345,7 +357,7 @@ class UringBackend final : public Backend {
       if (data == kWakeUp) {
         eventfd_t ignored;
         static_cast<void>(::eventfd_read(wake_descriptor_, &ignored));
-        armed_ = false;  // until begin()
+        arm_wake_up();
       } else {
         results[count++] = {.chunk = static_cast<int32_t>(data), .result = result};
       }
@@ -358,7 +370,6 @@ class UringBackend final : public Backend {
   std::vector<iovec> buffers_;               // by address
   std::vector<Registration> registrations_;  // by buffer
   int wake_descriptor_ = -1;
-  std::atomic<bool> armed_ = false;  // the poll of it; given up by the I/O thread, in wait()
   io_uring ring_{};
   bool files_registered_ = false;
   bool buffers_registered_ = false;

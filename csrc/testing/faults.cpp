@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -48,7 +47,6 @@ class FaultyBackend final : public Backend {
   }
 
   void submit(const ChunkRead& read) override {
-    const std::lock_guard lock(mutex_);
     Attempt& attempt = attempts_[read.chunk];
     // What is left of a chunk keeps its end, however far it has come.
     const bool failed_before = attempt.failed_once && attempt.read.file == read.file &&
@@ -57,7 +55,6 @@ class FaultyBackend final : public Backend {
     if (const std::optional<int> error = draw_error(read, failed_before)) {
       attempt.failed_once |= *error == EIO;
       hold({.chunk = read.chunk, .result = -*error});
-      inner_->wake();  // wait() knows of no other that would come
       return;
     }
     ChunkRead actual = read;
@@ -65,17 +62,10 @@ class FaultyBackend final : public Backend {
     inner_->submit(actual);
   }
 
-  bool begin() override { return inner_->begin(); }
-
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
-    {
-      const std::lock_guard lock(mutex_);
-      const int32_t released = release(results);
-      if (released > 0) return released;
-      timeout = until_next_release(timeout);
-    }
-    const int32_t arrived = inner_->wait(timeout, results);
-    const std::lock_guard lock(mutex_);
+    int32_t released = release(results);
+    if (released > 0) return released;
+    const int32_t arrived = inner_->wait(until_next_release(timeout), results);
     // Held back first and handed out from there, so that `results` is free for what is released.
     for (const ChunkResult& result : results.first(arrived)) hold(spoil(result));
     return release(results);
@@ -194,7 +184,6 @@ class FaultyBackend final : public Backend {
   const std::unique_ptr<Backend> inner_;
   const std::shared_ptr<const FileTable> files_;
   const Faults faults_;
-  std::mutex mutex_;  // reads are submitted while the I/O thread waits
   uint64_t state_;
   std::vector<Attempt> attempts_;  // by chunk
   std::vector<Held> held_;

@@ -26,7 +26,6 @@
 #include <thread>
 
 #include "base/error.h"
-#include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/reader.h"
 #include "store/record.h"
@@ -130,9 +129,6 @@ void submit(Reader& reader, const ReadRequest& request) {
   reader.submit({&request, 1});
   reader.flush();
 }
-
-// Without beginning it.
-void queue(Reader& reader, const ReadRequest& request) { reader.submit({&request, 1}); }
 
 void hasten(Reader& reader, uint64_t tag) {
   reader.hasten(tag);
@@ -339,10 +335,10 @@ class Gate {
   bool open_ = false;
 };
 
-// The tags in order of completion when what `add` queues begins behind one request at depth 1.
-template <typename Add>
+// The tags in order of completion when `queue` was queued behind one request at depth 1.
+template <typename Queue>
 std::vector<uint64_t> order_of(ReaderOptions options, const TempFile& file, const Memory& memory,
-                               size_t count, const Add& add) {
+                               size_t count, const Queue& queue) {
   Gate gate;
   Reports reports;
   options.depth = 1;
@@ -355,8 +351,7 @@ std::vector<uint64_t> order_of(ReaderOptions options, const TempFile& file, cons
   });
   submit(*reader, request_for(0, 0, 0, 1, memory.at(0)));
   gate.wait_for_arrival();
-  add(*reader);
-  reader->flush();
+  queue(*reader);
   gate.open();
   std::vector<uint64_t> tags;
   for (const ReadResult& result : reports.wait_for(count + 1)) tags.push_back(result.tag);
@@ -368,9 +363,9 @@ TEST_P(ReaderTest, DemandOvertakesQueuedPrefetch) {
   const Memory memory(4 * kChunk);
   const auto tags = order_of(options(), file, memory, 4, [&](Reader& reader) {
     for (const uint64_t tag : {1, 2, 3}) {
-      queue(reader, request_for(tag, 0, 0, 3 * kChunk, memory.at(0), Urgency::kPrefetch));
+      submit(reader, request_for(tag, 0, 0, 3 * kChunk, memory.at(0), Urgency::kPrefetch));
     }
-    queue(reader, request_for(9, 0, 0, 3 * kChunk, memory.at(0)));
+    submit(reader, request_for(9, 0, 0, 3 * kChunk, memory.at(0)));
   });
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 9, 1, 2, 3}));
 }
@@ -380,122 +375,12 @@ TEST_P(ReaderTest, HastenedPrefetchOvertakesTheOthers) {
   const Memory memory(4 * kChunk);
   const auto tags = order_of(options(), file, memory, 3, [&](Reader& reader) {
     for (const uint64_t tag : {1, 2, 3}) {
-      queue(reader, request_for(tag, 0, 0, 2 * kChunk, memory.at(0), Urgency::kPrefetch));
+      submit(reader, request_for(tag, 0, 0, 2 * kChunk, memory.at(0), Urgency::kPrefetch));
     }
-    reader.hasten(3);
-    reader.hasten(12345);
+    hasten(reader, 3);
+    hasten(reader, 12345);
   });
   EXPECT_EQ(tags, (std::vector<uint64_t>{0, 3, 1, 2}));
-}
-
-// What a backend is asked by whom, and one that cannot begin reads for a while.
-struct Watched {
-  std::mutex mutex;
-  std::vector<std::thread::id> submitters;
-  std::atomic<int32_t> wakes = 0;
-  std::atomic<int32_t> refusals = 0;  // to come
-};
-
-class WatchedBackend final : public Backend {
- public:
-  WatchedBackend(std::unique_ptr<Backend> inner, Watched& watched)
-      : inner_(std::move(inner)), watched_(watched) {}
-
-  void start() override { inner_->start(); }
-  void submit(const ChunkRead& read) override {
-    {
-      const std::lock_guard lock(watched_.mutex);
-      watched_.submitters.push_back(std::this_thread::get_id());
-    }
-    inner_->submit(read);
-  }
-  bool begin() override {
-    if (watched_.refusals > 0 && watched_.refusals-- > 0) return false;
-    return inner_->begin();
-  }
-  int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
-    return inner_->wait(timeout, results);
-  }
-  void wake() override {
-    ++watched_.wakes;
-    inner_->wake();
-  }
-  void stop() override { inner_->stop(); }
-  const char* name() const override { return inner_->name(); }
-  int32_t capacity() const override { return inner_->capacity(); }
-  std::vector<std::string> notes() const override { return inner_->notes(); }
-
- private:
-  const std::unique_ptr<Backend> inner_;
-  Watched& watched_;
-};
-
-ReaderOptions watching(ReaderOptions options, Watched& watched) {
-  options.interpose = [&watched, before = options.interpose](
-                          std::unique_ptr<Backend> inner,
-                          const std::shared_ptr<const FileTable>& files) {
-    if (before) inner = before(std::move(inner), files);
-    return std::make_unique<WatchedBackend>(std::move(inner), watched);
-  };
-  return options;
-}
-
-TEST_P(ReaderTest, ReadsBeginOnTheThreadThatAsksAndWakeNobody) {
-  const TempFile file(4 * kChunk, seed_);
-  const Memory memory(4 * kChunk);
-  Watched watched;
-  Gate gate;
-  const File files[] = {file.file()};
-  const MemoryRegion regions[] = {memory.region()};
-  const auto collect = reports_.done();
-  const auto reader =
-      open_reader(watching(options(), watched), files, regions, [&](const ReadResult& result) {
-        if (result.tag == 0) gate.pass();
-        collect(result);
-      });
-  submit(*reader, request_for(0, 0, 0, 1, memory.at(0)));
-  gate.wait_for_arrival();  // the I/O thread is busy until the gate opens
-  const size_t before = watched.submitters.size();
-  queue(*reader, request_for(1, 0, 0, 3 * kChunk, memory.at(kChunk)));
-  EXPECT_EQ(watched.submitters.size(), before);
-  reader->flush();
-  ASSERT_EQ(watched.submitters.size(), before + 3);
-  for (size_t chunk = before; chunk < watched.submitters.size(); ++chunk) {
-    EXPECT_EQ(watched.submitters[chunk], std::this_thread::get_id());
-  }
-  EXPECT_EQ(watched.wakes, 0);
-  gate.open();
-  for (const ReadResult& result : reports_.wait_for(2)) EXPECT_EQ(result.error, 0);
-  EXPECT_EQ(std::memcmp(memory.at(kChunk), file.at(0), 3 * kChunk), 0);
-}
-
-TEST_P(ReaderTest, WhatCannotBeginIsAskedForAgain) {
-  const TempFile file(4 * kChunk, seed_);
-  const Memory memory(4 * kChunk);
-  Watched watched;
-  const auto reader = open(watching(options(), watched), file, memory);
-  for (uint64_t tag = 0; tag < 8; ++tag) {
-    watched.refusals = 5;
-    submit(*reader, request_for(tag, 0, 0, 3 * kChunk, memory.at(0)));
-    EXPECT_EQ(reports_.wait_for(tag + 1).back().error, 0);
-    EXPECT_EQ(std::memcmp(memory.at(0), file.at(0), 3 * kChunk), 0);
-    std::memset(memory.at(0), 0xa5, 3 * kChunk);
-  }
-}
-
-TEST_P(ReaderTest, AThreadThatAskedMayEndBeforeItsReads) {
-  const TempFile file(8 * kChunk, seed_);
-  const Memory memory(8 * 64 * kChunk);
-  const auto reader = open(options(), file, memory);
-  for (uint64_t tag = 0; tag < 64; ++tag) {
-    std::thread([&] {
-      submit(*reader, request_for(tag, 0, 0, 8 * kChunk, memory.at(tag * 8 * kChunk)));
-    }).join();
-  }
-  for (const ReadResult& result : reports_.wait_for(64)) {
-    EXPECT_EQ(result.error, 0);
-    EXPECT_EQ(std::memcmp(memory.at(result.tag * 8 * kChunk), file.at(0), 8 * kChunk), 0);
-  }
 }
 
 TEST_P(ReaderTest, CallbackMaySubmitAndHasten) {
