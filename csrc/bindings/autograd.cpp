@@ -8,6 +8,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <numeric>
@@ -16,7 +17,12 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/experts.h"
+
 namespace torch_mesh {
+
+bool in_backward_pass() { return torch::autograd::get_current_graph_task_id() >= 0; }
+
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -32,8 +38,6 @@ template <typename... Tensors>
 bool wants_gradient(const Tensors&... inputs) {
   return at::GradMode::is_enabled() && (inputs.requires_grad() || ...);
 }
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 using ExpertsOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                              const at::Tensor&, bool, const OptionalTensor&, const OptionalTensor&,

@@ -52,6 +52,7 @@ at::Tensor run_experts(const LayerHandle& handle, const at::Tensor& x, const at:
                   .sentinels = sentinels,
                   .out = mutable_rows(out, "x"),
                   .adapters = extras.adapters,
+                  .backwards = in_backward_pass(),
                   .deferral = extras.deferral,
                   .reads_queued = extras.reads_queued ? call_reads_queued : nullptr,
                   .context = &extras});
@@ -65,7 +66,7 @@ std::optional<Lookahead> lookahead_for(const at::Tensor& x, const OptionalTensor
   TORCH_CHECK_VALUE(next_router.has_value() == next_handle.has_value(),
                     "next_router and next_handle belong together; got one of them");
   std::optional<Lookahead> lookahead;
-  if (next_router) {
+  if (next_router && !in_backward_pass()) {
     lookahead.emplace(x, RouterTensors{*next_router, next_bias, parse_scoring(next_scoring)},
                       *next_handle, next_top_k);
   }

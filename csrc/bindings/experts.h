@@ -15,4 +15,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                           const Engine& engine);
 
+// Whether autograd runs a backward pass on this thread: what computes forwards in it is gradient
+// checkpointing.
+bool in_backward_pass();
+
 }  // namespace torch_mesh

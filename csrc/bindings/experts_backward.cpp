@@ -4,7 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/clamp_max.h>
 #include <ATen/ops/empty.h>
@@ -29,9 +28,10 @@
 #include "bindings/adapters.h"
 #include "bindings/experts.h"
 #include "bindings/registry.h"
+#include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
-#include "kernels/pack.h"
+#include "kernels/exact_products.h"
 
 namespace torch_mesh {
 namespace {
@@ -87,51 +87,6 @@ Activated activate(const Activation& activation, const at::Tensor& gate, const a
   TORCH_INTERNAL_ASSERT(false, "unknown activation");
 }
 
-// What one expert's record holds, in fp32. The memory serves one expert after another.
-class UnpackedExpert {
- public:
-  explicit UnpackedExpert(const RecordLayout& layout) : layout_(&layout) {}
-
-  static int64_t bytes(const RecordLayout& layout) {
-    const int64_t weights = int64_t{layout.halves() + 1} * layout.intermediate * layout.hidden;
-    return weights * static_cast<int64_t>(sizeof(float)) + layout.bytes;
-  }
-
-  // The record is another's by the time that it is unpacked.
-  void keep(const std::byte* record) { record_.assign(record, record + layout_->bytes); }
-
-  void unpack() {
-    const RecordLayout& layout = *layout_;
-    if (!gate_up.defined()) {
-      const auto options = at::TensorOptions().dtype(at::kFloat);
-      gate_up = at::empty({int64_t{layout.halves()} * layout.intermediate, layout.hidden}, options);
-      down = at::empty({layout.hidden, layout.intermediate}, options);
-      if (layout.bias) {
-        gate_up_bias = at::empty({gate_up.size(0)}, options);
-        down_bias = at::empty({layout.hidden}, options);
-      }
-    }
-    unpack_record(layout, record_.data(), gate_up.mutable_data_ptr<float>(),
-                  down.mutable_data_ptr<float>(),
-                  layout.bias ? gate_up_bias.mutable_data_ptr<float>() : nullptr,
-                  layout.bias ? down_bias.mutable_data_ptr<float>() : nullptr);
-  }
-
-  at::Tensor gate_up, down;
-  at::Tensor gate_up_bias, down_bias;  // undefined where there are none
-
- private:
-  const RecordLayout* layout_;
-  std::vector<std::byte> record_;
-};
-
-// A thread for each, and no more than the workspace has room for.
-int32_t experts_at_once(const Engine& engine, int32_t count) {
-  const int64_t room = engine.options().workspace / UnpackedExpert::bytes(engine.layout());
-  const int64_t threads = std::min(at::get_num_threads(), engine.options().threads);
-  return static_cast<int32_t>(std::max<int64_t>(std::min({room, threads, int64_t{count}}), 1));
-}
-
 // One projection's adapter of one expert, in fp32, and where its gradients go. Undefined where it
 // has none.
 class ExpertAdapter {
@@ -160,12 +115,12 @@ class ExpertAdapter {
     x_grad.addmm_(inner, a_, 1, scaling_);
     return inner;
   }
-  // Given what `inner_of` and `add_back` returned and had. A factor of each row belongs to both
-  // inner products.
-  void store(const at::Tensor& inner, const at::Tensor& inner_grad, const at::Tensor& x,
+  // Adds to the gradients, given what `inner_of` and `add_back` returned and had. A factor of each
+  // row belongs to both inner products.
+  void learn(const at::Tensor& inner, const at::Tensor& inner_grad, const at::Tensor& x,
              const at::Tensor& grad) const {
-    a_grad_.copy_(at::mm(inner_grad.t(), x).mul_(scaling_));
-    b_grad_.copy_(at::mm(inner.t(), grad).mul_(scaling_).view(b_grad_.sizes()));
+    a_grad_.add_(at::mm(inner_grad.t(), x).mul_(scaling_));
+    b_grad_.add_(at::mm(inner.t(), grad).mul_(scaling_).view(b_grad_.sizes()));
   }
 
  private:
@@ -174,64 +129,159 @@ class ExpertAdapter {
   at::Tensor a_grad_, b_grad_;
 };
 
-// Of one expert's rows.
-struct ExpertGradients {
-  at::Tensor x, weights;
-};
-
 struct Gradients {
   at::Tensor x;                                     // [tokens, hidden], fp32
   at::Tensor weights;                               // [tokens * k], fp32
   at::Tensor gate_up_a, gate_up_b, down_a, down_b;  // as the adapters; empty where there are none
 };
 
-// The pairs of one expert.
-struct Rows {
-  at::Tensor x, grad;  // [rows, hidden], fp32; `grad` without the routing weights
-  at::Tensor weights;  // [rows, 1]
-};
+FloatRows rows_of(const at::Tensor& matrix) {
+  return {matrix.const_data_ptr<float>(), matrix.stride(0), static_cast<int32_t>(matrix.size(0))};
+}
 
+at::Tensor new_matrix(int64_t rows, int64_t columns) {
+  return at::empty({rows, columns}, at::TensorOptions().dtype(at::kFloat));
+}
+
+// Rows of one expert on their way back, in steps between which products with its weights are made.
 // Integer weights stand for their values: the gradient goes straight through the rounding of
 // activations.
-ExpertGradients expert_backward(const RecordLayout& layout, const Activation& activation,
-                                const UnpackedExpert& expert, const ExpertAdapter& gate_up_adapter,
-                                const ExpertAdapter& down_adapter, const Rows& rows) {
-  at::Tensor products = at::mm(rows.x, expert.gate_up.t());
-  if (layout.bias) products.add_(expert.gate_up_bias);
-  at::Tensor gate_up_inner;
-  if (gate_up_adapter) gate_up_inner = gate_up_adapter.add_to(products, rows.x);
-  const at::Tensor gate = products.narrow(1, 0, layout.intermediate);
-  const at::Tensor up = layout.gated ? products.narrow(1, layout.intermediate, layout.intermediate)
-                                     : at::ones({}, products.options());
-  const Activated activated = activate(activation, gate, up);
+class ExpertRun {
+ public:
+  ExpertRun(const RecordLayout& layout, const std::byte* record)
+      : layout_(layout),
+        record_(record),
+        gate_up_(kernel_table(), layout.gate_up, layout.halves(), record + layout.gate_up_offset),
+        down_(kernel_table(), layout.down, 1, record + layout.down_offset) {}
 
-  // By the hidden activations, without the routing weights, for which it holds the gradients, too:
-  // (down · h) · grad is h · (down^T · grad).
-  at::Tensor hidden_grad = at::mm(rows.grad, expert.down);
-  at::Tensor down_inner_grad;
-  if (down_adapter) down_inner_grad = down_adapter.add_back(hidden_grad, rows.grad);
-  at::Tensor weights_grad = (hidden_grad * activated.value).sum(1);
-  if (layout.bias) weights_grad.add_(at::mv(rows.grad, expert.down_bias));
-  if (down_adapter) {
-    const at::Tensor inner = down_adapter.inner_of(activated.value);
-    down_adapter.store(inner.mul(rows.weights), down_inner_grad.mul_(rows.weights), activated.value,
-                       rows.grad);
+  ExpertAdapter gate_up_adapter, down_adapter;
+
+  // `grad` without the routing weights [rows, 1].
+  void begin(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& weights) {
+    x_ = x;
+    grad_ = grad;
+    weights_ = weights;
+    const int64_t rows = x.size(0);
+    products_ = new_matrix(rows, int64_t{layout_.halves()} * layout_.intermediate);
+    hidden_grad_ = new_matrix(rows, layout_.intermediate);
   }
 
-  hidden_grad.mul_(rows.weights);
-  const at::Tensor gate_grad = hidden_grad * activated.by_gate;
-  const at::Tensor product_grad =
-      layout.gated ? at::cat({gate_grad, hidden_grad * activated.by_up}, 1) : gate_grad;
-  at::Tensor x_grad = at::mm(product_grad, expert.gate_up);
-  if (gate_up_adapter) {
-    const at::Tensor inner_grad = gate_up_adapter.add_back(x_grad, product_grad);
-    gate_up_adapter.store(gate_up_inner, inner_grad, rows.x, product_grad);
+  int32_t first_tasks() const { return gate_up_.output_tasks() + down_.input_tasks(); }
+  void first(int32_t task) {
+    if (task < gate_up_.output_tasks()) {
+      gate_up_.outputs(task, rows_of(x_), products_.mutable_data_ptr<float>(), products_.size(1));
+    } else {
+      down_.inputs(task - gate_up_.output_tasks(), rows_of(grad_),
+                   hidden_grad_.mutable_data_ptr<float>(), hidden_grad_.size(1));
+    }
   }
-  return {x_grad, weights_grad};
-}
+
+  void between(const Activation& activation) {
+    if (layout_.bias) products_.add_(bias(layout_.gate_up_bias_offset, products_.size(1)));
+    if (gate_up_adapter) gate_up_inner_ = gate_up_adapter.add_to(products_, x_);
+    const at::Tensor gate = products_.narrow(1, 0, layout_.intermediate);
+    const at::Tensor up = layout_.gated
+                              ? products_.narrow(1, layout_.intermediate, layout_.intermediate)
+                              : at::ones({}, products_.options());
+    const Activated activated = activate(activation, gate, up);
+
+    // By the hidden activations, without the routing weights, for which it holds the gradients,
+    // too: (down · h) · grad is h · (down^T · grad).
+    at::Tensor inner_grad;
+    if (down_adapter) inner_grad = down_adapter.add_back(hidden_grad_, grad_);
+    weights_grad = (hidden_grad_ * activated.value).sum(1);
+    if (layout_.bias)
+      weights_grad.add_(at::mv(grad_, bias(layout_.down_bias_offset, layout_.hidden)));
+    if (down_adapter) {
+      const at::Tensor inner = down_adapter.inner_of(activated.value);
+      down_adapter.learn(inner.mul(weights_), inner_grad.mul_(weights_), activated.value, grad_);
+    }
+    hidden_grad_.mul_(weights_);
+    gate.copy_(hidden_grad_ * activated.by_gate);
+    if (layout_.gated) up.copy_(hidden_grad_ * activated.by_up);
+    hidden_grad_.reset();
+    x_grad = new_matrix(x_.size(0), layout_.hidden);
+  }
+
+  int32_t last_tasks() const { return gate_up_.input_tasks(); }
+  void last(int32_t task) {
+    gate_up_.inputs(task, rows_of(products_), x_grad.mutable_data_ptr<float>(), layout_.hidden);
+  }
+
+  void end() {
+    if (!gate_up_adapter) return;
+    const at::Tensor inner_grad = gate_up_adapter.add_back(x_grad, products_);
+    gate_up_adapter.learn(gate_up_inner_, inner_grad, x_, products_);
+  }
+
+  at::Tensor x_grad;        // [rows, hidden]
+  at::Tensor weights_grad;  // [rows]
+
+  // Of all tensors of a row, those of `activate` among them.
+  static int64_t bytes_per_row(const RecordLayout& layout) {
+    return int64_t{sizeof(float)} * (3 * layout.hidden + 10 * int64_t{layout.intermediate});
+  }
+
+ private:
+  at::Tensor bias(int64_t offset, int64_t size) const {
+    // ATen only reads it.
+    return at::from_blob(const_cast<std::byte*>(record_) + offset, {size}, at::kFloat);
+  }
+
+  const RecordLayout& layout_;
+  const std::byte* record_;
+  ExactProducts gate_up_, down_;
+  at::Tensor x_, grad_, weights_;
+  at::Tensor products_;  // then their gradients
+  at::Tensor hidden_grad_;
+  at::Tensor gate_up_inner_;
+};
 
 at::Tensor zeros_for(const OptionalTensor& factor) {
   return factor ? at::zeros_like(*factor) : at::empty({0});
+}
+
+// Some rows of an expert, and where they are among all.
+struct Part {
+  ExpertRun* run;
+  at::Tensor tokens, places;
+};
+
+at::Tensor indices(std::vector<int32_t>& values, int64_t first, int64_t count) {
+  return at::from_blob(values.data() + first, {count}, at::kInt).to(at::kLong);
+}
+
+template <typename Body>
+void for_each(std::vector<Part>& parts, int32_t threads, const Body& body) {
+  parallel_for(torch_runtime(), std::ssize(parts), threads, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowAutograd guard;  // a thread has its own state
+    for (int64_t i = begin; i < end; ++i) body(parts[i]);
+  });
+}
+
+// Tasks of all parts at once, so that one expert of many rows keeps all threads busy.
+void for_each_task(std::vector<Part>& parts, int32_t threads, int32_t (ExpertRun::*tasks)() const,
+                   void (ExpertRun::*run)(int32_t)) {
+  const int64_t each = (parts.front().run->*tasks)();  // the same of all: they have one layout
+  parallel_for(torch_runtime(), std::ssize(parts) * each, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      (parts[i / each].run->*run)(static_cast<int32_t>(i % each));
+    }
+  });
+}
+
+// sums[token] += row, by columns, of which each thread has its own.
+void add_rows(const at::Tensor& rows, const at::Tensor& tokens, float* sums, int32_t threads) {
+  const int64_t width = rows.size(1);
+  const float* from = rows.const_data_ptr<float>();
+  const auto to = const_values_of<int64_t>(tokens);
+  parallel_for(torch_runtime(), width, threads, [&](int64_t begin, int64_t end) {
+    for (size_t r = 0; r < to.size(); ++r) {
+      const float* row = from + static_cast<int64_t>(r) * width;
+      float* sum = sums + to[r] * width;
+      for (int64_t c = begin; c < end; ++c) sum[c] += row[c];
+    }
+  });
 }
 
 Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& topk_ids,
@@ -262,54 +312,63 @@ Gradients backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor
   group_by_expert(ids.const_data_ptr<int64_t>(), routing.const_data_ptr<float>(),
                   static_cast<int32_t>(x.size(0)), static_cast<int32_t>(ids.size(1)),
                   engine.pool().experts(), sentinels, grouping);
-  const auto pairs = [&](std::vector<int32_t>& values, int32_t index) {
-    return at::from_blob(values.data() + grouping.first[index], {grouping.rows(index)}, at::kInt)
-        .to(at::kLong);
-  };
   const auto adapter_of = [](const OptionalTensor& a, const OptionalTensor& b, double scaling,
                              const at::Tensor& a_grad, const at::Tensor& b_grad, int64_t expert) {
     return a ? ExpertAdapter(*a, *b, scaling, a_grad, b_grad, expert) : ExpertAdapter();
   };
-  const auto compute = [&](int32_t index, UnpackedExpert& unpacked) {
-    const at::AutoDispatchBelowAutograd guard;  // a thread of its own has its own state
+  const auto run_of = [&](int32_t index, const std::byte* record) {
     const int64_t expert = grouping.experts[index];
-    const at::Tensor tokens = pairs(grouping.tokens, index);
-    const at::Tensor places = pairs(grouping.places, index);
-    const Rows rows{.x = x32.index_select(0, tokens),
-                    .grad = grad32.index_select(0, tokens),
-                    .weights = routing.index_select(0, places).unsqueeze(1)};
-    unpacked.unpack();
-    return expert_backward(
-        engine.layout(), activation, unpacked,
+    ExpertRun run(engine.layout(), record);
+    run.gate_up_adapter =
         adapter_of(adapters.gate_up_a, adapters.gate_up_b, adapters.gate_up_scaling,
-                   gradients.gate_up_a, gradients.gate_up_b, expert),
-        adapter_of(adapters.down_a, adapters.down_b, adapters.down_scaling, gradients.down_a,
-                   gradients.down_b, expert),
-        rows);
+                   gradients.gate_up_a, gradients.gate_up_b, expert);
+    run.down_adapter = adapter_of(adapters.down_a, adapters.down_b, adapters.down_scaling,
+                                  gradients.down_a, gradients.down_b, expert);
+    return run;
   };
 
-  const auto count = static_cast<int32_t>(grouping.experts.size());
-  const int32_t at_once = experts_at_once(engine, count);
-  std::vector<UnpackedExpert> unpacked(at_once, UnpackedExpert(engine.layout()));
-  std::vector<ExpertGradients> found(at_once);
-  engine.pool().prefetch(layer.layer, grouping.experts);  // reads run while experts are computed
-  for (int32_t begin = 0; begin < count; begin += at_once) {
-    const int32_t batch = std::min(at_once, count - begin);
-    const std::span<const int32_t> experts(&grouping.experts[begin], batch);
-    engine.visit(layer.layer, experts, [&](int32_t expert, const std::byte* record) {
-      unpacked[std::find(experts.begin(), experts.end(), expert) - experts.begin()].keep(record);
-    });
-    at::parallel_for(0, batch, 1, [&](int64_t first, int64_t end) {
-      for (int64_t i = first; i < end; ++i) {
-        found[i] = compute(begin + static_cast<int32_t>(i), unpacked[i]);
-      }
-    });
-    // In the order of the experts, so that the bits of the sums do not depend on what was resident.
-    for (int32_t i = 0; i < batch; ++i) {
-      gradients.x.index_add_(0, pairs(grouping.tokens, begin + i), found[i].x);
-      gradients.weights.index_copy_(0, pairs(grouping.places, begin + i), found[i].weights);
+  const int32_t threads = std::min(at::get_num_threads(), engine.options().threads);
+  const auto at_once =
+      static_cast<int32_t>(std::clamp<int64_t>(std::ssize(grouping.experts), 1, threads));
+  const int64_t room = engine.options().workspace / at_once;
+  const int64_t rows_at_once =
+      std::max<int64_t>(room / ExpertRun::bytes_per_row(engine.layout()), 1);
+  float* x_grad = gradients.x.mutable_data_ptr<float>();
+  const auto visit = [&](int32_t first, std::span<const std::byte* const> records) {
+    std::vector<ExpertRun> all;
+    for (size_t i = 0; i < records.size(); ++i) {
+      all.push_back(run_of(first + static_cast<int32_t>(i), records[i]));
     }
-  }
+    const auto rows_left = [&](int64_t i, int64_t begin) {
+      return std::min(rows_at_once, grouping.rows(first + static_cast<int32_t>(i)) - begin);
+    };
+    for (int64_t begin = 0;; begin += rows_at_once) {
+      std::vector<Part> parts;
+      for (size_t i = 0; i < all.size(); ++i) {
+        const int64_t rows = rows_left(static_cast<int64_t>(i), begin);
+        if (rows <= 0) continue;
+        const int64_t pair = grouping.first[first + static_cast<int32_t>(i)] + begin;
+        parts.push_back(
+            {&all[i], indices(grouping.tokens, pair, rows), indices(grouping.places, pair, rows)});
+      }
+      if (parts.empty()) return;
+      for_each(parts, threads, [&](Part& part) {
+        part.run->begin(x32.index_select(0, part.tokens), grad32.index_select(0, part.tokens),
+                        routing.index_select(0, part.places).unsqueeze(1));
+      });
+      for_each_task(parts, threads, &ExpertRun::first_tasks, &ExpertRun::first);
+      for_each(parts, threads, [&](Part& part) { part.run->between(activation); });
+      for_each_task(parts, threads, &ExpertRun::last_tasks, &ExpertRun::last);
+      for_each(parts, threads, [](Part& part) { part.run->end(); });
+      // In the order of the experts, so that the bits of the sums do not depend on what was
+      // resident.
+      for (const Part& part : parts) {
+        add_rows(part.run->x_grad, part.tokens, x_grad, threads);
+        gradients.weights.index_copy_(0, part.places, part.run->weights_grad);
+      }
+    }
+  };
+  engine.visit_in_order(layer.layer, grouping.experts, at_once, visit);
   gradients.x = gradients.x.to(x.scalar_type());
   gradients.weights =
       gradients.weights.reshape(topk_weights.sizes()).to(topk_weights.scalar_type());

@@ -1,16 +1,15 @@
 // grouped_linear and grouped_linear_backward.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <vector>
 
 #include "bindings/registry.h"
+#include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
-#include "kernels/pack.h"
+#include "kernels/exact_products.h"
 
 namespace torch_mesh {
 namespace {
@@ -57,7 +56,6 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
 at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& offsets,
                                    const at::Tensor& handle, int64_t projection,
                                    int64_t in_features) {
-  const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
   const LayerHandle layer = resolve(handle);
   Engine& engine = layer.engine();
   const RecordLayout& layout = engine.layout();
@@ -76,17 +74,29 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
   for (int32_t expert = 0; expert < engine.pool().experts(); ++expert) {
     if (first[expert + 1] > first[expert]) used.push_back(expert);
   }
-  at::Tensor x_grad = at::empty({grad.size(0), in}, grad.options());
-  const at::Tensor weight = at::empty({out, in}, at::TensorOptions().dtype(at::kFloat));
-  float* data = weight.mutable_data_ptr<float>();
-  engine.visit(layer.layer, used, [&](int32_t expert, const std::byte* record) {
-    unpack_record(layout, record, which == 0 ? data : nullptr, which == 1 ? data : nullptr, nullptr,
-                  nullptr);
-    const int64_t rows = first[expert + 1] - first[expert];
-    x_grad.narrow(0, first[expert], rows)
-        .copy_(at::mm(grad.narrow(0, first[expert], rows).to(at::kFloat), weight));
-  });
-  return x_grad;
+  const at::Tensor rows = contiguous_as(grad, at::kFloat);
+  const at::Tensor x_grad = at::empty({grad.size(0), in}, rows.options());
+  const PackedMatrix& matrix = which == 0 ? layout.gate_up : layout.down;
+  const int32_t halves = which == 0 ? layout.halves() : 1;
+  const int64_t offset = which == 0 ? layout.gate_up_offset : layout.down_offset;
+  const int32_t threads = engine.options().threads;
+  const auto visit = [&](int32_t index, std::span<const std::byte* const> records) {
+    const int32_t tasks = matrix.depth_padded / kBlockColumns;
+    const auto body = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const ExactProducts products(kernel_table(), matrix, halves, records[i / tasks] + offset);
+        const int32_t expert = used[index + i / tasks];
+        const int64_t from = first[expert];
+        const auto count = static_cast<int32_t>(first[expert + 1] - from);
+        products.inputs(static_cast<int32_t>(i % tasks),
+                        {rows.const_data_ptr<float>() + from * out, out, count},
+                        x_grad.mutable_data_ptr<float>() + from * in, in);
+      }
+    };
+    parallel_for(torch_runtime(), std::ssize(records) * tasks, threads, body);
+  };
+  engine.visit_in_order(layer.layer, used, threads, visit);
+  return x_grad.to(grad.scalar_type());
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -15,6 +13,7 @@
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "engine/dense_linear.h"
+#include "kernels/exact_products.h"
 #include "kernels/pack.h"
 
 namespace torch_mesh {
@@ -113,15 +112,25 @@ at::Tensor unpack_linear(const at::Tensor& packed, int64_t in_features, int64_t 
 
 at::Tensor linear_backward(const at::Tensor& grad, const at::Tensor& packed, int64_t in_features,
                            int64_t out_features, c10::string_view format, int64_t group_size) {
-  const c10::impl::ExcludeDispatchKeyGuard exact(c10::autocast_dispatch_keyset);
+  check_process();
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
   TORCH_CHECK_VALUE(grad.dim() >= 1 && grad.size(-1) == out_features,
                     "grad must be [..., out_features=", out_features, "]; got ", grad.sizes());
-  const at::Tensor weight = unpack_linear(packed, in_features, out_features, format, group_size);
+  const at::Tensor rows = contiguous_as(grad.reshape({-1, out_features}), at::kFloat);
+  const at::Tensor x_grad = at::empty({rows.size(0), in_features}, rows.options());
+  const ExactProducts products(kernel_table(), matrix, 1, bytes_of(packed));
+  const FloatRows from{rows.const_data_ptr<float>(), out_features, narrowed(rows.size(0))};
+  parallel_for(torch_runtime(), products.input_tasks(), at::get_num_threads(),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t task = begin; task < end; ++task) {
+                   products.inputs(static_cast<int32_t>(task), from,
+                                   x_grad.mutable_data_ptr<float>(), in_features);
+                 }
+               });
   std::vector<int64_t> sizes = grad.sizes().vec();
   sizes.back() = in_features;
-  return at::mm(grad.reshape({-1, out_features}).to(at::kFloat), weight)
-      .to(grad.scalar_type())
-      .reshape(sizes);
+  return x_grad.to(grad.scalar_type()).reshape(sizes);
 }
 
 at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_t group_size) {

@@ -77,7 +77,8 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       runtime_(runtime),
       pool_(std::move(pool)),
       ffns_(make_ffns(options, runtime)),
-      ffn_(ffns_.front()) {
+      ffn_(ffns_.front()),
+      last_used_(pool_->layers()) {
   check(options_, runtime_, pool_->layers());
 }
 
@@ -128,6 +129,9 @@ void Engine::experts(const ExpertsCall& call) {
     const bool last = begin + part.tokens == call.tokens;
     if (!last) part.deferral.experts = {};
     experts_chunk(part, {phase_of(call.tokens), last && !call.deferral.late}, *lease);
+    if (phase_of(call.tokens) == Phase::kPrefill) {
+      last_used_.note(call.layer, (*lease).grouping.experts, begin > 0);
+    }
   }
 }
 
@@ -153,8 +157,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
 
   const bool covers_all =
       forward.phase == Phase::kPrefill && pool_->slots() == pool_->layers() * pool_->experts();
-  forward.window =
-      takes_window(options_.prefill, forward.phase, count, pool_->experts(), covers_all);
+  forward.window = !call.backwards && takes_window(options_.prefill, forward.phase, count,
+                                                   pool_->experts(), covers_all);
   if (forward.phase == Phase::kPrefill) {
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
@@ -309,6 +313,7 @@ void Engine::grouped_linear(const LinearCall& call) {
   for (int64_t begin = 0; begin < rows; begin += chunk) {
     const int64_t end = std::min(begin + chunk, rows);
     linear_chunk(call, begin, end, {phase, call.projection == 1 && end == rows}, *lease);
+    if (phase == Phase::kPrefill) last_used_.note(call.layer, (*lease).grouping.experts, begin > 0);
   }
 }
 

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <vector>
 
 #include "base/runtime.h"
+#include "engine/last_used.h"
 #include "engine/workspace.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/low_rank.h"
@@ -65,6 +67,9 @@ struct ExpertsCall {
   bool sentinels;        // ids >= experts are skipped; else they are an error
   MutableRows out;       // [tokens][hidden]
   Adapters adapters = {};
+  // In a backward pass, which goes from the last layer to the first: the layer stays for its own
+  // backward, and nothing of the next one is read.
+  bool backwards = false;
   // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
   Deferral deferral = {};
   // Called when all of the call's own reads are queued and before it computes: the time for reads
@@ -116,6 +121,14 @@ class Engine {
     }
   }
 
+  // Calls visit(first, records) for runs of `at_once` of the distinct `experts` (the last may be
+  // shorter), in their order whatever is resident. Reads run ahead: of these, then of those that
+  // the layer below was last asked for by many rows, since a backward pass goes there next.
+  // No forward either.
+  using VisitRun = std::function<void(int32_t first, std::span<const std::byte* const> records)>;
+  void visit_in_order(int32_t layer, std::span<const int32_t> experts, int32_t at_once,
+                      const VisitRun& visit);
+
  private:
   const ExpertFfn& ffn(int32_t layer) const { return ffns_[place_of(layer, ffns_.size())]; }
   // In a list of one for each layer, or of one for all.
@@ -136,6 +149,11 @@ class Engine {
               Workspace& workspace) const;
   void linear_chunk(const LinearCall& call, int64_t begin, int64_t end, ForwardPart forward,
                     Workspace& workspace);
+  void visit_pinned(Claim& claim, int32_t layer, std::span<const int32_t> experts, int32_t begin,
+                    int32_t end, int32_t at_once, const VisitRun& visit);
+  void visit_copies(int32_t layer, std::span<const int32_t> experts, int32_t begin, int32_t end,
+                    int32_t at_once, const VisitRun& visit);
+  void read_ahead(int32_t layer, std::span<const int32_t> rest);
   void compute_linear(const LinearCall& call, int32_t rows, std::span<const ReadyExpert> ready,
                       Part part, Workspace& workspace) const;
 
@@ -145,6 +163,7 @@ class Engine {
   std::vector<ExpertFfn> ffns_;  // as activations
   const ExpertFfn& ffn_;         // for all but what activates
   WorkspacePool workspaces_;
+  LastUsed last_used_;
 };
 
 }  // namespace torch_mesh

@@ -70,7 +70,7 @@ inline void gemm_fp8(const BlockProducts& products) {
     products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
                              reinterpret_cast<const uint16_t*>(gathered),
                              reinterpret_cast<const uint16_t*>(unfolded), part);
-    const Fp8Step step(products, k, 1);
+    const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = step.scales_of(c);
       for (int32_t r = 0; r < rows; ++r) {

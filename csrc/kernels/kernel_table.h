@@ -45,6 +45,22 @@ struct BlockProducts {
   float* sums;          // [rows][kBlockColumns]
 };
 
+// Weights of one block, kSquare k-values from `depth` on.
+inline constexpr int32_t kSquare = kBlockColumns;
+struct SquareOfBlock {
+  const std::byte* block;
+  int32_t group_size;
+  int32_t depth_padded;
+  int32_t depth;  // a multiple of kSquare
+};
+
+struct SquareRows {
+  const float* data;
+  int64_t stride;
+  int32_t columns;  // that there are of kSquare; the others count as zero
+  int32_t count;
+};
+
 // What one task of attention takes on: its scores are 16 KiB.
 inline constexpr int32_t kAttentionKeys = 256;
 inline constexpr int32_t kAttentionRows = 16;
@@ -108,6 +124,11 @@ struct KernelTable {
   void (*finish)(float* sums, const float* bias, float weight);
 
   void (*attend)(const AttentionPart& part);
+
+  // square[k][column], fp32. By Format.
+  void (*unfold[kFormats])(const SquareOfBlock& from, float* square);
+  // sums[row][kSquare] += row · square. A row's bits depend on itself and the square alone.
+  void (*multiply_square)(const float* square, const SquareRows& rows, float* sums);
 
   // sums[j] += values · row j of a, over `count` values.
   void (*low_rank_in)(const float* values, int32_t count, const float* a, int64_t stride,

@@ -9,6 +9,7 @@ namespace torch_mesh {
 namespace {
 
 constexpr int kPanelUnroll = 4;
+static_assert(kStepDepth == kSquare);  // rows of both go to add_panel_rows
 
 struct Panel {
   const std::byte* next;  // the words of the next panel
@@ -17,11 +18,13 @@ struct Panel {
   alignas(64) float rows[kTileRows][kStepDepth];
 };
 
+// To weights[depth][kBlockColumns].
 template <typename Dot>
-inline void unfold(const std::byte* words, float weight_unit, Panel& panel) {
+inline void unfold(const std::byte* words, float weight_unit, int32_t depth, float* weights_of) {
   const Floats unit = broadcast(weight_unit);
   constexpr int kAtOnce = vectors_unfolded<Dot>();
-  for (int32_t k = 0; k < panel.depth; k += 2) {
+  for (int32_t k = 0; k < depth; k += 2) {
+    float* to = weights_of + k * kBlockColumns;
     for (int32_t c = 0; c < kBlockColumns; c += kAtOnce * kLanes) {
       typename Dot::Weights weights[kAtOnce];
       unfold_weights<Dot>(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>(), weights);
@@ -30,8 +33,8 @@ inline void unfold(const std::byte* words, float weight_unit, Panel& panel) {
         put_in_order(weights[0].high, weights[1].high);
       }
       for (int v = 0; v < kAtOnce; ++v) {
-        store(panel.weights[k] + c + v * kLanes, weights[v].low * unit);
-        store(panel.weights[k + 1] + c + v * kLanes, weights[v].high * unit);
+        store(to + c + v * kLanes, weights[v].low * unit);
+        store(to + kBlockColumns + c + v * kLanes, weights[v].high * unit);
       }
     }
   }
@@ -85,7 +88,7 @@ template <typename Dot, typename Step>
 inline void panel_step(const BlockProducts& products, int32_t depth, const std::byte* words,
                        float unit, const Step& step, Panel& panel) {
   panel.next = words + int64_t{panel.depth / 2} * kBlockColumns * column_bytes<Dot>();
-  unfold<Dot>(words, unit, panel);
+  unfold<Dot>(words, unit, panel.depth, panel.weights[0]);
   for (int32_t r = 0; r < products.rows.count; ++r) {
     const std::byte* row = operand_row(products, r) + int64_t{depth} * 2;
     for (int32_t k = 0; k < panel.depth; k += kLanes) {
@@ -113,7 +116,7 @@ inline void fp8_panels(const BlockProducts& products) {
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
     panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, kE4m3Unit,
-                               Fp8Step(products, depth, 1), panel);
+                               Fp8Step(products.block, products.shape.group_size, depth, 1), panel);
   }
   restore_subnormals(before);
 }

@@ -227,10 +227,10 @@ struct Fp8Step {
   int32_t group_size;
   float unit;
 
-  Fp8Step(const BlockProducts& products, int32_t depth, float unit)
-      : group_size(products.shape.group_size), unit(unit) {
+  Fp8Step(const std::byte* block, int32_t group_size, int32_t depth, float unit)
+      : group_size(group_size), unit(unit) {
     const int64_t group = group_size == 0 ? 0 : depth / group_size;
-    scales = products.block + group * (group_size == 32 ? kBlockColumns : 4);
+    scales = block + group * (group_size == 32 ? kBlockColumns : 4);
   }
 
   Floats scales_of(int32_t column) const {
@@ -310,7 +310,7 @@ inline void fp8_products(const BlockProducts& products) {
   const uint32_t before = count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
-                    Fp8Step(products, depth, Dot::kUnit));
+                    Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit));
   }
   restore_subnormals(before);
 }

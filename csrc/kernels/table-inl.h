@@ -4,6 +4,7 @@
 
 #include "kernels/activations-inl.h"
 #include "kernels/attention-inl.h"
+#include "kernels/exact_products-inl.h"
 #include "kernels/gemm_products-inl.h"
 #include "kernels/kernel_table.h"
 #include "kernels/low_rank-inl.h"
@@ -79,6 +80,14 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           activate,
           finish,
           attend,
+          {unfold_bf16, unfold_integers<SignedBytes, Bf16Scales>,
+           unfold_integers<BytesOfNibbles<EvenNibbles>, Bf16Scales>,
+           unfold_integers<BytesOfNibbles<Lut4Nibbles>, Bf16Scales>,
+           unfold_integers<SignedBytes, HalfScales>,
+           unfold_integers<BytesOfNibbles<EvenNibbles>, HalfScales>,
+           unfold_integers<BytesOfNibbles<Fp4Nibbles>, E8m0Scales>,
+           unfold_integers<BytesOfNibbles<Fp4Nibbles>, E4m3Scales>, unfold_fp8},
+          multiply_square,
           low_rank_in,
           low_rank_out,
           {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};

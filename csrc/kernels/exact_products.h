@@ -1,0 +1,45 @@
+// Products with packed weights in fp32, of rows that nothing rounds: what gradients are made of.
+// The weights are unfolded a square at a time, which stays in the cache, so that no matrix of
+// floats is ever made of them.
+//
+// A task makes 64 columns of the result. Its bits depend on the weights and each row alone, never
+// on which thread runs it, or which other rows there are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/expert_ffn.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+struct FloatRows {
+  const float* data;
+  int64_t stride;
+  int32_t count;
+};
+
+class ExactProducts {
+ public:
+  // `halves` matrices side by side in `blocks`, whose outputs follow one another: [gate | up].
+  ExactProducts(const KernelTable& table, const PackedMatrix& matrix, int32_t halves,
+                const std::byte* blocks)
+      : table_(table), matrix_(matrix), halves_(halves), blocks_(blocks) {}
+
+  // out[row][outputs] = row · W^T.
+  int32_t output_tasks() const { return matrix_.blocks; }
+  void outputs(int32_t task, const FloatRows& rows, float* out, int64_t out_stride) const;
+
+  // out[row][inputs] = row · W.
+  int32_t input_tasks() const { return matrix_.depth_padded / kBlockColumns; }
+  void inputs(int32_t task, const FloatRows& rows, float* out, int64_t out_stride) const;
+
+ private:
+  const KernelTable& table_;
+  const PackedMatrix& matrix_;
+  int32_t halves_;
+  const std::byte* blocks_;
+};
+
+}  // namespace torch_mesh
