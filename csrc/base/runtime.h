@@ -13,6 +13,10 @@ struct Runtime {
   // Runs body over [0, count) on `threads` threads at most and returns when all of it is done.
   void (*parallel_for)(int64_t count, int32_t threads, ParallelBody body, void* context) = nullptr;
 
+  // Calls wait(context) on this thread, and lets the others of a team of so many sleep until it has
+  // returned, where they would spin for work of parallel_for. nullptr: they sleep anyhow.
+  void (*wait_asleep)(int32_t threads, void (*wait)(void* context), void* context) = nullptr;
+
   // C[m][n] (ldc) = A[m][k] (lda) · B, B in 64-column panels as packed (VNNI order, ldb = 64).
   // nullptr where the machine or the build has none; then the engine's own many-row kernels run.
   void (*gemm_bf16)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
@@ -41,6 +45,18 @@ void parallel_for(const Runtime& runtime, int64_t count, int32_t threads, const 
         (*static_cast<const Body*>(context))(begin, end);
       },
       const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// wait_asleep for any callable.
+template <typename Wait>
+void wait_asleep(const Runtime& runtime, int32_t threads, const Wait& wait) {
+  if (runtime.wait_asleep == nullptr || threads <= 1) {
+    wait();
+    return;
+  }
+  runtime.wait_asleep(
+      threads, [](void* context) { (*static_cast<const Wait*>(context))(); },
+      const_cast<void*>(static_cast<const void*>(&wait)));
 }
 
 }  // namespace torch_mesh

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <initializer_list>
 #include <utility>
@@ -37,6 +38,32 @@ void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void
     } catch (...) {
 #pragma omp critical(torch_mesh_failure)
       if (failure == nullptr) failure = std::current_exception();
+    }
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+// OpenMP's threads spin for milliseconds when a region has ended, in case another one follows. In a
+// region of their own they can sleep.
+void wait_asleep_openmp(int32_t threads, void (*wait)(void* context), void* context) {
+  if (omp_in_parallel()) {
+    wait(context);
+    return;
+  }
+  std::exception_ptr failure;
+  std::atomic<int32_t> over{0};
+#pragma omp parallel num_threads(threads)
+  {
+    if (omp_get_thread_num() == 0) {  // the thread that called
+      try {
+        wait(context);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      over = 1;
+      over.notify_all();
+    } else {
+      over.wait(0);
     }
   }
   if (failure != nullptr) std::rethrow_exception(failure);
@@ -126,6 +153,7 @@ const Runtime& torch_runtime() {
   static const Runtime runtime = [] {
     Runtime it;
     it.parallel_for = parallel_for_openmp;
+    it.wait_asleep = wait_asleep_openmp;
     const bool bf16 = brgemm_bf16_unavailable().empty();
     const bool int8 = brgemm_int8_unavailable().empty();
     if (bf16) it.gemm_bf16 = gemm_bf16;

@@ -171,7 +171,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   std::array<ReadyExpert, kReadyBatch> batch;
   int32_t computed = 0;
   do {
-    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch));
+    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, ready, part, workspace);
@@ -343,7 +343,7 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
   chunk.out.data = row_pointer(call.out.data, call.out.type, call.out.row_stride, begin);
   int32_t computed = 0;
   do {
-    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch));
+    const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute_linear(chunk, rows, ready, part, workspace);

@@ -39,7 +39,7 @@ void Engine::visit_pinned(Claim& claim, int32_t layer, std::span<const int32_t> 
     const auto own = std::span(records).subspan(first - begin, run);
     while (std::ranges::find(own, nullptr) != own.end()) {
       ReadyExpert next;
-      if (claim.next({&next, 1}) == 0) break;
+      if (claim.next({&next, 1}, options_.threads) == 0) break;
       ready[next.index] = next;
       records[next.index] = next.record;
     }
@@ -57,7 +57,7 @@ void Engine::visit_copies(int32_t layer, std::span<const int32_t> experts, int32
     std::vector<Claim::Entry> entries(run.size());
     Claim claim(*pool_, layer, run, entries, {.kind = ClaimKind::kVisit});
     ReadyExpert ready;
-    while (claim.next({&ready, 1}) > 0) {
+    while (claim.next({&ready, 1}, options_.threads) > 0) {
       copies[ready.index].assign(ready.record, ready.record + layout().bytes);
       claim.release({&ready, 1});
     }

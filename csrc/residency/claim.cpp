@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <optional>
 #include <string>
 #include <utility>
@@ -9,6 +11,12 @@
 #include "residency/pool_impl.h"
 
 namespace torch_mesh {
+namespace {
+
+// Waking a team costs some ten microseconds: shorter waits are not worth its sleep.
+constexpr std::chrono::microseconds kShortWait{200};
+
+}  // namespace
 
 Claim::Claim(Pool& pool, int32_t layer, std::span<const int32_t> experts, std::span<Entry> scratch,
              const ForwardPart& part)
@@ -53,7 +61,7 @@ Claim::~Claim() {
   impl.core.end(state_);
 }
 
-int32_t Claim::next(std::span<ReadyExpert> ready) {
+int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
   Pool::Impl& impl = *pool_.impl_;
   impl.check_process();
   if (ready.empty()) {
@@ -93,7 +101,7 @@ int32_t Claim::next(std::span<ReadyExpert> ready) {
     }
     const Stopwatch stall(impl.stats_of(state_.layer, state_.part.phase).stall_nanoseconds);
     if (state_.joined > 0) {
-      wait_for_reads(impl, lock);
+      wait_for_reads(impl, lock, team);
     } else {
       wait_for_slots(impl, lock);
     }
@@ -138,11 +146,21 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
   }
 }
 
-void Claim::wait_for_reads(Pool::Impl& impl, Pool::Impl::Lock& lock) {
+void Claim::wait_for_reads(Pool::Impl& impl, Pool::Impl::Lock& lock, int32_t team) {
+  const auto waits = [&] { return impl.core.claims().waits_for_reads(state_); };
   auto patience = impl.patience();
-  do {
-    if (!impl.core.claims().waits_for_reads(state_)) return;
-  } while (impl.wait(lock, impl.landed, patience));
+  const auto begin = std::chrono::steady_clock::now();
+  while (waits()) {
+    if (impl.landed.wait_until(lock, begin + kShortWait) == std::cv_status::timeout) break;
+  }
+  if (!waits()) return;
+  lock.unlock();
+  wait_asleep(impl.runtime, team, [&] {
+    lock.lock();
+    while (waits() && impl.wait(lock, impl.landed, patience)) {
+    }
+  });
+  if (!waits()) return;
   const int32_t late = impl.core.claims().late_slot(state_);
   if (late < 0) return;
   const ExpertId id = impl.core.slots()[late].expert;

@@ -177,8 +177,9 @@ class Claim {
   // Fills `ready` with experts that were not handed out yet, pinned until release(); waits while
   // there is none. Returns how many; 0 when every expert has been handed out. Throws Error when a
   // read failed, timed out, or the wait was interrupted, and Error(kInvalid) when only release() of
-  // what the claim holds could give it another slot.
-  int32_t next(std::span<ReadyExpert> ready);
+  // what the claim holds could give it another slot. `team`: the threads that would compute what is
+  // ready; through a long wait they sleep, see Runtime::wait_asleep.
+  int32_t next(std::span<ReadyExpert> ready, int32_t team = 1);
   // The forward is done with these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
   // Throws Error(kRead) if some bytes of what was handed out were not to be had when they were
@@ -189,7 +190,7 @@ class Claim {
 
  private:
   void wait_for_slots(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
-  void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
+  void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock, int32_t team);
 
   Pool& pool_;
   ClaimState state_;

@@ -64,11 +64,11 @@ class Model {
     PrefillWindow prefill = PrefillWindow::kAuto;
   };
 
-  std::unique_ptr<Engine> open(const Options& options) const {
+  std::unique_ptr<Engine> open(const Options& options,
+                               const Runtime& runtime = thread_runtime()) const {
     PoolOptions pool = pool_options(options);
-    return std::make_unique<Engine>(
-        engine_options(options), thread_runtime(),
-        std::make_unique<Pool>(pool, thread_runtime(), file_.source(), nullptr));
+    return std::make_unique<Engine>(engine_options(options), runtime,
+                                    std::make_unique<Pool>(pool, runtime, file_.source(), nullptr));
   }
 
   // Every expert in memory, and no reader.

@@ -344,6 +344,62 @@ TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
   }
 }
 
+// -- waiting --------------------------------------------------------------------------------------
+
+std::atomic<int32_t> sleeps = 0;
+std::atomic<bool> asleep = false;
+
+// A runtime whose team sleeps through waits, which it counts; none begins within another.
+Runtime sleeping_runtime() {
+  Runtime runtime = thread_runtime();
+  runtime.wait_asleep = [](int32_t threads, void (*wait)(void*), void* context) {
+    EXPECT_EQ(threads, 3);
+    EXPECT_FALSE(asleep.exchange(true));
+    ++sleeps;
+    struct Wake {
+      ~Wake() { asleep = false; }
+    } const wake;
+    wait(context);
+  };
+  return runtime;
+}
+
+TEST(Engine, ATeamSleepsThroughLongWaitsAndNoOthers) {
+  const Model model(small_shape(Format::kInt4));
+  const auto resident = model.open_resident({.threads = 3}, sleeping_runtime());
+  sleeps = 0;
+  const Batch batch(2, 3, model.shape().hidden, 17);
+  const std::vector<float> expected = batch.run(*resident, 0);
+  EXPECT_EQ(sleeps, 0);
+  const auto cold = model.open(
+      {.threads = 3, .faults = {.seed = testing::seed(), .delay = 1, .max_delay = 100ms}},
+      sleeping_runtime());
+  EXPECT_TRUE(testing::same_bits(batch.run(*cold, 0), expected));
+  EXPECT_GT(sleeps, 0);
+  sleeps = 0;
+  EXPECT_TRUE(testing::same_bits(batch.run(*cold, 0), expected));
+  EXPECT_EQ(sleeps, 0);
+  expect_at_rest(*cold);
+}
+
+TEST(Engine, ATeamWakesWhenAWaitEndsInAnError) {
+  const Model model(small_shape(Format::kInt4));
+  Runtime runtime = sleeping_runtime();
+  runtime.interrupted = [] { return asleep.load(); };
+  const Batch batch(2, 3, model.shape().hidden, 17);
+  const auto interrupted =
+      model.open({.threads = 3, .faults = {.seed = 3, .delay = 1, .max_delay = 1500ms}}, runtime);
+  EXPECT_EQ(error_of([&] { batch.run(*interrupted, 0); }).kind(), ErrorKind::kInterrupted);
+  EXPECT_FALSE(asleep);
+  expect_at_rest(*interrupted);
+  const auto failing = model.open(
+      {.threads = 3, .faults = {.seed = 3, .eio_always = 1, .delay = 1, .max_delay = 20ms}},
+      sleeping_runtime());
+  EXPECT_EQ(error_of([&] { batch.run(*failing, 0); }).kind(), ErrorKind::kRead);
+  EXPECT_FALSE(asleep);
+  expect_at_rest(*failing);
+}
+
 // -- bit identity ---------------------------------------------------------------------------------
 
 TEST(Engine, HowFewAreResidentDoesNotShowInTheOutput) {
