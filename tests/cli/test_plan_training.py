@@ -118,5 +118,12 @@ def test_its_table_and_what_is_refused(
     assert "tokens per second" not in said
     assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
     assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
+    for arguments, message in (
+        (["--rank", "4"], "--rank is of training: give --train"),
+        (["--gradient-checkpointing"], "--gradient-checkpointing is of training"),
+        (["--train", "--hit-rate", "0.5"], "--hit-rate is of generating"),
+    ):
+        assert main(["plan", str(mesh_tiny), *arguments, *GIVEN]) == 2
+        assert message in capsys.readouterr().err
     assert main(["plan", str(mesh_tiny), "--train", "--fallback", "int4", *GIVEN]) == 2
     assert "know no adapters" in capsys.readouterr().err

@@ -86,7 +86,10 @@ def _check(merged: Store, exact: PreTrainedModel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [(name, {}) for name in FAMILIES]
+    [
+        pytest.param(name, {}, marks=[pytest.mark.slow] if name in ("NemotronHExperts", "MixtralExperts") else [])
+        for name in FAMILIES
+    ]
     + [
         (QWEN, {"use_rslora": True, "rank_pattern": {r"layers\.1\..*": 6}, "alpha_pattern": {"down_proj": 3}}),
         (QWEN, {"modules_to_save": ["norm", "embed_tokens"], "target_modules": ["lm_head", "q_proj"]}),
@@ -193,12 +196,19 @@ def test_codes_of_another_tool_are_a_base_for_a_format_that_is_named(tmp_path: P
         assert merged.manifest.weights == "int8" and _error(_values(merged), wide) < 0.01
 
 
-@pytest.fixture
-def base_and_adapter(tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
     model = _build(dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    _adapted(model).save_pretrained(tmp_path / "adapter")
-    return tmp_path / "base", tmp_path / "adapter"
+    model.save_pretrained(folder / "base")
+    _adapted(model).save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def base_and_adapter(tmp_path: Path, saved: Path) -> tuple[Path, Path]:
+    """A copy, which a test may damage."""
+    return tuple(Path(shutil.copytree(saved / name, tmp_path / name)) for name in ("base", "adapter"))
 
 
 def _edit_tensors(edit: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
@@ -230,6 +240,11 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda folder: (folder / "adapter_config.json").write_text("[1"), "adapter_config.json"),
         (_edit_config(peft_type="IA3"), "peft_type 'IA3'; LORA"),
         (_edit_config(init_lora_weights="pissa"), "path_initial_model_for_weight_conversion"),
+        (_edit_config(init_lora_weights="loftq"), "path_initial_model_for_weight_conversion"),
+        (_edit_config(scale_of_a_later_peft=2, empty_of_it=None), "has scale_of_a_later_peft, which PEFT"),
+        (_edit_config(rank_pattern=["q_proj"]), "does not fit"),
+        (_edit_config(rank_pattern={"(": 2}), "does not fit"),
+        (_edit_config(arrow_config={"top_k": 2}), "does not fit"),
         (_edit_config(target_modules=["query"], target_parameters=None), "does not fit Qwen3MoeForCausalLM"),
         (_edit_config(target_modules=["k_proj"]), "has no place.*q_proj"),
         (_edit_config(r=8), "does not fit.*size mismatch"),
@@ -257,6 +272,16 @@ def test_an_adapter_that_cannot_be_merged_whole_is_refused(
     change(adapter)
     with pytest.raises(StoreError, match=message):
         merge(base, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_values_that_the_dtype_of_the_base_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = _build(dtype=torch.float16)
+    model.save_pretrained(tmp_path / "base")
+    _adapted(model, target_parameters=None).save_pretrained(tmp_path / "adapter")
+    _edit_tensors(lambda tensors: [tensor.mul_(1e4) for tensor in tensors.values()])(tmp_path / "adapter")
+    with pytest.raises(StoreError, match="q_proj.weight that are no numbers in F16"):
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
@@ -352,6 +377,7 @@ sys.exit(main(["merge", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on(
     tmp_path: Path, base_and_adapter: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,3 +234,19 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
     server.stop()
+
+
+def test_nobody_waits_for_blocks_of_batching_that_has_ended() -> None:
+    utils = pytest.importorskip("transformers.cli.serving.utils")
+    from torch_mesh.serving.server import _tokens_in_blocks
+
+    batching = SimpleNamespace(
+        batch_processor=None, background_thread_status=SimpleNamespace(fatal_error=None), is_running=lambda: False
+    )
+    generation: Any = SimpleNamespace(_cb_manager=SimpleNamespace(_cb=batching))
+    with pytest.raises(utils.CBWorkerDeadError, match="has ended"):
+        _tokens_in_blocks(generation)
+    batching.batch_processor = SimpleNamespace(cache=SimpleNamespace(num_blocks=3))
+    for config in ({"page_size": 16, "block_size": None}, {"block_size": 16}):  # transformers 5.23, and 5.17
+        batching.continuous_batching_config = SimpleNamespace(**config)
+        assert _tokens_in_blocks(generation) == 48

@@ -6,6 +6,7 @@ so that nothing of the base is read, and what an adapter makes of one weight is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import warnings
@@ -24,6 +25,7 @@ from .factors import Factors, factors_of
 
 try:
     from peft import LoraConfig, PeftModel
+    from peft import __version__ as peft_version
     from peft.tuners.lora import layer as lora
     from peft.tuners.lora import variants
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -34,6 +36,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the one adapter in PEFT's model
 # PEFT's other initialisations change the base weights, too, which only a model that has them can be asked for.
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+_FIELDS = frozenset(field.name for field in dataclasses.fields(LoraConfig))
 _VARIANTS = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant)
 
 
@@ -103,16 +106,22 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
     kind = table.get("peft_type") if isinstance(table, dict) else None
     if kind != "LORA":
         raise store_error(path, f"has the peft_type {kind!r}; LORA can be merged")
-    try:
-        config = LoraConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError, AttributeError, KeyError) as problem:
-        raise store_error(path, f"is no config that PEFT takes: {problem}") from problem
-    if config.init_lora_weights not in _INITIALISATIONS:
+    initialisation = table.get("init_lora_weights", True)
+    if initialisation not in _INITIALISATIONS:
         raise store_error(
             path,
-            f"has init_lora_weights={config.init_lora_weights!r}, which changes the base weights, too. Save the adapter with PEFT's "
+            f"has init_lora_weights={initialisation!r}, which changes the base weights, too. Save the adapter with PEFT's "
             "save_pretrained(folder, path_initial_model_for_weight_conversion=...), which makes an ordinary one of it",
         )
+    # PEFT leaves out what it does not know, as of a later PEFT, and would make another adapter of the rest.
+    if unknown := [name for name, value in table.items() if value and name not in _FIELDS]:
+        raise store_error(path, f"has {_some(unknown)}, which PEFT {peft_version} does not know: pip install -U peft")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names without a value, which change nothing
+            config = LoraConfig.from_pretrained(str(folder))
+    except Exception as problem:  # whatever PEFT makes of values that it does not expect
+        raise store_error(path, f"is no config that PEFT takes: {problem}") from problem
     if config.layer_replication:
         raise store_error(path, "has layer_replication: a model of other layers than the base, which cannot be merged")
     for layer in layers:
@@ -154,7 +163,7 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
             )
     except KeyError as problem:
         raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} asks for") from problem
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as problem:
+    except Exception as problem:  # whatever PEFT makes of values that it does not expect
         raise store_error(folder, f"does not fit {type(model).__name__}: {_beginning(problem)}") from problem
     if result.unexpected_keys:
         raise store_error(

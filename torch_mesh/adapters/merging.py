@@ -235,7 +235,8 @@ def _changed_tensors(source: Path, folder: Path, base: _Base, changes: Mapping[s
     for parameter in changes:
         _check_place(source, folder, base.model, parameter, places.get(parameter))
     changed = {
-        places[parameter].tensor.name: _changed(places, parameter, change) for parameter, change in changes.items()
+        places[parameter].tensor.name: _changed(folder, places, parameter, change)
+        for parameter, change in changes.items()
     }
     return [changed.get(dense.tensor.name, dense) for dense in tensors]
 
@@ -262,11 +263,14 @@ def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: 
         )
 
 
-def _changed(places: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
+def _changed(folder: Path, places: Mapping[str, Dense], parameter: str, change: Change) -> Dense:
     tensor = places[parameter].tensor
     dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == tensor.dtype)
 
     def values() -> torch.Tensor:
-        return change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)
+        made = change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)
+        if not made.isfinite().all():
+            raise store_error(folder, f"makes values of {parameter} that are no numbers in {tensor.dtype}")
+        return made
 
     return written(tensor.name, dtype, tensor.shape, values)

@@ -69,15 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--train", action="store_true", help="plan a step of training, and how many experts stay resident beside it"
     )
-    training.add_argument("--rank", type=positive, default=8, help="of the adapters (default: %(default)s)")
-    training.add_argument(
-        "--tokens", type=positive, default=512, help="of a forward: sequences times their length (default: %(default)s)"
-    )
+    training.add_argument("--rank", type=positive, help="of the adapters (default: 8)")
+    training.add_argument("--tokens", type=positive, help="of a forward: sequences times their length (default: 512)")
     training.add_argument(
         "--targets",
         nargs="+",
         metavar="NAME",
-        default=(),
         help="what has adapters, by the names that PEFT's target_modules and target_parameters take (default: both projections of all experts)",
     )
     training.add_argument(
@@ -99,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     card = _card(arguments.gpu_memory) if config.gpu.experts != 0 else None
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
+    _check_training(arguments)
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
         if not present:  # there is nothing to read
@@ -120,6 +118,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if planned.status == "too small" else 0
 
 
+def _check_training(arguments: argparse.Namespace) -> None:
+    others = ("hit_rate", "overlap") if arguments.train else ("rank", "tokens", "targets", "gradient_checkpointing")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) not in (None, False)]
+    if given and arguments.train:
+        raise ValueError(f"{given[0]} is of generating, and a step of training reads all that it uses: leave it out")
+    if given:
+        raise ValueError(f"{given[0]} is of training: give --train too")
+
+
 def _training(
     arguments: argparse.Namespace, folder: Path, config: MeshConfig, sizes: Sizes, speeds: Speeds | None
 ) -> TrainingPlan:
@@ -132,9 +139,9 @@ def _training(
         folder,
         config,
         sizes,
-        rank=arguments.rank,
-        tokens=arguments.tokens,
-        targets=arguments.targets,
+        rank=arguments.rank or 8,
+        tokens=arguments.tokens or 512,
+        targets=arguments.targets or (),
         gradient_checkpointing=arguments.gradient_checkpointing,
         memory=arguments.memory,
         speeds=speeds,
@@ -206,7 +213,8 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
         table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}")
     for choice in planned.dense_choices:
-        speed = "" if choice.tokens_per_second is None else f", {choice.tokens_per_second:.1f} tokens per second"
+        generated = None if training is not None else choice.tokens_per_second
+        speed = "" if generated is None else f", {choice.tokens_per_second:.1f} tokens per second"
         text = f"the rest in {format_bytes(choice.bytes)}{speed}; its weights are off by {choice.weight_error:.1%}"
         table.add_row(f"with --dense {choice.dense}", text)
     style = _STATUS_STYLE.get(planned.status, "yellow")

@@ -323,12 +323,17 @@ def _blocks_that_fit(configured: Any) -> Any:
 
 def _tokens_in_blocks(generation: Any) -> int:
     """How many tokens continuous batching has blocks for, which it makes in its own thread."""
+    from transformers.cli.serving.utils import CBWorkerDeadError
+
     batching = generation._cb_manager._cb
     status = batching.background_thread_status
-    while batching.batch_processor is None and status.fatal_error is None:
+    while (processor := batching.batch_processor) is None and batching.is_running():
         time.sleep(0.01)
-    if batching.batch_processor is not None:
-        return int(batching.batch_processor.cache.num_blocks * batching.continuous_batching_config.page_size)
+    if processor is not None:
+        config = batching.continuous_batching_config
+        return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
+    if status.fatal_error is None:
+        raise CBWorkerDeadError("Continuous batching has ended.")  # as when the server ends
     problem = str(status.fatal_error)  # the error itself has frames, and those the model
     generation.shutdown()  # the next request may find more memory
     raise RequestTooLongError(
