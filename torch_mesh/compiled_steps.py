@@ -11,12 +11,14 @@ from transformers import CompileConfig, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils.generic import is_flash_attention_requested
 
 from .errors import UnsupportedModelError
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_OPTIONS = "_mesh_compile_config"
+# Attributes of a model. They are not named as those that patching gives, for a model need not be patched.
+_OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
 _SHORTEST = 128  # tokens that a cache has room for
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -25,7 +27,8 @@ def compile(model: Model, **options: Any) -> Model:
     """Lets ``model.generate`` compile its decode steps, on the CPU too, and returns the same model.
 
     Greedy search and sampling then run in a static cache, whose length is a power of two: prompts of other lengths compile nothing
-    anew while they fit into the longest so far. A call that names a cache, or ``disable_compile=True``, goes its own way.
+    anew while they fit into the longest so far. A call that names a cache, ``prefill_chunk_size`` or ``disable_compile=True`` goes its own
+    way; so does a model that another one has as its assistant, or that uses flash attention.
     ``options`` are those of transformers' ``CompileConfig``. The first call compiles, for up to a minute or two. ``unpatch`` ends it.
 
     Raises UnsupportedModelError for a model that does not generate, or that transformers cannot compile; TypeError for an unknown option.
@@ -33,7 +36,9 @@ def compile(model: Model, **options: Any) -> Model:
     name = type(model).__name__
     generates: Any = model
     if not isinstance(model, GenerationMixin):
-        raise UnsupportedModelError(f"{name} has no generate: torch.compile(model) compiles any forward.")
+        raise UnsupportedModelError(
+            f"{name} has no generate of transformers' own. Of a PeftModel compile get_base_model(); torch.compile(model) compiles any forward."
+        )
     if not getattr(model, "_can_compile_fullgraph", False):
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
     # One length of cache is one graph; a graph for all of them has nothing to unroll.
@@ -48,13 +53,15 @@ def compile(model: Model, **options: Any) -> Model:
 
 def undo_compile(model: nn.Module) -> None:
     """The reverse of ``compile``."""
-    if vars(model).pop(_OPTIONS, None) is not None:
+    if _OPTIONS in vars(model):
         for name in (
             _prepare_cache_for_generation.__name__,
             _prepare_static_cache.__name__,
             "_compiled_call",
             "_last_compile_config",
             "_previous_max_cache_length",
+            _OWNER,
+            _OPTIONS,  # last: an interrupted call can be repeated
         ):
             vars(model).pop(name, None)
 
@@ -63,17 +70,24 @@ def _prepare_cache_for_generation(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """transformers', which ``generate`` calls when it knows everything about a call; ``generation_config`` is of that call alone."""
+    attributes = vars(model)
+    if attributes.get(_OWNER) != id(model):  # a copy, whose _compiled_call runs the model that it was copied from
+        attributes.pop("_compiled_call", None)
+        attributes[_OWNER] = id(model)
     free = (
         generation_mode in _MODES
         and generation_config.cache_implementation in (None, "dynamic")
         and generation_config.use_cache is not False
         and not generation_config.disable_compile
+        and generation_config.prefill_chunk_size is None  # transformers compiles the chunks of a prompt, too
+        and not generation_config.is_assistant  # whose cache is cropped, which a static one cannot be
+        and not is_flash_attention_requested(model.config)  # for which generate has dropped the mask by now
         and all(model_kwargs.get(name) is None for name in ("past_key_values", "cache_params"))
     )
     if free:
         generation_config.cache_implementation = "static"
         if generation_config.compile_config is None:
-            generation_config.compile_config = getattr(model, _OPTIONS)
+            generation_config.compile_config = attributes[_OPTIONS]
     return type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, *args, **kwargs
     )

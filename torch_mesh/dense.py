@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from . import _C
@@ -80,7 +81,7 @@ class MeshLinear(PackedModule, nn.Linear):
 class PlainLinear(nn.Linear):
     """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate them.
 
-    What that kernel does not do is torch's: gradients, other dtypes and devices, weights that are no plain tensors, autocast.
+    What that kernel does not do is torch's: gradients of either mode, other dtypes and devices, weights that are no plain tensors, autocast.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -97,9 +98,11 @@ def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return (
         all(tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 for tensor in given)
         and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.layout is torch.strided
         and weight.stride(1) == 1
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+        and forward_ad._current_level < 0  # no jvp: an op that does not ask passes tangents on as zeros
     )
 
 

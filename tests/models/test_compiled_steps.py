@@ -89,11 +89,16 @@ def test_who_asks_for_something_else_gets_it() -> None:
         {"num_beams": 2},
         {"cache_implementation": "dynamic", "use_cache": False},
         {"disable_compile": True},
+        {"prefill_chunk_size": 4},
+        {"prompt_lookup_num_tokens": 2},
     ):
         assert torch.equal(_tokens(compiled, ids, **options), _tokens(eager, ids, **options))
         assert _graphs() == 0
     cache = StaticCache(config=compiled.config, max_cache_len=40)
     assert torch.equal(_tokens(compiled, ids, past_key_values=cache), _tokens(eager, ids))
+    assert torch.equal(_tokens(eager, ids, assistant_model=compiled), _tokens(eager, ids))
+    assert torch.equal(_tokens(compiled, ids, assistant_model=eager), _tokens(eager, ids))
+    assert _graphs() == 0
     with pytest.raises(TypeError, match="unexpected keyword"):
         torch_mesh.compile(compiled, speed=2)
 
@@ -112,6 +117,38 @@ def test_nothing_of_it_is_saved_and_unpatch_ends_it(tmp_path: Path) -> None:
     torch_mesh.unpatch(compiled)
     _tokens(compiled, ids)
     assert _graphs() == graphs and not any("compile" in name or "cache" in name for name in vars(compiled))
+
+
+def test_a_copy_runs_its_own_weights() -> None:
+    eager, compiled = _both(QWEN)
+    ids = torch.randint(3, 100, (1, 6))
+    _tokens(compiled, ids)
+    copied = copy.deepcopy(compiled)
+    with torch.no_grad():
+        for model in (eager, copied):
+            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert torch.equal(_tokens(copied, ids), _tokens(eager, ids))
+    torch_mesh.unpatch(eager)
+    eager.lm_head.weight.data = eager.lm_head.weight.flip(0)
+    torch_mesh.patch(eager, resident=0.5)
+    assert torch.equal(_tokens(compiled, ids), _tokens(eager, ids))
+
+
+def test_a_model_may_be_compiled_before_it_is_patched() -> None:
+    model = torch_mesh.compile(TINY_MODELS[QWEN].build(), backend="eager")
+    torch_mesh.patch(model, resident=0.5)
+    _tokens(model, torch.randint(3, 100, (1, 6)))
+    assert _graphs() == 1
+    torch_mesh.unpatch(model)
+    assert not any("compile" in name for name in vars(model))
+
+
+def test_flash_attention_keeps_the_cache_that_its_mask_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate drops a mask without padding before the cache is chosen, and flash attention would read all of a static one."""
+    _, compiled = _both(QWEN)
+    monkeypatch.setattr("torch_mesh.compiled_steps.is_flash_attention_requested", lambda config: True)
+    _tokens(compiled, torch.randint(3, 100, (1, 6)))
+    assert _graphs() == 0
 
 
 def test_models_that_cannot_be_compiled_say_so() -> None:

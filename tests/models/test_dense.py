@@ -199,6 +199,15 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
 
 
 @pytest.mark.usefixtures("emulated")
+def test_derivatives_of_forward_mode_of_a_layer_that_is_not_packed() -> None:
+    linear = torch_mesh.patch(TINY_MODELS[QWEN].build()).lm_head.requires_grad_(False)
+    x, tangent = torch.randn(2, 3, 72).bfloat16()
+    assert torch.equal(torch.func.jvp(linear, (x,), (tangent,))[1], torch.nn.functional.linear(tangent, linear.weight))
+    assert torch.equal(torch.func.jacfwd(linear)(x[0]), linear.weight)
+    assert torch.equal(linear(x), torch.ops.torch_mesh.plain_linear(x, linear.weight, None))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_a_head_tied_to_the_embedding_stays_tied(ids: torch.Tensor) -> None:
     model = TINY_MODELS[QWEN].build()
     model.config.tie_word_embeddings = True
