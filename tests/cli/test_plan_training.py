@@ -53,7 +53,12 @@ def step(model: PeftModel, optimizer: torch.optim.Optimizer) -> int:
 
 
 @pytest.mark.parametrize(
-    ("modules", "parameters"), [([], BOTH), (["q_proj", "o_proj"], [*BOTH, "mlp.gate.weight"]), (["lm_head"], [])]
+    ("modules", "parameters"),
+    [
+        ([], BOTH),
+        pytest.param(["q_proj", "o_proj"], [*BOTH, "mlp.gate.weight"], marks=pytest.mark.slow),
+        pytest.param(["lm_head"], [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_takes_what_was_planned(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], modules: list[str], parameters: list[str]
@@ -84,6 +89,7 @@ def test_checkpointing_keeps_less_and_reads_once_more(mesh_tiny: Path, capsys: p
     assert saved["peak_bytes"] < plain["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = run(capsys, mesh_tiny, "--tokens", str(TOKENS), "--resident", "0.25")["training"]
     model = adapted(mesh_tiny, [], BOTH, rank=8)

@@ -79,7 +79,9 @@ def _held(cache: DynamicCache) -> int:
     return sum(sum(admission._sizes(layer)) for layer in cache.layers)
 
 
-@pytest.mark.parametrize("make", [_qwen3, _gpt_oss, _deepseek, _qwen3_next])
+@pytest.mark.parametrize(
+    "make", [_qwen3, _gpt_oss, *(pytest.param(make, marks=pytest.mark.slow) for make in (_deepseek, _qwen3_next))]
+)
 def test_what_a_sequence_takes_is_what_was_said(make: Callable[[], PreTrainedModel], rng: np.random.Generator) -> None:
     model = make().eval()
     computed = []
