@@ -22,6 +22,7 @@ from .store.convert import checked_group_size
 
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
+_LARGEST = 1 << 20  # rows or columns that a kernel takes
 
 # Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
 DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
@@ -100,6 +101,7 @@ def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and weight.layout is torch.strided
         and weight.stride(1) == 1
+        and max(weight.shape) <= _LARGEST
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
         and forward_ad._current_level < 0  # no jvp: an op that does not ask passes tangents on as zeros

@@ -78,7 +78,7 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       pool_(std::move(pool)),
       ffns_(make_ffns(options, runtime)),
       ffn_(ffns_.front()),
-      last_used_(pool_->layers()) {
+      last_used_(pool_->layers(), pool_->experts()) {
   check(options_, runtime_, pool_->layers());
 }
 

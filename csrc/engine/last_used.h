@@ -13,7 +13,10 @@ namespace torch_mesh {
 
 class LastUsed {
  public:
-  explicit LastUsed(int32_t layers) : layers_(static_cast<size_t>(layers)) {}
+  // Room for all is taken here, so that no forward allocates.
+  LastUsed(int32_t layers, int32_t experts) : layers_(static_cast<size_t>(layers)) {
+    for (auto& known : layers_) known.reserve(static_cast<size_t>(experts));
+  }
 
   // Distinct `experts`; `more` of what was noted before, of the same rows.
   void note(int32_t layer, std::span<const int32_t> experts, bool more) {
