@@ -123,7 +123,7 @@ def test_patched_model_computes_what_the_unpatched_one_does(name: str) -> None:
     recorder.remove()
     _check_routers(model, recorder, NO_LOOKAHEAD.get(name, set()))
 
-    torch_mesh.patch(model, resident=0.5, io="threads")
+    torch_mesh.patch(model, resident=0.5, io="threads", dense="none")  # nothing but the experts' rounding
     assert recorder.calls
     for module, (arguments, output) in recorder.calls.items():
         assert type(module).__name__.startswith("Mesh")
