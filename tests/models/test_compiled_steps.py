@@ -51,7 +51,7 @@ def _both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return torch_mesh.patch(model, resident=0.5), torch_mesh.compile(compiled, backend="eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("name", [QWEN, OSS])
+@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.slow), OSS])
 def test_prompts_of_any_length_are_one_graph(name: str) -> None:
     eager, compiled = _both(name)
     for length, options in [(5, {}), (7, {}), (30, {}), (14, {}), (7, {"do_sample": True, "top_k": 5})]:
@@ -63,7 +63,7 @@ def test_prompts_of_any_length_are_one_graph(name: str) -> None:
     assert len(expected[0, 7:].unique()) > 1
 
 
-@pytest.mark.parametrize("name", [QWEN, OSS])
+@pytest.mark.parametrize("name", [pytest.param(QWEN, marks=pytest.mark.slow), OSS])
 def test_a_batch_with_padding_is_a_graph_of_its_own(name: str) -> None:
     eager, compiled = _both(name)
     ids, mask = torch.randint(3, 100, (3, 20)), torch.ones(3, 20, dtype=torch.long)
