@@ -122,16 +122,15 @@ def test_nothing_of_it_is_saved_and_unpatch_ends_it(tmp_path: Path) -> None:
 def test_a_copy_runs_its_own_weights() -> None:
     eager, compiled = _both(QWEN)
     ids = torch.randint(3, 100, (1, 6))
-    _tokens(compiled, ids)
+    before = _tokens(compiled, ids)
     copied = copy.deepcopy(compiled)
     with torch.no_grad():
         for model in (eager, copied):
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-    assert torch.equal(_tokens(copied, ids), _tokens(eager, ids))
-    torch_mesh.unpatch(eager)
-    eager.lm_head.weight.data = eager.lm_head.weight.flip(0)
-    torch_mesh.patch(eager, resident=0.5)
-    assert torch.equal(_tokens(compiled, ids), _tokens(eager, ids))
+    # In a static cache sums are in another order, which shows where two logits are nearly equal.
+    expected = _tokens(torch_mesh.compile(eager, backend="eager"), ids)
+    assert torch.equal(_tokens(copied, ids), expected) and not torch.equal(expected, before)
+    assert torch.equal(_tokens(compiled, ids), before)
 
 
 def test_a_model_may_be_compiled_before_it_is_patched() -> None:
