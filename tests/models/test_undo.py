@@ -213,7 +213,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
 ) -> None:
     model, ids = _build(), _ids()
     before = _State(model)
-    reference = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0)
+    reference = torch_mesh.patch(copy.deepcopy(model), weights=weights, resident=1.0, dense="none")
     for layer in range(layers, 3):
         reference.model.layers[layer].mlp.experts = copy.deepcopy(model.model.layers[layer].mlp.experts)
     expected = _logits(reference, ids)
