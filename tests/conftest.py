@@ -113,3 +113,14 @@ def _no_leaked_files() -> Iterator[None]:
         gc.collect()  # models sit in reference cycles; only then is their pool closed
         leaked = _engine_files() - before
     assert not leaked, f"the test left files open: {sorted(target for _, target in leaked)}"
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """For tests that compile: nothing that others compiled counts against torch's limits, or in its counters."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -95,17 +95,27 @@ class PlainLinear(nn.Linear):
 
 
 def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    given = [input, weight] if bias is None else [input, weight, bias]
+    # Asked for every layer of every step: comparing devices by name, in loops, took as long as a small product.
     return (
-        all(tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 for tensor in given)
+        _on_cpu_in_bf16(input)
+        and _on_cpu_in_bf16(weight)
+        and (bias is None or _on_cpu_in_bf16(bias))
         and type(weight) in (nn.Parameter, torch.Tensor)
         and weight.layout is torch.strided
         and weight.stride(1) == 1
         and max(weight.shape) <= _LARGEST
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+        and not (torch.is_grad_enabled() and _has_gradient(input, weight, bias))
         and forward_ad._current_level < 0  # no jvp: an op that does not ask passes tangents on as zeros
     )
+
+
+def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.dtype == torch.bfloat16
+
+
+def _has_gradient(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
 def torch_emulates_bf16() -> bool:
@@ -122,7 +132,7 @@ def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: Mesh
     """What ``dense="auto"`` does: the layers' weights stay what they are, and torch_mesh multiplies where that is faster."""
     if config.dense == "auto" and torch_emulates_bf16():
         for _, linear in _linears(model, layers):
-            if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
+            if _on_cpu_in_bf16(linear.weight):
                 change_class(linear, PlainLinear)
 
 

@@ -92,7 +92,7 @@ def plan_training(
     checkpointed = round(tokens * (width.hidden_per_token + per_layer + width.logits_per_token))
     rows = tokens * shape.top_k
     at_once = min(1.0, 2 * torch.get_num_threads() / shape.experts)  # twice the mean, since experts differ
-    backward = round(rows * at_once * _FP32 * (3 * shape.hidden + 10 * shape.intermediate))
+    backward = min(round(rows * at_once * _FP32 * (3 * shape.hidden + 10 * shape.intermediate)), config.workspace_bytes)
     activations = checkpointed if gradient_checkpointing else kept
     beside = adapters * (2 + _ADAM_MOMENTS) + activations + backward
     whole = memory if memory is not None else psutil.Process().memory_info().rss + available_bytes()
@@ -104,7 +104,7 @@ def plan_training(
     reading = None if read_bytes is None or speeds is None else read_bytes / speeds.disk
     computing = None
     if speeds is not None and flops is not None:
-        computing = _operations(sizes, width, rows, tokens, rank, passes) / flops + _unpacking(sizes, used, speeds)
+        computing = _operations(sizes, width, rows, tokens, rank, passes) / flops + _unfolding(sizes, used, speeds)
     both = None if reading is None or computing is None else (max(reading, computing), reading + computing)
     return TrainingPlan(
         plan=dataclasses.replace(planned, memory_bytes=whole),
@@ -191,7 +191,7 @@ def _operations(sizes: Sizes, width: _Widths, rows: int, tokens: int, rank: int,
     return (passes - 1) * (experts + adapters + dense) + 2 * experts + 4 * adapters + dense
 
 
-def _unpacking(sizes: Sizes, used: float, speeds: Speeds) -> float:
-    """Writing the weights of each expert that is used as fp32, in the backward."""
+def _unfolding(sizes: Sizes, used: float, speeds: Speeds) -> float:
+    """Of the weights of each expert that is used to fp32, in the backward: taken for the time that moving so many bytes takes."""
     shape = sizes.shape
     return math.ceil(used) * _FP32 * (3 if shape.gated else 2) * shape.hidden * shape.intermediate / speeds.experts

@@ -40,14 +40,10 @@ const std::byte* bytes_of(const at::Tensor& packed) {
   return reinterpret_cast<const std::byte*>(packed.const_data_ptr());
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
-                  int64_t in_features, int64_t out_features, c10::string_view format,
-                  int64_t group_size) {
-  check_process();
-  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
-  check_packed(matrix, packed);
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == matrix.depth,
-                    "x must be [..., in_features=", matrix.depth, "]; got ", x.sizes());
+// The output [..., out_features] of x [..., in_features], which multiply(rows) has computed.
+template <typename Multiply>
+at::Tensor with_rows(const at::Tensor& x, const OptionalTensor& bias, int64_t in_features,
+                     int64_t out_features, const Multiply& multiply) {
   TORCH_CHECK_VALUE(!bias || bias->sizes() == at::IntArrayRef{out_features}, "bias must be [",
                     out_features, "]; got ", bias ? bias->sizes() : at::IntArrayRef{});
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -56,15 +52,27 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
   if (out.numel() == 0) return out;
   const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
   const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
-  dense_linear(
-      matrix, bytes_of(packed),
+  multiply(
       LinearRows{.x = const_rows(rows, "x"),
                  .rows = rows.size(0),
                  .bias = bias ? addends.const_data_ptr() : nullptr,
                  .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
-                 .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}},
-      torch_runtime(), at::get_num_threads(), process_workspaces());
+                 .out = MutableRows{out.mutable_data_ptr(), scalar_type(out, "x"), out_features}});
   return out;
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias,
+                  int64_t in_features, int64_t out_features, c10::string_view format,
+                  int64_t group_size) {
+  check_process();
+  const PackedMatrix matrix = matrix_of(format, group_size, in_features, out_features);
+  check_packed(matrix, packed);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == matrix.depth,
+                    "x must be [..., in_features=", matrix.depth, "]; got ", x.sizes());
+  return with_rows(x, bias, in_features, out_features, [&](const LinearRows& rows) {
+    dense_linear(matrix, bytes_of(packed), rows, torch_runtime(), at::get_num_threads(),
+                 process_workspaces());
+  });
 }
 
 at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
@@ -80,25 +88,12 @@ at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const Opt
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == in_features && x.scalar_type() == at::kBFloat16,
                     "x must be bfloat16 [..., in_features=", in_features, "]; got ",
                     x.scalar_type(), " ", x.sizes());
-  TORCH_CHECK_VALUE(!bias || bias->sizes() == at::IntArrayRef{out_features}, "bias must be [",
-                    out_features, "]; got ", bias ? bias->sizes() : at::IntArrayRef{});
   const PackedMatrix matrix =
       PackedMatrix::make(Format::kBf16, 0, narrowed(out_features), narrowed(in_features));
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = out_features;
-  at::Tensor out = at::empty(sizes, x.options());
-  if (out.numel() == 0) return out;
-  const at::Tensor rows = with_contiguous_rows(x.dim() == 2 ? x : x.reshape({-1, in_features}));
-  const at::Tensor addends = bias ? bias->contiguous() : at::Tensor();
-  unpacked_linear(
-      matrix, weight.const_data_ptr(), weight.stride(0) * 2,
-      LinearRows{.x = const_rows(rows, "x"),
-                 .rows = rows.size(0),
-                 .bias = bias ? addends.const_data_ptr() : nullptr,
-                 .bias_type = bias ? scalar_type(addends, "bias") : ScalarType::kFloat32,
-                 .out = MutableRows{out.mutable_data_ptr(), ScalarType::kBf16, out_features}},
-      torch_runtime(), at::get_num_threads(), process_workspaces());
-  return out;
+  return with_rows(x, bias, in_features, out_features, [&](const LinearRows& rows) {
+    unpacked_linear(matrix, weight.const_data_ptr(), weight.stride(0) * 2, rows, torch_runtime(),
+                    at::get_num_threads(), process_workspaces());
+  });
 }
 
 at::Tensor unpack_linear(const at::Tensor& packed, int64_t in_features, int64_t out_features,

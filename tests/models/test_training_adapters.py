@@ -150,14 +150,6 @@ def test_distributed_data_parallel_trains_and_leaves_packed_weights_alone() -> N
     assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """What other tests have compiled counts against its limits."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_training_step_gives_the_gradients_of_an_eager_one() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,13 +9,7 @@ from transformers import CompileConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import torch_mesh
 
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def _patched_model() -> Qwen3MoeForCausalLM:

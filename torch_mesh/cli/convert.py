@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from rich.filesize import decimal as format_bytes
-
-from torch_mesh.cli.options import positive
+from torch_mesh.cli.stores import add_store_arguments, said_of_store
 from torch_mesh.store.convert import convert
 from torch_mesh.store.hub import local_folder
-from torch_mesh.store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
+from torch_mesh.store.manifest import OF_CODES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -27,20 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="format of the experts' weights; auto: the one that holds the checkpoint's as they are, or is nearest to them",
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        default=64,
-        help="weights that share one scale, for int8, int4 and lut4 (default: %(default)s)",
-    )
-    parser.add_argument("--revision", help="of the model on the hub: a branch, a tag or a commit (default: main)")
-    parser.add_argument(
-        "--token", help="for a model on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
-    )
-    parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
-    parser.add_argument("--force", action="store_true", help="replace another store at the destination")
-    parser.set_defaults(run=run, interrupted="interrupted; the same command continues where it stopped")
+    add_store_arguments(parser, "a model")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,8 +43,5 @@ def run(arguments: argparse.Namespace) -> int:
             workers=arguments.threads,
             progress=progress,
         )
-    shape = written.store.manifest.shape
-    size = written.store.manifest.record_bytes * shape.layers * shape.experts
-    what = f"{shape.layers} x {shape.experts} experts, {format_bytes(size)} as {written.store.manifest.weights}"
-    print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
+    print(said_of_store(written, arguments.destination, "experts"))
     return 0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.filesize import decimal as format_bytes
-
-from torch_mesh.cli.options import positive
-from torch_mesh.store.manifest import GROUP_SIZES, WEIGHTS
+from torch_mesh.cli.stores import add_store_arguments, said_of_store
+from torch_mesh.store.manifest import WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -29,20 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="format of the experts' weights; auto: that of the base (default: %(default)s)",
     )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        default=64,
-        help="weights that share one scale, for --weights int8, int4 and lut4 (default: %(default)s)",
-    )
-    parser.add_argument("--revision", help="of a base on the hub: a branch, a tag or a commit (default: main)")
-    parser.add_argument(
-        "--token", help="for a base on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
-    )
-    parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
-    parser.add_argument("--force", action="store_true", help="replace another store at the destination")
-    parser.set_defaults(run=run, interrupted="interrupted; the same command continues where it stopped")
+    add_store_arguments(parser, "a base")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,9 +48,5 @@ def run(arguments: argparse.Namespace) -> int:
             workers=arguments.threads,
             progress=progress,
         )
-    manifest = written.store.manifest
-    shape = manifest.shape
-    size = manifest.record_bytes * shape.layers * shape.experts
-    what = f"{shape.layers} x {shape.experts} experts with the adapter, {format_bytes(size)} as {manifest.weights}"
-    print(f"{arguments.destination}: {'already holds' if written.existed else 'now holds'} {what}")
+    print(said_of_store(written, arguments.destination, "experts with the adapter"))
     return 0

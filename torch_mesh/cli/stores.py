@@ -1,0 +1,38 @@
+"""What the commands that write a store share: their options, and what they say at the end."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.filesize import decimal as format_bytes
+
+from torch_mesh.cli.options import positive
+from torch_mesh.store.manifest import GROUP_SIZES
+from torch_mesh.store.writer import Written
+
+
+def add_store_arguments(parser: argparse.ArgumentParser, model: str) -> None:
+    """``model``: what the help calls the one that the store is made of."""
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=64,
+        help="weights that share one scale, for int8, int4 and lut4 (default: %(default)s)",
+    )
+    parser.add_argument("--revision", help=f"of {model} on the hub: a branch, a tag or a commit (default: main)")
+    parser.add_argument(
+        "--token", help=f"for {model} on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
+    )
+    parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
+    parser.add_argument("--force", action="store_true", help="replace another store at the destination")
+    parser.set_defaults(interrupted="interrupted; the same command continues where it stopped")
+
+
+def said_of_store(written: Written, destination: str, what: str) -> str:
+    """What is where: "out: now holds 2 x 4 experts, 1.2 MB as int4"; ``what`` are the experts, in words."""
+    manifest = written.store.manifest
+    shape = manifest.shape
+    size = manifest.record_bytes * shape.layers * shape.experts
+    verb = "already holds" if written.existed else "now holds"
+    return f"{destination}: {verb} {shape.layers} x {shape.experts} {what}, {format_bytes(size)} as {manifest.weights}"
