@@ -101,7 +101,7 @@ def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
 def test_experts_on_the_device_leave_the_pool_for_good() -> None:
     mask = _random_mask()
     mask[0] = True
-    model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu={"experts": mask})
+    model = torch_mesh.patch(_build(), resident=0.9, weights="int8", gpu={"experts": mask, "streaming": "off"})
     assert not _residency(model)[mask].any(), "none is kept twice"
     for _ in range(2):
         _logits(model, _ids())
