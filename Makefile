@@ -9,6 +9,8 @@ PYTEST ?=
 export PYTHON TORCH
 
 RUN := .venv/bin/python
+# Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.
+IN_TWO := -n 2 --dist loadfile
 BOOTSTRAP := tools/bootstrap.sh
 # ThreadSanitizer needs its shadow memory where address space randomisation of more than 28 bits may put other things.
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
@@ -38,11 +40,11 @@ demo: build ## generate text with a quarter of a small model's experts resident
 notebooks: build-test ## execute the notebooks in examples/ and store their outputs in them
 	$(RUN) tools/run_notebooks.py
 
-test: build-dev engine-tests ## the engine's C++ tests, then the Python tests but the slow ones
-	$(RUN) -m pytest -m 'not slow' $(PYTEST)
+test: build-dev engine-tests ## the engine's C++ tests, then the Python tests but the slow ones, in two processes
+	$(RUN) -m pytest -m 'not slow' $(IN_TWO) $(PYTEST)
 
 test-all: build-dev engine-tests ## the same, the slow ones too
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest $(IN_TWO) $(PYTEST)
 
 test-engine: build-dev engine-tests ## the engine's C++ tests alone
 
