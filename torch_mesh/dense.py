@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from . import _C
@@ -82,7 +81,8 @@ class MeshLinear(PackedModule, nn.Linear):
 class PlainLinear(nn.Linear):
     """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate them.
 
-    What that kernel does not do is torch's: gradients of either mode, other dtypes and devices, weights that are no plain tensors, autocast.
+    What that kernel does not do is torch's: derivatives, for which the op calls torch, other dtypes and devices, weights that are no plain
+    tensors, autocast.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -109,17 +109,11 @@ def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         and weight.stride(1) == 1
         and max(weight.shape) <= _LARGEST
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and _has_gradient(input, weight, bias))
-        and forward_ad._current_level < 0  # no jvp: an op that does not ask passes tangents on as zeros
     )
 
 
 def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype == torch.bfloat16
-
-
-def _has_gradient(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
 def torch_emulates_bf16() -> bool:

@@ -31,7 +31,7 @@ class CachedTransformer:
         starts = [first for first, _ in regions]
         total = 0
         for parameter in self.model.parameters():
-            if parameter.is_meta:
+            if parameter.is_meta or type(parameter) is not torch.nn.Parameter:  # torch_mesh's packed weights
                 continue
             index = bisect.bisect_right(starts, parameter.data_ptr()) - 1
             if index >= 0 and parameter.data_ptr() < regions[index][1]:

@@ -1,11 +1,12 @@
 // The gradients of experts, experts_adapted, grouped_linear and linear: for the hidden states, the
 // routing weights, adapters and linear's bias; packed weights are frozen. Quantised activations
 // pass it straight through (Bengio et al. 2013, arXiv 1308.3432), so it is the gradient of the same
-// layer with exact activations.
+// layer with exact activations. plain_linear, whose weights are torch's, has torch's own.
 //
 // In C++, because an autograd formula in Python costs more per call than the rest of the op, with
 // or without a gradient.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/linear.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -34,8 +35,14 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// Whether it has a derivative of forward mode. Ops that do not ask have zeros for theirs.
+bool has_tangent(const at::Tensor& input) { return input._fw_grad(/*level=*/0).defined(); }
+
 template <typename... Tensors>
 bool wants_gradient(const Tensors&... inputs) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(inputs) || ...),
+                              "torch_mesh's experts and packed layers have no derivatives of "
+                              "forward mode (jvp, jacfwd): take those of torch.autograd.grad");
   return at::GradMode::is_enabled() && (inputs.requires_grad() || ...);
 }
 
@@ -280,6 +287,17 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalT
              : linear_below(x, packed, bias, in_features, out_features, format, group_size);
 }
 
+at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
+  const auto derived = [](const at::Tensor& input) {
+    return has_tangent(input) || (at::GradMode::is_enabled() && input.requires_grad());
+  };
+  if (derived(x) || derived(weight) || (bias && derived(*bias))) return at::linear(x, weight, bias);
+  using Op = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&);
+  static const auto op = find_op<Op>("torch_mesh::plain_linear");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(x, weight, bias);
+}
+
 }  // namespace
 }  // namespace torch_mesh
 
@@ -288,6 +306,7 @@ TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
   m.impl("experts_adapted", torch_mesh::experts_adapted);
   m.impl("grouped_linear", torch_mesh::grouped_linear);
   m.impl("linear", torch_mesh::linear);
+  m.impl("plain_linear", torch_mesh::plain_linear);
   // No gradient of a gradient: an error and not zeros.
   m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());

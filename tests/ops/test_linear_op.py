@@ -185,3 +185,26 @@ def test_wrong_arguments_say_what_was_given_and_what_is_allowed() -> None:
         ops.pack_linear(torch.randn(4, 4), "int8", 48)
     with pytest.raises(ValueError, match="weight must be a CPU matrix"):
         ops.pack_linear(torch.randn(4), "int8", 64)
+
+
+def test_weights_as_they_stand_have_the_derivatives_of_torch() -> None:
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 72), (70, 72), (70,)))
+    grad, tangent = torch.randn(3, 70).bfloat16(), torch.randn(3, 72).bfloat16()
+    for which in ((x,), (weight,), (bias,), (x, weight, bias)):
+        for tensor in which:
+            tensor.requires_grad_()
+        found = torch.autograd.grad(ops.plain_linear(x, weight, bias), which, grad)
+        assert all(map(torch.equal, found, torch.autograd.grad(F.linear(x, weight, bias), which, grad)))
+        for tensor in which:
+            tensor.requires_grad_(False)
+    out, derivative = torch.func.jvp(lambda x: ops.plain_linear(x, weight, bias), (x,), (tangent,))
+    assert torch.equal(out, F.linear(x, weight, bias)) and torch.equal(derivative, F.linear(tangent, weight))
+
+
+def test_packed_weights_say_that_they_have_none_of_forward_mode() -> None:
+    packed, about = _packed(torch.randn(70, 72), "int8", 64)
+    x = torch.randn(3, 72)
+    with pytest.raises(NotImplementedError, match="no derivatives of forward mode"):
+        torch.func.jvp(lambda x: ops.linear(x, packed, None, *about), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"torch.autograd.grad"):
+        ops.linear(torch.autograd.forward_ad.make_dual(x, x), packed, None, *about)
