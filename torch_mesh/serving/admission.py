@@ -31,8 +31,16 @@ _UNEVEN_PAIR_BYTES = 11
 _MASK_PAIR_BYTES = 2  # one for all heads
 
 
-class RequestTooLongError(MeshError):
-    """A request that would take more than there is; its message is for the client."""
+class RequestError(MeshError):
+    """A request that is refused; its message is for the client, and ``code`` for what the client is written in."""
+
+    code = "invalid_value"
+
+
+class RequestTooLongError(RequestError):
+    """One that would take more than there is."""
+
+    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,14 @@ class Admission:
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, and {free:,} are left. "
             f"{advice}, or start the server with a smaller --resident."
+        )
+
+
+def check_new(new: object) -> None:
+    """Raises RequestError unless it is a number of tokens that can be generated. Without one there would be no telling what it takes."""
+    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+        raise RequestError(
+            f"This request asks for {new!r} tokens: give 1 or more as max_tokens, or as max_new_tokens of generation_config."
         )
 
 

@@ -33,8 +33,10 @@ from torch_mesh.modules import patched_modules
 from torch_mesh.serving.admission import (
     RESERVE_BYTES,
     Admission,
+    RequestError,
     RequestTooLongError,
     check_blocks,
+    check_new,
     check_positions,
     find_needs,
 )
@@ -277,9 +279,9 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    @app.exception_handler(RequestTooLongError)
-    async def refused(_: Request, error: RequestTooLongError) -> JSONResponse:
-        about = {"type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        about = {"type": "invalid_request_error", "param": "max_tokens", "code": error.code}
         return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
 
     find_manager, configured = generation.get_manager, generation._cb_config
@@ -299,6 +301,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
 def _checked(generate: Any, generation: Any, manager: Any) -> Any:
     def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
         prompt, new = inputs["input_ids"], gen_config.max_new_tokens
+        check_new(new)
         if isinstance(prompt, list):  # of continuous batching
             check_positions(manager.kept.admission.needs.positions, len(prompt), new)
             check_blocks(_tokens_in_blocks(generation), len(prompt), new)
