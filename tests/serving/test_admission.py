@@ -215,11 +215,20 @@ def test_a_server_refuses_it_as_openai_does(
             chat = [{"role": "user", "content": "In the beginning"}]
             with pytest.raises(openai.BadRequestError, match="max_tokens"):
                 client.chat.completions.create(model=server.model, messages=chat, max_tokens=1500)
-        numbers: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": -5, "stream": True}]
-        for config in ('{"do_sample": false}', '{"max_new_tokens": 2.5}'):
-            numbers.append({"extra_body": {"generation_config": config}})
-        for more in numbers:
-            with pytest.raises(openai.BadRequestError, match="give 1 or more") as error:
+        configs = {
+            '{"do_sample": false}': "max_new_tokens in generation_config",
+            '{"max_new_tokens": 2.5}': "1 or more",
+            '{"max_new_tokens": 2, "renormalize_logits": "maybe"}': "True or False",
+            '{"max_new_tokens": 2, "top_k": -1}': "0 or more",
+        }
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"max_tokens": 0}, "1 or more"),
+            ({"max_tokens": -5, "stream": True}, "1 or more"),
+            ({"max_tokens": 2, "top_p": 7}, "from 0 to 1"),
+            *(({"extra_body": {"generation_config": config}}, allowed) for config, allowed in configs.items()),
+        ]
+        for more, allowed in wrong:
+            with pytest.raises(openai.BadRequestError, match=allowed) as error:
                 client.completions.create(**ask | more)
             assert error.value.code == "invalid_value"
         assert "(max_position_embeddings)" in refused(max_tokens=3000)

@@ -329,9 +329,21 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
         assert main([command, str(folder), name, value]) == code
         assert said in capsys.readouterr().err
     if command == "chat":
-        for flag in ("max_new_tokens", "nothing=3", "max_new_tokens=x", "max_new_tokens=-1"):
+        for flag, allowed in (
+            ("max_new_tokens", "NAME=VALUE"),
+            ("nothing=3", "NAME=VALUE"),
+            ("max_new_tokens=x", "1 or more"),
+            ("max_new_tokens=-1", "1 or more"),
+            ("do_sample=maybe", "True or False"),
+            ("temperature=-1", "0 or a larger number"),
+            ("top_p=1.5", "from 0 to 1"),
+            ("eos_token_id=[1,x]", "JSON"),
+            ("eos_token_id=[-3]", "token id"),
+            ("num_beams=3", "give 1"),
+        ):
             assert main([command, str(folder), flag]) == 2
-            assert repr(flag) in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert repr(flag) in said and allowed in said
     with pytest.raises(SystemExit) as end:
         main([command, str(folder), "--log-level", "loud"])
     assert end.value.code == 2 and "'warning'" in capsys.readouterr().err

@@ -32,9 +32,13 @@ _MASK_PAIR_BYTES = 2  # one for all heads
 
 
 class RequestError(MeshError):
-    """A request that is refused; its message is for the client, and ``code`` for what the client is written in."""
+    """A request that is refused; its message is for the client, ``code`` and ``param``, what it is about, for the client's program."""
 
     code = "invalid_value"
+
+    def __init__(self, message: str, param: str = "max_tokens") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class RequestTooLongError(RequestError):
@@ -134,14 +138,6 @@ class Admission:
         raise RequestTooLongError(
             f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, and {free:,} are left. "
             f"{advice}, or start the server with a smaller --resident."
-        )
-
-
-def check_new(new: object) -> None:
-    """Raises RequestError unless it is a number of tokens that can be generated. Without one there would be no telling what it takes."""
-    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-        raise RequestError(
-            f"This request asks for {new!r} tokens: give 1 or more as max_tokens, or as max_new_tokens of generation_config."
         )
 
 

@@ -36,10 +36,10 @@ from torch_mesh.serving.admission import (
     RequestError,
     RequestTooLongError,
     check_blocks,
-    check_new,
     check_positions,
     find_needs,
 )
+from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
@@ -47,6 +47,7 @@ from torch_mesh.store.header import check_folder, store_error
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
     from typing_extensions import Self
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
@@ -281,7 +282,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> JSONResponse:
-        about = {"type": "invalid_request_error", "param": "max_tokens", "code": error.code}
+        about = {"type": "invalid_request_error", "param": error.param, "code": error.code}
         return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
 
     find_manager, configured = generation.get_manager, generation._cb_config
@@ -293,6 +294,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
         if "generate_streaming" not in vars(found):
             for name in ("generate_streaming", "generate_non_streaming"):
                 setattr(found, name, _checked(getattr(found, name), generation, manager))
+            found.init_cb = _settled(found.init_cb)
         return found
 
     generation.get_manager = get_manager
@@ -301,7 +303,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
 def _checked(generate: Any, generation: Any, manager: Any) -> Any:
     def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
         prompt, new = inputs["input_ids"], gen_config.max_new_tokens
-        check_new(new)
+        _settle(gen_config, model)
         if isinstance(prompt, list):  # of continuous batching
             check_positions(manager.kept.admission.needs.positions, len(prompt), new)
             check_blocks(_tokens_in_blocks(generation), len(prompt), new)
@@ -310,6 +312,29 @@ def _checked(generate: Any, generation: Any, manager: Any) -> Any:
         return generate(model, processor, inputs, gen_config, *args, **kwargs)
 
     return checked
+
+
+def _settled(begin: Any) -> Any:
+    """Continuous batching goes by the options of the request that it begins with."""
+
+    def settled(model: Any, gen_config: Any) -> None:
+        _settle(gen_config, model)
+        begin(model, gen_config)
+
+    return settled
+
+
+def _settle(config: GenerationConfig, model: Any) -> None:
+    try:
+        settle(config, model.generation_config)
+    except OptionError as error:
+        if error.name == "max_new_tokens":
+            raise RequestError(f"{error} OpenAI's name for it is max_tokens.") from error
+        raise RequestError(str(error), error.name) from error
+    if config.max_new_tokens is None:  # there is no telling what it takes
+        raise RequestError(
+            "This request does not say how many tokens to make: give max_new_tokens in generation_config."
+        )
 
 
 def _blocks_that_fit(configured: Any) -> Any:
