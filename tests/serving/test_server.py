@@ -371,6 +371,21 @@ def test_a_conversation_in_the_terminal(
     assert f"Model: {folder}" in said and "9 tokens in" in said
 
 
+def test_a_model_without_a_template_says_so(
+    serving: Callable[..., Any], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", str(mesh_tiny), "--resident", "0.3", "--log-level", "error"]) == 2
+    assert f"{mesh_tiny} has no template for chats" in capsys.readouterr().err
+    server = serving(mesh_tiny, MeshConfig(resident=0.25))
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="no template for chats") as error:
+                _chat(client, server, [{"role": "user", "content": "a"}], stream=stream)
+            assert error.value.param == "messages"
+        assert _complete(client, server, TEXTS[0], max_tokens=3).usage.completion_tokens == 3
+    server.stop()
+
+
 def test_sigterm_ends_it_and_what_is_under_way(folder: Path) -> None:
     command = [sys.executable, "-m", "torch_mesh.cli", "serve", str(folder), "--resident", "0.25", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

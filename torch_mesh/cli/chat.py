@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = given_config(arguments)
     _check_flags(arguments.flags, parse_generate_flags)
     options = given_options(arguments) | {"host": "127.0.0.1", "port": 0}
-    with Server(arguments.model, config, arguments.keep_keys, options) as server, contextlib.suppress(EOFError):
+    with (
+        Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
+        contextlib.suppress(EOFError),
+    ):
         Chat(  # which knows no end of its input
             server.model,
             server.address,

@@ -54,6 +54,11 @@ HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
 _CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
 
+_NO_TEMPLATE = (
+    "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that were not made for them: "
+    "put one beside its tokenizer, or ask a server for /v1/completions."
+)
+
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
 
@@ -136,12 +141,16 @@ def _check_file(path: str) -> None:
 
 class Server:
     """Runs in threads of its own, from when it is made until ``stop``. ``kept_bytes``: of keys that are kept between requests.
+    ``must_chat``: a model that cannot is not opened.
 
     Raises ImportError where a package is missing, OSError where the address cannot be had, and what opening a model raises.
     """
 
-    def __init__(self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any], must_chat: bool = False
+    ) -> None:
         serve = _transformers_serve()
+        self.must_chat = must_chat
         self.model = name_for(model)
         given = {option.name: option.default for option in options()} | dict(given)
         # Before the model is opened, which may take long.
@@ -217,7 +226,12 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             if gguf_file is not None and not os.path.isdir(name):
                 path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
                 model_id_and_revision = f"{path.removesuffix('/' + gguf_file)}@main"
-            return super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
+            found = super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
+            if not getattr(found, "chat_template", None):
+                if server.must_chat:
+                    raise ValueError(f"{model} {_NO_TEMPLATE}")
+                vars(found)["apply_chat_template"] = _refuse_chat
+            return found
 
         def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
             self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
@@ -273,6 +287,10 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     finally:
         for (module, name, _), theirs in zip(pieces, before, strict=True):
             setattr(module, name, theirs)
+
+
+def _refuse_chat(*_: Any, **__: Any) -> None:
+    raise RequestError(f"This model {_NO_TEMPLATE}", "messages")
 
 
 def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
