@@ -44,6 +44,7 @@ test: build-dev engine-tests ## the engine's C++ tests, then the Python tests bu
 	$(RUN) -m pytest -m 'not slow' $(IN_TWO) $(PYTEST)
 
 test-all: build-dev engine-tests ## the same, the slow ones too
+	@$(BOOTSTRAP) --wheel
 	$(RUN) -m pytest $(IN_TWO) $(PYTEST)
 
 test-engine: build-dev engine-tests ## the engine's C++ tests alone

@@ -1,4 +1,4 @@
-"""Makes an sdist and a wheel: wheel.py FOLDER. The wheel is for the torch that is installed, and brings what else its extension links.
+"""Makes an sdist, and of it a wheel: wheel.py FOLDER. The wheel is for the torch that is installed, and brings what else its extension links.
 
 What is torch's stays torch's, its OpenMP runtime too: with a second one in the process each would have threads of its own.
 """
@@ -22,24 +22,15 @@ def make_sdist(folder: Path) -> Path:
     return folder / build_meta.build_sdist(str(folder))
 
 
-def make_wheel(folder: Path) -> Path:
-    for stale in ROOT.glob("build/lib*"):  # setuptools would pack modules that are gone
-        shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory() as plain:
-        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", plain]
-        _run("pip", "wheel", *options, str(ROOT))
+def make_wheel(sdist: Path, folder: Path) -> Path:
+    """Nothing of the checkout but what the sdist has can get into it, and an sdist that lacks anything makes none."""
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as repaired:
+        _run("pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", plain, str(sdist))
         (built,) = Path(plain).iterdir()
-        with tempfile.TemporaryDirectory() as repaired:
-            _run(
-                "auditwheel",
-                "repair",
-                *(word for name in OF_TORCH for word in ("--exclude", name)),
-                "-w",
-                repaired,
-                str(built),
-            )
-            (wheel,) = Path(repaired).iterdir()
-            return Path(shutil.copy(wheel, folder))
+        without = [word for name in OF_TORCH for word in ("--exclude", name)]
+        _run("auditwheel", "repair", *without, "-w", repaired, str(built))
+        (wheel,) = Path(repaired).iterdir()
+        return Path(shutil.copy(wheel, folder))
 
 
 def _run(module: str, *arguments: str) -> None:
@@ -53,6 +44,7 @@ if __name__ == "__main__":
     target = Path(sys.argv[1]).absolute()
     target.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    sdist, wheel = make_sdist(target), make_wheel(target)
+    sdist = make_sdist(target)
+    wheel = make_wheel(sdist, target)
     _run("auditwheel", "show", str(wheel))
     print(f"{sdist}\n{wheel}")

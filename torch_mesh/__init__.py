@@ -161,12 +161,15 @@ AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], _register_with_p
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name in _WHERE:
-            import torch  # noqa: F401  which loads the extension, or finds why it cannot be
+        if name in _WHERE or name == "_C":
+            # It loads the extension, or finds why it cannot be: of a checkout this does not find torch's libraries by itself.
+            import torch  # noqa: F401
 
             _torch.act_if_due()  # where another thread had begun to import torch before torch_mesh was
             if _unusable is not None:
                 raise ImportError(str(_unusable)) from _unusable
+            if name == "_C":
+                return importlib.import_module("torch_mesh._C")
             value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
             globals()[name] = value
             return value

@@ -69,6 +69,14 @@ assert torch_mesh.values.parse_size  # a module, where nobody has imported it
     _run("import sys, torch; before = set(sys.modules)\n" + code.replace("import sys, torch, ", "import "))
 
 
+def test_a_command_that_imports_no_torch_has_the_extension() -> None:
+    said = _run(
+        "import sys; from torch_mesh.store.manifest import block_checksum; assert 'torch' not in sys.modules; "
+        "print(block_checksum(bytes(16), 'config.json', 0, b'{}'))"
+    )
+    assert len(bytes.fromhex(said.strip())) == 8
+
+
 _WITHOUT_EXTENSION = """
 import sys
 

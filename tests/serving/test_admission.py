@@ -215,6 +215,22 @@ def test_a_server_refuses_it_as_openai_does(
             chat = [{"role": "user", "content": "In the beginning"}]
             with pytest.raises(openai.BadRequestError, match="max_tokens"):
                 client.chat.completions.create(model=server.model, messages=chat, max_tokens=1500)
+        configs = {
+            '{"do_sample": false}': "max_new_tokens in generation_config",
+            '{"max_new_tokens": 2.5}': "1 or more",
+            '{"max_new_tokens": 2, "renormalize_logits": "maybe"}': "True or False",
+            '{"max_new_tokens": 2, "top_k": -1}': "0 or more",
+        }
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"max_tokens": 0}, "1 or more"),
+            ({"max_tokens": -5, "stream": True}, "1 or more"),
+            ({"max_tokens": 2, "top_p": 7}, "from 0 to 1"),
+            *(({"extra_body": {"generation_config": config}}, allowed) for config, allowed in configs.items()),
+        ]
+        for more, allowed in wrong:
+            with pytest.raises(openai.BadRequestError, match=allowed) as error:
+                client.completions.create(**ask | more)
+            assert error.value.code == "invalid_value"
         assert "(max_position_embeddings)" in refused(max_tokens=3000)
         assert "shorten the prompt" in refused(prompt="begin " * 2500, max_tokens=1, stream=True)
         assert client.completions.create(**ask, max_tokens=3).usage.completion_tokens == 3
@@ -235,6 +251,10 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
             with pytest.raises(openai.BadRequestError, match="--cb-num-blocks"):
                 client.completions.create(**ask | more)
         assert client.completions.create(**ask, prompt="a", max_tokens=3).usage.completion_tokens == 3
+        server._serve._generation_state._cb_manager._cb.stop()  # as when the server ends
+        with pytest.raises(openai.InternalServerError) as error:
+            client.completions.create(**ask, prompt="a", max_tokens=3)
+        assert error.value.status_code == 503 and "has ended" in error.value.response.text
     server.stop()
 
 

@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     config = given_config(arguments)
     _check_flags(arguments.flags, parse_generate_flags)
     options = given_options(arguments) | {"host": "127.0.0.1", "port": 0}
-    with Server(arguments.model, config, arguments.keep_keys, options) as server, contextlib.suppress(EOFError):
+    with (
+        Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
+        contextlib.suppress(EOFError),
+    ):
         Chat(  # which knows no end of its input
             server.model,
             server.address,
@@ -54,6 +57,8 @@ def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, An
     """Before the model is opened; transformers looks at them when it is."""
     from transformers import GenerationConfig
 
+    from torch_mesh.serving.generation import check_options
+
     known = vars(GenerationConfig())
     for flag in flags:
         name, given, _ = flag.partition("=")
@@ -62,6 +67,11 @@ def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, An
                 f"{flag!r} is not NAME=VALUE with the name of one of generate's options, such as max_new_tokens=500"
             )
     try:
-        GenerationConfig(**parse(list(flags))).validate()
+        options = parse(list(flags))
+        check_options(options)
+        for name in ("num_beams", "num_return_sequences"):  # transformers' answer would be an error, to each turn
+            if options.get(name) not in (None, 1):
+                raise ValueError(f"{name} is {options[name]!r}: a chat shows one answer as it is made; give 1.")
+        GenerationConfig(**options).validate()
     except (ValueError, TypeError) as error:
         raise ValueError(f"{' '.join(flags)!r} is not possible: {error}") from error

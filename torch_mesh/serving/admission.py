@@ -31,8 +31,20 @@ _UNEVEN_PAIR_BYTES = 11
 _MASK_PAIR_BYTES = 2  # one for all heads
 
 
-class RequestTooLongError(MeshError):
-    """A request that would take more than there is; its message is for the client."""
+class RequestError(MeshError):
+    """A request that is refused; its message is for the client, ``code`` and ``param``, what it is about, for the client's program."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str = "max_tokens") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLongError(RequestError):
+    """One that would take more than there is."""
+
+    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ from torch_mesh.modules import patched_modules
 from torch_mesh.serving.admission import (
     RESERVE_BYTES,
     Admission,
+    RequestError,
     RequestTooLongError,
     check_blocks,
     check_positions,
     find_needs,
 )
+from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
@@ -45,11 +47,17 @@ from torch_mesh.store.header import check_folder, store_error
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
     from typing_extensions import Self
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
 _CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
+
+_NO_TEMPLATE = (
+    "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that were not made for them: "
+    "put one beside its tokenizer, or ask a server for /v1/completions."
+)
 
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
@@ -133,12 +141,16 @@ def _check_file(path: str) -> None:
 
 class Server:
     """Runs in threads of its own, from when it is made until ``stop``. ``kept_bytes``: of keys that are kept between requests.
+    ``must_chat``: a model that cannot is not opened.
 
     Raises ImportError where a package is missing, OSError where the address cannot be had, and what opening a model raises.
     """
 
-    def __init__(self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: str, config: MeshConfig, kept_bytes: int, given: Mapping[str, Any], must_chat: bool = False
+    ) -> None:
         serve = _transformers_serve()
+        self.must_chat = must_chat
         self.model = name_for(model)
         given = {option.name: option.default for option in options()} | dict(given)
         # Before the model is opened, which may take long.
@@ -214,7 +226,12 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             if gguf_file is not None and not os.path.isdir(name):
                 path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
                 model_id_and_revision = f"{path.removesuffix('/' + gguf_file)}@main"
-            return super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
+            found = super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
+            if not getattr(found, "chat_template", None):
+                if server.must_chat:
+                    raise ValueError(f"{model} {_NO_TEMPLATE}")
+                vars(found)["apply_chat_template"] = _refuse_chat
+            return found
 
         def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
             self, model_id_and_revision: str, *, gguf_file: str | None = None, **kwargs: Any
@@ -272,14 +289,18 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             setattr(module, name, theirs)
 
 
+def _refuse_chat(*_: Any, **__: Any) -> None:
+    raise RequestError(f"This model {_NO_TEMPLATE}", "messages")
+
+
 def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
     """Before a request is queued; transformers would answer it until memory is gone."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    @app.exception_handler(RequestTooLongError)
-    async def refused(_: Request, error: RequestTooLongError) -> JSONResponse:
-        about = {"type": "invalid_request_error", "param": "max_tokens", "code": "context_length_exceeded"}
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        about = {"type": "invalid_request_error", "param": error.param, "code": error.code}
         return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
 
     find_manager, configured = generation.get_manager, generation._cb_config
@@ -291,6 +312,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
         if "generate_streaming" not in vars(found):
             for name in ("generate_streaming", "generate_non_streaming"):
                 setattr(found, name, _checked(getattr(found, name), generation, manager))
+            found.init_cb = _settled(found.init_cb)
         return found
 
     generation.get_manager = get_manager
@@ -299,6 +321,7 @@ def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
 def _checked(generate: Any, generation: Any, manager: Any) -> Any:
     def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
         prompt, new = inputs["input_ids"], gen_config.max_new_tokens
+        _settle(gen_config, model)
         if isinstance(prompt, list):  # of continuous batching
             check_positions(manager.kept.admission.needs.positions, len(prompt), new)
             check_blocks(_tokens_in_blocks(generation), len(prompt), new)
@@ -307,6 +330,29 @@ def _checked(generate: Any, generation: Any, manager: Any) -> Any:
         return generate(model, processor, inputs, gen_config, *args, **kwargs)
 
     return checked
+
+
+def _settled(begin: Any) -> Any:
+    """Continuous batching goes by the options of the request that it begins with."""
+
+    def settled(model: Any, gen_config: Any) -> None:
+        _settle(gen_config, model)
+        begin(model, gen_config)
+
+    return settled
+
+
+def _settle(config: GenerationConfig, model: Any) -> None:
+    try:
+        settle(config, model.generation_config)
+    except OptionError as error:
+        if error.name == "max_new_tokens":
+            raise RequestError(f"{error} OpenAI's name for it is max_tokens.") from error
+        raise RequestError(str(error), error.name) from error
+    if config.max_new_tokens is None:  # there is no telling what it takes
+        raise RequestError(
+            "This request does not say how many tokens to make: give max_new_tokens in generation_config."
+        )
 
 
 def _blocks_that_fit(configured: Any) -> Any:

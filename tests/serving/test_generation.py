@@ -1,0 +1,68 @@
+"""What options of generate may be: what transformers takes, and a clear word about the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from torch_mesh.serving.generation import _KINDS, OptionError, check_options, settle
+
+# One that each option may be, and ones that it may not.
+RIGHT: dict[str, Any] = {
+    **dict.fromkeys(_KINDS, 1),
+    **{name: True for name, kind in _KINDS.items() if kind.words == "True or False"},
+    **{name: [3, 4] for name in ("suppress_tokens", "begin_suppress_tokens")},
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.5),
+    "stop_strings": ["a", "b"],
+}
+WRONG = ("maybe", -2, 1.5, float("nan"), [[1]], {"a": 1}, True)
+
+
+def test_each_is_one_of_transformers() -> None:
+    assert set(_KINDS) <= set(vars(GenerationConfig()))
+
+
+@pytest.mark.parametrize("name", sorted(_KINDS))
+def test_an_option_is_refused_unless_it_is_what_it_has_to_be(name: str) -> None:
+    check_options({name: RIGHT[name], "something_newer": object()})
+    check_options({name: None})
+    refused = []
+    for value in WRONG:
+        try:
+            check_options({name: value})
+        except OptionError as error:
+            assert error.name == name and repr(value) in str(error) and _KINDS[name].words in str(error)
+            refused.append(value)
+    assert len(refused) >= 4
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 2}, {"temperature": 0}, {"repetition_penalty": 2}, {"top_k": 0}, {"top_p": 0}]
+)
+def test_what_is_allowed_generate_can_do(given: dict[str, Any], rng: np.random.Generator) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50}
+    experts = {"intermediate_size": 16, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=1, pad_token_id=0))
+    prompt = torch.from_numpy(rng.integers(1, 50, (1, 5)))
+
+    def made(**options: Any) -> torch.Tensor:
+        config = GenerationConfig(max_new_tokens=4, pad_token_id=0, **options)
+        settle(config, model.generation_config)
+        return model.generate(prompt, generation_config=config)
+
+    tokens = made(do_sample=True, **given)
+    assert tokens.shape == (1, 9)
+    if given == {"temperature": 0}:
+        assert torch.equal(tokens, made(do_sample=False))
+
+
+def test_what_the_model_s_makers_say_is_not_the_client_s_fault() -> None:
+    makers, asked = (GenerationConfig(do_sample=False, top_k=-7, max_new_tokens=new) for new in (None, 3))
+    settle(asked, makers)
+    asked.top_k = -6
+    with pytest.raises(OptionError, match="top_k is -6"):
+        settle(asked, makers)
