@@ -90,7 +90,8 @@ def main() -> int:
     arguments.add_argument("--batch", type=int, default=4, help="sequences in a step")
     arguments.add_argument("--length", type=int, default=64, help="tokens in a sequence")
     options = arguments.parse_args()
-    torch.set_num_threads(1)  # no claim here is of time, and on a busy machine threads of so small a model wait for each other
+    # No claim here is of time, and on a busy machine threads of so small a model wait for each other.
+    torch.set_num_threads(1)
     return measure(options).finish(options.json)
 
 
