@@ -69,6 +69,7 @@ def main() -> None:
             learning_rate=arguments.learning_rate,
             gradient_checkpointing=arguments.checkpointing,
             logging_steps=10,
+            use_cpu=True,  # where the experts are; without it processes that torchrun started would not find each other
             report_to=[],
         ),
         train_dataset=sequences[:-kept],
@@ -77,9 +78,11 @@ def main() -> None:
         callbacks=[torch_mesh.MeshTrainerCallback()],
     )
     trainer.train(resume_from_checkpoint=arguments.resume or None)
-    print(trainer.evaluate())
+    found = trainer.evaluate()
     trainer.save_model()  # the adapter, by the first of several processes
-    print(torch_mesh.stats(model))
+    if trainer.is_world_process_zero():
+        print(found)
+        print(torch_mesh.stats(model))
 
 
 if __name__ == "__main__":

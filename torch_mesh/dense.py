@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from . import _C
@@ -22,6 +23,7 @@ from .store.convert import checked_group_size
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
 _LARGEST = 1 << 20  # rows or columns that a kernel takes
+_WIDENED = 1 << 23  # weights that are in fp32 at a time
 
 # Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
 DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
@@ -81,14 +83,18 @@ class MeshLinear(PackedModule, nn.Linear):
 class PlainLinear(nn.Linear):
     """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate them.
 
-    What that kernel does not do is torch's: derivatives, for which the op calls torch, other dtypes and devices, weights that are no plain
-    tensors, autocast.
+    So is the gradient of its input where the layer itself is frozen. What is neither is torch's: gradients of weights and biases, those of
+    forward mode, other dtypes and devices, weights that are no plain tensors, autocast.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if _plain(input, self.weight, self.bias):
-            return torch.ops.torch_mesh.plain_linear(input, self.weight, self.bias)
-        return functional.linear(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if not _plain(input, weight, bias):
+            return functional.linear(input, weight, bias)
+        frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
+        if frozen and input.requires_grad and torch.is_grad_enabled() and forward_ad._current_level < 0:
+            return cast(torch.Tensor, _FrozenProduct.apply(input, weight, bias))
+        return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # which has torch's derivatives
 
     def extra_repr(self) -> str:
         fewer = ", ".join(
@@ -96,6 +102,29 @@ class PlainLinear(nn.Linear):
             for weights, share in (("int8", "half"), ("int4", "a quarter"))
         )
         return f"{super().extra_repr()}, products=torch_mesh (dense={fewer})"
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """plain_linear of frozen weights, and the gradient of its input: in fp32, of some of the weights at a time, rounded once."""
+
+    @staticmethod
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.torch_mesh.plain_linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Torch's product of bf16 that it emulates takes seconds in this direction, where weights lie across the sum.
+        (weight,) = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        rows = max(1, _WIDENED // weight.size(1))
+        result = grad.new_zeros((grad.size(0), weight.size(1)), dtype=torch.float32)
+        for own, part in zip(grad.split(rows, -1), weight.split(rows), strict=True):
+            result = torch.addmm(result, own.float(), part.float())
+        return result.to(grad.dtype).unflatten(0, grads[0].shape[:-1]), None, None
 
 
 def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

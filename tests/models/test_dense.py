@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.dense import MeshLinear, PlainLinear, dense_saving, find_dense
 from torch_mesh.families import find_experts
+from torch_mesh.modules import change_class
 from torch_mesh.packed_weight import PackedLinearWeight
 
 QWEN = "Qwen3MoeExperts"
@@ -196,6 +198,38 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
         assert torch.equal(linear(x), torch.ops.torch_mesh.plain_linear(x, weight, None))
         linear.float()
         assert torch.equal(linear(x.float()), functional(x.float(), linear.weight))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("widened", [1, 200, 1 << 23], ids=["one-output", "three-outputs", "all"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_the_gradient_of_a_frozen_layer_is_exact_to_one_rounding(
+    biased: bool, widened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_mesh.dense._WIDENED", widened)  # of how many of the weights at a time
+    linear: Any = nn.Linear(72, 40, bias=biased).bfloat16().requires_grad_(False)
+    change_class(linear, PlainLinear)
+    x = torch.randn(2, 3, 72).bfloat16().requires_grad_()
+    value = linear(x)
+    assert torch.equal(value, torch.ops.torch_mesh.plain_linear(x, linear.weight, linear.bias))
+    grad = torch.randn_like(value)
+    (own,) = torch.autograd.grad(value, x, grad)
+    assert own.shape == x.shape
+    torch.testing.assert_close(own.double(), grad.double() @ linear.weight.double(), rtol=2**-8, atol=1e-6)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(x), x, grad)[0], own)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_second_derivatives_of_a_frozen_layer_that_is_not_packed() -> None:
+    linear: Any = nn.Linear(72, 40).bfloat16().requires_grad_(False)
+    change_class(linear, PlainLinear)
+    x = torch.randn(3, 72).bfloat16().requires_grad_()
+    (first,) = torch.autograd.grad(linear(x).float().square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), x)
+    weight = linear.weight.double()
+    expected = 2 * torch.ones(3, 72).double() @ weight.t() @ weight
+    assert (second.double() - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.usefixtures("emulated")

@@ -1,0 +1,54 @@
+"""examples/finetune_trainer.py runs to its end: alone, and in two processes that train together."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STEPS = 3
+ALONE = ("accelerate.commands.launch", "--cpu", "--num_processes", "1")
+TOGETHER = (
+    "torch.distributed.run",
+    "--nproc_per_node",
+    "2",
+    "--rdzv_backend",
+    "c10d",
+    "--rdzv_endpoint",
+    "localhost:0",
+)
+
+
+def _train(launcher: tuple[str, ...], out: Path, batch: int) -> dict[str, Any]:
+    """What the example printed of its evaluation, with the epoch that it came to."""
+    command = [sys.executable, "-m", *launcher, str(EXAMPLES / "finetune_trainer.py"), str(EXAMPLES / "mesh-tiny")]
+    command += ["--text", str(EXAMPLES / "text" / "ships_log.txt"), "--resident", "0.25", "--out", str(out)]
+    command += ["--steps", str(STEPS), "--batch", str(batch), "--length", "32"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (found,) = [line for line in done.stdout.splitlines() if line.startswith("{'eval_loss'")]
+    assert "Experts train by adapters" in done.stdout and "hit rate" in done.stdout
+    return ast.literal_eval(found)
+
+
+@pytest.mark.slow
+def test_two_processes_take_half_of_each_batch_and_learn_what_one_does(tmp_path: Path) -> None:
+    alone, together = _train(ALONE, tmp_path / "alone", 4), _train(TOGETHER, tmp_path / "together", 2)
+    assert together["epoch"] == pytest.approx(alone["epoch"], rel=0.02)  # as much of the text
+    assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=0.01)
+    adapters = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("alone", "together")]
+    assert adapters[0].keys() == adapters[1].keys() and any("experts" in name for name in adapters[0])
+    assert all(tensor.any() for adapter in adapters for tensor in adapter.values())
+    for name in ("alone", "together"):
+        state = json.loads((tmp_path / name / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+        assert state["global_step"] == STEPS
