@@ -28,6 +28,9 @@ def execute(path: Path) -> nbformat.NotebookNode:
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # on stderr are progress, and warnings with paths of this machine
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 
