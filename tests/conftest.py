@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import random
+import signal
 import time
 import zlib
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "torch_mesh._testing is not built: `make build-test`, or `python setup.py build_ext --inplace` in a checkout"
         )
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.seed is None:  # CI sets the variable, which the engine's tests read too
         given = os.environ.get("TORCH_MESH_TEST_SEED")
         config.option.seed = int(given) if given else random.SystemRandom().randrange(2**31)
