@@ -1,6 +1,6 @@
 """Claim: one row through a layer's experts takes hardly longer than reading their bytes: 0.9 of a plain read's speed in bf16
 and int8 and 0.85 in int4 on one thread, 0.8 on all. Records that hold a checkpoint's codes keep up with those of their like: mxfp4 and nvfp4 with
-0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16.
+0.95 of the bytes per second of lut4, fp8 with 0.85 of those of bf16. tcq2 and tcq3 reach 0.8 of the weights per second of int4.
 
 Everything is resident. The op takes the experts in turn, top-8 of 128, so nothing is in a cache when its turn comes. The
 plain read adds up the same records in the same pages with the same threads, as fast as they can; op and read take turns, half a layer apart, so
@@ -18,7 +18,7 @@ from typing import Any
 import harness
 import torch
 from harness import Report
-from op_layer import CODES, EXPERTS, HIDDEN, TOP_K, ResidentLayer, random_expert
+from op_layer import CODES, EXPERTS, HIDDEN, TOP_K, TRELLIS, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert
 
 from torch_mesh._C import features
 
@@ -112,6 +112,28 @@ def measure(options: Any) -> Report:
                 )
             )
             report.details[f"{weights} {group_size}, {threads}"] = speeds
+        for weights, group_size, like, its_group, at_least, _ in TRELLIS:
+            layers = {
+                name: ResidentLayer(*its, threads, [expert])
+                for name, its in (("trellis", (weights, group_size)), ("like", (like, its_group)))
+            }
+            op_speeds(layers, options.pairs // 10)
+            speeds = op_speeds(layers, options.pairs)
+            rates = {
+                name: [speed / layers[name].record_bytes * WEIGHTS_PER_EXPERT for speed in speeds[name]]
+                for name in layers
+            }
+            report.add(
+                harness.paired_row(
+                    f"{weights} (group {group_size}), {threads} thread" + "s" * (threads > 1),
+                    rates["trellis"],
+                    "G weights/s",
+                    like,
+                    rates["like"],
+                    at_least=at_least,
+                )
+            )
+            report.details[f"{weights} {group_size}, {threads}"] = rates
     report.notes += [
         f"medians of {options.pairs} interleaved pairs; bytes are those of the packed records, scales included",
         f"seed {options.seed}, kernels {features()['isa']}",

@@ -10,8 +10,25 @@ import numpy.typing as npt
 import synthetic
 
 # enum ggml_type of ggml.h, which files depend on and which therefore does not change.
-TYPES = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "IQ4_NL": 20, "IQ4_XS": 23}
-SUFFIXES = {"Q4_0": "q4_0", "Q8_0": "q8_0", "Q4_K": "q4_K", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs"}
+TYPES = {
+    "Q4_0": 2,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "IQ2_XXS": 16,
+    "IQ2_XS": 17,
+    "IQ3_XXS": 18,
+    "IQ4_NL": 20,
+    "IQ3_S": 21,
+    "IQ2_S": 22,
+    "IQ4_XS": 23,
+}
+NEED_IMPORTANCE = ("IQ2_XXS", "IQ2_XS")  # end the process without it
+
+
+def _suffix(name: str) -> str:
+    return f"q{name[1]}_K" if name.endswith("_K") else name.lower()
 
 
 @cache
@@ -55,7 +72,7 @@ def round_trip(
     if written != packed.nbytes:
         raise RuntimeError(f"{name}: {written} bytes written, {packed.nbytes} expected")
     back = np.empty_like(weights)
-    dequantise = getattr(library, f"dequantize_row_{SUFFIXES[name]}")
+    dequantise = getattr(library, f"dequantize_row_{_suffix(name)}")
     dequantise.restype = None
     dequantise.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     dequantise(packed.ctypes.data, back.ctypes.data, weights.size)

@@ -1,5 +1,5 @@
 """Claim: at equal bits per weight no format's error is larger than llama.cpp's: int4 against Q4_0, lut4 against Q4_K, int8
-against Q8_0, all in groups of 32.
+against Q8_0, all in groups of 32; tcq2 against IQ2_XS, tcq3 against IQ3_XXS and Q3_K, with fewer bits.
 
 The error is the root mean square of what is left after packing, relative to that of the weights; llama.cpp's quantisers run in
 its own library, in the same process, each with and without an importance matrix (of ones: it switches another search on),
@@ -36,6 +36,7 @@ class Format:
     weights: str
     group_size: int
     peer: str  # llama.cpp's type of the same bits, or the next larger
+    claims: bool = False  # no more error; the others say what a group size buys
 
     @property
     def name(self) -> str:
@@ -49,18 +50,24 @@ class Format:
 
 
 FORMATS = (
-    Format("int4", 32, "Q4_0"),
-    Format("lut4", 32, "Q4_K"),
-    Format("int8", 32, "Q8_0"),
+    Format("int4", 32, "Q4_0", claims=True),
+    Format("lut4", 32, "Q4_K", claims=True),
+    Format("int8", 32, "Q8_0", claims=True),
     Format("int4", 64, "IQ4_XS"),
     Format("lut4", 64, "IQ4_XS"),
     Format("int4", 128, "IQ4_XS"),
     Format("lut4", 128, "IQ4_XS"),
     Format("int8", 64, "Q8_0"),
     Format("int8", 128, "Q8_0"),
+    Format("tcq2", 128, "IQ2_XS", claims=True),
+    Format("tcq2", 64, "IQ2_XS", claims=True),
+    Format("tcq2", 32, "IQ2_XS", claims=True),
+    Format("tcq2", 128, "Q2_K"),
+    Format("tcq2", 32, "IQ2_S"),
+    Format("tcq3", 128, "IQ3_XXS", claims=True),
+    Format("tcq3", 128, "Q3_K", claims=True),
+    Format("tcq3", 32, "IQ3_S"),
 )
-# The first of FORMATS are claims; the others say what a group size buys.
-CLAIMS = 3
 
 Weights = torch.Tensor
 RoundTrip = Callable[[Weights], Weights]
@@ -83,6 +90,11 @@ def peer(name: str, importance: bool) -> RoundTrip:
         return torch.from_numpy(ggml.round_trip(name, weights.numpy(), matrix)[0])
 
     return round_trip
+
+
+def searches(name: str) -> tuple[bool, ...]:
+    """With an importance matrix or without one."""
+    return (True,) if name in ggml.NEED_IMPORTANCE else (False, True)
 
 
 def peer_bits(name: str) -> float:
@@ -127,13 +139,15 @@ def measure(options: Any) -> Report:
     measures["output"] = OneExpert(options.seed)
     report = Report("Relative error of packed weights at equal bits per weight")
     peers = {
-        name: {what: min(run(peer(name, importance)) for importance in (False, True)) for what, run in measures.items()}
+        name: {
+            what: min(run(peer(name, importance)) for importance in searches(name)) for what, run in measures.items()
+        }
         for name in dict.fromkeys(form.peer for form in FORMATS)
     }
-    for i, form in enumerate(FORMATS):
+    for form in FORMATS:
         beside = f"{form.peer}, {harness.number(peer_bits(form.peer))} bits"
         for what, run in measures.items():
-            bound = {"at_most": 1.0} if i < CLAIMS else {}
+            bound = {"at_most": 1.0} if form.claims else {}
             name = f"{form.name}, {harness.number(form.bits)} bits, {what}"
             report.add(Row(name, 100 * run(ours(form)), "%", beside, 100 * peers[form.peer][what], **bound))
     report.notes.append(f"seed {options.seed}")

@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import values
-from .store.manifest import GROUP_SIZES, OF_CODES, WEIGHTS
+from .store.manifest import DENSE_WEIGHTS, GROUP_SIZES, OF_CODES, WEIGHTS
 from .values import Values, count, one_of, parse_size, path, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
@@ -215,12 +215,12 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         one_of("auto", *WEIGHTS, *OF_CODES),
         'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). lut4 has the bytes of int4, a seventh less error and '
-        "somewhat more arithmetic. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
+        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and take minutes to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
         of_checkpoint=True,
     )
     dense: str = _field(
         "auto",
-        one_of("auto", "none", *WEIGHTS),
+        one_of("auto", "none", *DENSE_WEIGHTS),
         'How the linear layers outside the experts (attention, shared experts, the head) are computed on the CPU. `"auto"`: bf16 weights stay as they are, and where the processor has no '
         "products of bf16, which torch emulates then, torch_mesh's kernel multiplies with them, gradients aside; sums are in another order. "
         '`"none"`: torch\'s own products, always. A format: the layers are packed to it when the model is patched or loaded, and frozen.',

@@ -3,6 +3,7 @@
 
 #include "kernels/kernel_table.h"
 #include "kernels/rounding-inl.h"
+#include "store/trellis.h"
 
 namespace torch_mesh {
 namespace {
@@ -42,6 +43,11 @@ struct Lut4Nibbles {
 struct Fp4Nibbles {
   static Words operands(Words nibbles) { return look_up_bytes(kFp4Levels, nibbles); }
   static Words zeros(const std::byte*) { return broadcast_word(kFp4Zero); }
+};
+
+// Of a trellis, which trellis-inl.h has unfolded.
+struct TrellisLevels {
+  static Words zeros(const std::byte*) { return broadcast_word(kTrellisZero); }
 };
 
 // What a group's scales are, one after the other: how many bytes, and what they load as in units of

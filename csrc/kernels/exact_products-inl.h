@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/panel_products-inl.h"
+#include "kernels/trellis-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -74,6 +75,30 @@ inline void unfold_integers(const SquareOfBlock& from, float* square) {
           store_byte<2>(parts[p], zeros, scale, to);
           store_byte<3>(parts[p], zeros, scale, to);
         }
+      }
+    }
+  }
+}
+
+template <typename Code>
+inline void unfold_trellis_square(const SquareOfBlock& from, float* square) {
+  alignas(64) std::byte levels[kSquare * kBlockColumns];
+  const TrellisBlock<Code> block(from.block, from.group_size, from.depth_padded);
+  const int32_t deep = from.group_size < kSquare ? from.group_size : kSquare;
+  for (int32_t first = 0; first < kSquare; first += deep) {
+    const int32_t k = from.depth + first;
+    unfold_trellis(block, k, deep, levels);
+    const std::byte* scales = block.scales(k / from.group_size);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      const Floats scale = Bf16Scales::load(scales + c * Bf16Scales::kBytes);
+      const Words zeros = broadcast_word(kTrellisZero);
+      float* to = square + first * kBlockColumns + c;
+      for (int32_t j = 0; j < deep / 4; ++j, to += 4 * kBlockColumns) {
+        const Words words = load_words(levels + (j * kBlockColumns + c) * 4);
+        store_byte<0>(words, zeros, scale, to);
+        store_byte<1>(words, zeros, scale, to);
+        store_byte<2>(words, zeros, scale, to);
+        store_byte<3>(words, zeros, scale, to);
       }
     }
   }

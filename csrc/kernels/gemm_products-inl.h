@@ -81,11 +81,11 @@ inline void gemm_fp8(const BlockProducts& products) {
   }
 }
 
-// int8 words are gemm's own operands. Words of nibbles unfold into two of them, which stay
-// unsigned: s8 holds them too.
-template <typename Dot, typename Scales>
-inline const std::byte* gemm_words(const IntegerGroup<Dot, Scales>& group, std::byte* unfolded) {
-  if constexpr (Dot::kRowWords == 1) {
+// Words of int8 and of levels are gemm's own operands. Words of nibbles unfold into two of them,
+// which stay unsigned: s8 holds them too.
+template <typename Dot, typename Group>
+inline const std::byte* gemm_words(const Group& group, std::byte* unfolded) {
+  if constexpr (Dot::kRowWords == words_at_once<Dot>()) {
     return group.words;
   } else {
     for (int32_t j = 0; j < group.count; ++j) {
@@ -101,14 +101,16 @@ inline const std::byte* gemm_words(const IntegerGroup<Dot, Scales>& group, std::
 }
 
 // 128 times the sum of each column of gemm_words, which gemm's u8 rows add.
-template <typename Dot, typename Scales>
-inline void gemm_surplus(const IntegerGroup<Dot, Scales>& group, uint32_t* surplus) {
+template <typename Dot, typename Group>
+inline void gemm_surplus(const Group& group, uint32_t* surplus) {
   alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
   const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Words sum = broadcast_word(0);
     for (int32_t j = 0; j < group.count; ++j) {
-      sum = Dot::add(sum, ones, Dot::weights(group.words + (j * kBlockColumns + c) * 4));
+      sum =
+          Dot::add(sum, ones,
+                   Dot::weights(group.words + (j * words_at_once<Dot>() * kBlockColumns + c) * 4));
     }
     // int8 goes to gemm as it is stored, wherever the Dot puts its zero.
     if constexpr (Dot::kRowWords == 1) {
@@ -118,7 +120,7 @@ inline void gemm_surplus(const IntegerGroup<Dot, Scales>& group, uint32_t* surpl
   }
 }
 
-template <typename Dot, typename Scales>
+template <typename Dot, typename Scales, typename Group = IntegerGroup<Dot, Scales>>
 inline void gemm_integer(const BlockProducts& products) {
   alignas(64) std::byte unfolded[kMaxGroup * kBlockColumns];
   alignas(64) std::byte gathered[kTileRows * kMaxGroup];
@@ -128,15 +130,16 @@ inline void gemm_integer(const BlockProducts& products) {
   const int32_t count = products.rows.count;
   const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
-    const IntegerGroup<Dot, Scales> group(products, g);
+    const Group group(products, g);
     const GroupRows rows = group_rows(products, g, unit);
     for (int32_t r = 0; r < count; ++r) {
       __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
     }
-    gemm_surplus(group, surplus);
+    gemm_surplus<Dot>(group, surplus);
     products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
                              reinterpret_cast<const uint8_t*>(gathered),
-                             reinterpret_cast<const int8_t*>(gemm_words(group, unfolded)), exact);
+                             reinterpret_cast<const int8_t*>(gemm_words<Dot>(group, unfolded)),
+                             exact);
     for (int32_t r = 0; r < count; ++r) {
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         Words sum =

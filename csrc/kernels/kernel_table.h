@@ -138,8 +138,17 @@ struct KernelTable {
                        int32_t columns, float* sums);
 
   // panel[depth][kBlockColumns] -> one group of a block (the whole block for bf16, whose `depth` is
-  // even). By Format; nullptr: it is made of codes.
+  // even). By Format; nullptr: it is made of codes, or of a trellis.
   void (*pack_group[kFormats])(const float* panel, int32_t depth, std::byte* group);
+
+  // panel[depth_padded][kBlockColumns], of which `depth` rows count -> a block of a trellis, with
+  // scratch_bytes(depth_padded) of scratch, aligned to 64. By format, from Format::kTcq2 on.
+  struct PackTrellis {
+    int64_t (*scratch_bytes)(int32_t depth_padded);
+    void (*pack)(const float* panel, int32_t depth, const PackedMatrix& matrix, std::byte* scratch,
+                 std::byte* block);
+  };
+  PackTrellis pack_trellis[kFormats - static_cast<int>(Format::kTcq2)];
 };
 
 extern const KernelTable kScalarTable;

@@ -1,7 +1,9 @@
 #include "kernels/pack.h"
 
 #include <cstring>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
@@ -53,8 +55,8 @@ struct Panel {
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
-void pack_block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
-                int32_t first_row, std::byte* block) {
+void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                 int32_t first_row, std::byte* block) {
   const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
   const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
   const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
@@ -65,6 +67,45 @@ void pack_block(const KernelTable& table, const PackedMatrix& matrix, const Matr
     table.pack_group[static_cast<int>(matrix.format)](panel.values, depth, block);
     block += step;
   }
+}
+
+// Codes of a trellis depend on all of their stream: the whole block is loaded first.
+class TrellisPacker {
+ public:
+  TrellisPacker(const KernelTable& table, const PackedMatrix& matrix)
+      : table_(table),
+        pack_(
+            table.pack_trellis[static_cast<int>(matrix.format) - static_cast<int>(Format::kTcq2)]),
+        panel_(static_cast<size_t>(matrix.depth_padded) * kBlockColumns),
+        scratch_(static_cast<size_t>(pack_.scratch_bytes(matrix.depth_padded)) + 64) {}
+
+  void pack(const PackedMatrix& matrix, const MatrixView& view, int32_t first_row,
+            std::byte* block) {
+    const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
+    for (int32_t k = 0; k < matrix.depth_padded; k += matrix.group_size) {
+      const int32_t columns = at_most(matrix.depth - k, matrix.group_size);
+      Panel piece;
+      piece.load(table_, view, first_row, rows, k, columns > 0 ? columns : 0, matrix.group_size);
+      std::memcpy(panel_.data() + int64_t{k} * kBlockColumns, piece.values,
+                  sizeof(float) * static_cast<size_t>(matrix.group_size) * kBlockColumns);
+    }
+    void* scratch = scratch_.data();
+    size_t room = scratch_.size();
+    std::align(64, room - 64, scratch, room);
+    pack_.pack(panel_.data(), matrix.depth, matrix, static_cast<std::byte*>(scratch), block);
+  }
+
+ private:
+  const KernelTable& table_;
+  KernelTable::PackTrellis pack_;
+  std::vector<float> panel_;
+  std::vector<std::byte> scratch_;
+};
+
+void pack_block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
+                int32_t first_row, std::byte* block) {
+  if (!is_trellis(matrix.format)) return pack_groups(table, matrix, view, first_row, block);
+  TrellisPacker(table, matrix).pack(matrix, view, first_row, block);
 }
 
 void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, std::byte* to) {
@@ -99,7 +140,7 @@ void check_rounds(Format format) {
   throw Error(ErrorKind::kInvalid,
               std::string("nothing is rounded to ") + format_name(format) +
                   ", which holds the codes of a checkpoint as they are; allowed for other weights: "
-                  "bf16, int8, int4, lut4");
+                  "bf16, int8, int4, lut4, tcq2, tcq3");
 }
 
 // Packs each projection by pack_block(matrix, view, first row, block), then the biases.

@@ -64,6 +64,15 @@ struct PairNibbleDot {
   static Words zeros(const std::byte* scales) { return Nibbles::zeros(scales); }
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
+
+// Two words of levels, which are no larger.
+struct PairLevelDot : PairNibbleDot<TrellisLevels> {
+  static constexpr int32_t kWordsAtOnce = 2;
+  static Weights weights(const std::byte* words) {
+    return {load_words(words), load_words(words + kBlockColumns * 4)};
+  }
+};
+
 template <typename Nibbles>
 using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 

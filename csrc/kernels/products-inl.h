@@ -12,6 +12,7 @@
 //                   that is cheaper than one; the simd header's put_in_order takes them apart
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
+//   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -40,6 +41,16 @@ constexpr int32_t column_bytes() {
     return Dot::kColumnBytes;
   } else {
     return 4;
+  }
+}
+
+// Words of a column that weights() takes: the next one is behind all columns' first.
+template <typename Dot>
+constexpr int32_t words_at_once() {
+  if constexpr (requires { Dot::kWordsAtOnce; }) {
+    return Dot::kWordsAtOnce;
+  } else {
+    return 1;
   }
 }
 
@@ -78,7 +89,8 @@ inline void add_words_of_block(const std::byte* words, int32_t count, const std:
     typename Dot::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
     for (int v = 0; v < kVectors; v += kAtOnce) {
-      const std::byte* at = words + (j * kBlockColumns + v * kLanes) * column_bytes<Dot>();
+      const int32_t column = j * words_at_once<Dot>() * kBlockColumns + v * kLanes;
+      const std::byte* at = words + column * column_bytes<Dot>();
       if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
       typename Dot::Weights weights[kAtOnce];
       unfold_weights<Dot>(at, weights);
@@ -167,9 +179,8 @@ inline void add_scaled(float* sums, Words exact, float row_scale, const std::byt
   store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
 }
 
-template <int kRows, typename Dot, typename Scales>
-inline void integer_tile(const IntegerGroup<Dot, Scales>& group, const GroupRows& rows,
-                         int32_t first, float* sums) {
+template <int kRows, typename Dot, typename Scales, typename Group>
+inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
@@ -197,15 +208,15 @@ inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
   }
 }
 
-template <typename Dot, typename Scales>
+template <typename Dot, typename Scales, typename Group = IntegerGroup<Dot, Scales>>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < groups; ++g) {
-    const IntegerGroup<Dot, Scales> group(products, g);
+    const Group group(products, g);
     const GroupRows rows = group_rows(products, g, unit);
     for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-      integer_tile<at_once.value>(group, rows, first, products.sums);
+      integer_tile<at_once.value, Dot, Scales>(group, rows, first, products.sums);
     });
   }
 }

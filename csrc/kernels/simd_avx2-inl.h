@@ -158,13 +158,14 @@ inline Words times_row_sum(Words words, int32_t row_sum) {
   return _mm256_madd_epi16(words, _mm256_set1_epi32(row_sum));
 }
 
-// Bytes and 16-bit lanes, for pair_dots-inl.h.
+// Bytes and 16-bit lanes, for pair_dots-inl.h and pack_trellis-inl.h.
 using Signs = __m256i;
 inline Signs signs_of_bytes(Words bytes) { return bytes; }
 inline Words magnitudes_of_bytes(Words bytes) { return _mm256_abs_epi8(bytes); }
 // Where the sign's byte is zero, so is the result.
 inline Words negate_bytes(Words bytes, Signs where) { return _mm256_sign_epi8(bytes, where); }
 inline Words add_int16(Words a, Words b) { return _mm256_add_epi16(a, b); }
+inline Words minimum_uint16(Words a, Words b) { return _mm256_min_epu16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
   return _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);

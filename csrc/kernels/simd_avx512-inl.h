@@ -125,7 +125,7 @@ inline Words times_row_sum(Words words, int32_t row_sum) {
   return _mm512_madd_epi16(words, _mm512_set1_epi32(row_sum));
 }
 
-// Bytes and 16-bit lanes, for pair_dots-inl.h.
+// Bytes and 16-bit lanes, for pair_dots-inl.h and pack_trellis-inl.h.
 using Signs = __mmask64;
 inline Signs signs_of_bytes(Words bytes) { return _mm512_movepi8_mask(bytes); }
 inline Words magnitudes_of_bytes(Words bytes) { return _mm512_abs_epi8(bytes); }
@@ -133,6 +133,7 @@ inline Words negate_bytes(Words bytes, Signs where) {
   return _mm512_mask_sub_epi8(bytes, where, _mm512_setzero_si512(), bytes);
 }
 inline Words add_int16(Words a, Words b) { return _mm512_add_epi16(a, b); }
+inline Words minimum_uint16(Words a, Words b) { return _mm512_min_epu16(a, b); }
 inline Words multiply_int16_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
 inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
   return _mm512_maddubs_epi16(unsigned_bytes, signed_bytes);

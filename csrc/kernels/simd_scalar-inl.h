@@ -87,6 +87,16 @@ inline uint32_t look_up_bytes(const uint8_t (&table)[16], uint32_t bytes) {
   return found;
 }
 
+// Of both halves.
+inline uint32_t add_int16(uint32_t a, uint32_t b) {
+  return ((a & 0xffff0000) + (b & 0xffff0000)) | ((a + b) & 0xffff);
+}
+inline uint32_t minimum_uint16(uint32_t a, uint32_t b) {
+  const uint32_t low = (a & 0xffff) < (b & 0xffff) ? a & 0xffff : b & 0xffff;
+  const uint32_t high = a >> 16 < b >> 16 ? a & 0xffff0000 : b & 0xffff0000;
+  return high | low;
+}
+
 // IEEE half precision. A subnormal half is its integer times 2^-24.
 inline float half_value(uint32_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16;

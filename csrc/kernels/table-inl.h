@@ -11,6 +11,7 @@
 #include "kernels/operands-inl.h"
 #include "kernels/pack_group-inl.h"
 #include "kernels/pack_lut4-inl.h"
+#include "kernels/pack_trellis-inl.h"
 #include "kernels/panel_products-inl.h"
 #include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
@@ -50,6 +51,14 @@ inline void block_products_integer(const BlockProducts& products) {
   integer_products<Dot, Scales>(products);
 }
 
+template <typename Dot, typename Code>
+inline void block_products_trellis(const BlockProducts& products) {
+  clear_sums(products);
+  using Group = TrellisGroup<Code>;
+  if (products.gemm != nullptr) return gemm_integer<Dot, Bf16Scales, Group>(products);
+  integer_products<Dot, Bf16Scales, Group>(products);
+}
+
 // From how many rows on; `panels` of 0: none.
 struct ManyRows {
   int32_t gemm_floats, gemm_int8, gemm_nibbles;
@@ -58,22 +67,24 @@ struct ManyRows {
 };
 
 // Nibbles is a Dot of what they stand for.
-template <typename Bf16, typename Int8, template <typename> typename Nibbles, typename Fp8>
+template <typename Bf16, typename Int8, typename Levels, template <typename> typename Nibbles,
+          typename Fp8>
 constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
   using Int4 = Nibbles<EvenNibbles>;
   using Fp4 = Nibbles<Fp4Nibbles>;
   const int32_t nibbles = rows.gemm_nibbles;
   return {name,
           {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
-           nibbles, rows.gemm_floats},
+           nibbles, rows.gemm_floats, rows.gemm_int8, rows.gemm_int8},
           rows.panels,
           {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,
            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-           rows.panels > 0 ? block_panels<fp8_panels> : nullptr},
+           rows.panels > 0 ? block_panels<fp8_panels> : nullptr, nullptr, nullptr},
           {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>,
            block_products_integer<Nibbles<Lut4Nibbles>>, block_products_integer<Int8, HalfScales>,
            block_products_integer<Int4, HalfScales>, block_products_integer<Fp4, E8m0Scales>,
-           block_products_integer<Fp4, E4m3Scales>, block_products_fp8<Fp8>},
+           block_products_integer<Fp4, E4m3Scales>, block_products_fp8<Fp8>,
+           block_products_trellis<Levels, Tcq2>, block_products_trellis<Levels, Tcq3>},
           plain_products,
           to_floats,
           store_operands,
@@ -86,11 +97,14 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
            unfold_integers<SignedBytes, HalfScales>,
            unfold_integers<BytesOfNibbles<EvenNibbles>, HalfScales>,
            unfold_integers<BytesOfNibbles<Fp4Nibbles>, E8m0Scales>,
-           unfold_integers<BytesOfNibbles<Fp4Nibbles>, E4m3Scales>, unfold_fp8},
+           unfold_integers<BytesOfNibbles<Fp4Nibbles>, E4m3Scales>, unfold_fp8,
+           unfold_trellis_square<Tcq2>, unfold_trellis_square<Tcq3>},
           multiply_square,
           low_rank_in,
           low_rank_out,
-          {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};
+          {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group},
+          {{trellis_scratch<Tcq2>, pack_trellis_block<Tcq2>},
+           {trellis_scratch<Tcq3>, pack_trellis_block<Tcq3>}}};
 }
 
 }  // namespace

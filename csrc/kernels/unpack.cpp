@@ -3,6 +3,7 @@
 
 #include "kernels/pack.h"
 #include "kernels/small_floats.h"
+#include "store/trellis.h"
 
 namespace torch_mesh {
 namespace {
@@ -31,6 +32,50 @@ float quantised_at(Format format, const std::byte* scale, const std::byte* words
   }
 }
 
+// Two bits of each of four codes beside each other, or one of eight.
+uint32_t bits_of_code(const std::byte* words, int32_t bits, int32_t j, int32_t stream) {
+  const auto byte = static_cast<uint32_t>(words[stream]);
+  return byte >> bits * (j % (8 / bits)) & ((1u << bits) - 1);
+}
+
+// Code j of a stream, which is a ring.
+uint32_t code_at(const PackedMatrix& matrix, const std::byte* block, int32_t j, int32_t stream,
+                 int32_t column) {
+  const int32_t steps = matrix.depth_padded / kTrellisStreams;
+  j = (j + steps) % steps;
+  const int32_t deep = matrix.format == Format::kTcq2 ? Tcq2::kUnitDepth : Tcq3::kUnitDepth;
+  const int32_t words = matrix.format == Format::kTcq2 ? Tcq2::kUnitWords : Tcq3::kUnitWords;
+  const int32_t k = j * kTrellisStreams;
+  const int64_t line = 16 * 4;
+  const std::byte* group =
+      block + k / matrix.group_size * matrix.group_bytes + matrix.scales_bytes();
+  const std::byte* part = group + column / 16 * (matrix.group_size / deep) * words * line;
+  const std::byte* unit = part + k % matrix.group_size / deep * words * line + column % 16 * 4;
+  if (matrix.format == Format::kTcq2) return bits_of_code(unit, 2, j, stream);
+  return bits_of_code(unit + k % 32 / 16 * line, 2, j, stream) << 1 |
+         bits_of_code(unit + 2 * line, 1, j, stream);
+}
+
+// As store/trellis.h defines it.
+float trellis_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
+  const int32_t stream = k % kTrellisStreams;
+  const int32_t j = k / kTrellisStreams;
+  const auto code = [&](int32_t of) { return code_at(matrix, block, of, stream, column); };
+  uint32_t level;
+  if (matrix.format == Format::kTcq2) {
+    const auto pair = [&](int32_t of) { return code(of - 1) + 4 * code(of); };
+    level = Tcq2::kFirst[pair(j) ^ pair(j - 4)] + Tcq2::kSecond[pair(j - 2)];
+  } else {
+    const auto pair = [&](int32_t of) { return (code(of - 1) >> 1) + 4 * (code(of) >> 1); };
+    const auto lowest = [&](int32_t of) { return code(of) & 1; };
+    const uint32_t four = lowest(j - 3) + 2 * lowest(j - 2) + 4 * lowest(j - 1) + 8 * lowest(j);
+    level = Tcq3::kFirst[pair(j)] + Tcq3::kSecond[four ^ pair(j - 2)];
+  }
+  const std::byte* scales = block + k / matrix.group_size * matrix.group_bytes;
+  return bf16_at(scales + column * 2) *
+         static_cast<float>(static_cast<int32_t>(level) - kTrellisZero);
+}
+
 float fp8_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, int32_t column) {
   const std::byte* pairs = block + matrix.header_bytes;
   const float value = e4m3_at(pairs + (int64_t{k / 2} * kBlockColumns + column) * 2 + k % 2);
@@ -45,6 +90,7 @@ float weight_at(const PackedMatrix& matrix, const std::byte* block, int32_t k, i
     return bf16_at(block + (int64_t{k / 2} * kBlockColumns + column) * 4 + k % 2 * 2);
   }
   if (matrix.format == Format::kFp8) return fp8_at(matrix, block, k, column);
+  if (is_trellis(matrix.format)) return trellis_at(matrix, block, k, column);
   const std::byte* group = block + matrix.header_bytes + k / matrix.group_size * matrix.group_bytes;
   const std::byte* words = group + matrix.scales_bytes();
   const std::byte* at = group + column * scale_bytes(matrix.scale_type());

@@ -16,8 +16,9 @@ void check_size(const char* name, int32_t value) {
 }
 
 // By Format.
-constexpr const char* kNames[kFormats] = {"bf16",      "int8",  "int4",  "lut4", "int8_fp16",
-                                          "int4_fp16", "mxfp4", "nvfp4", "fp8"};
+constexpr const char* kNames[kFormats] = {"bf16",      "int8",      "int4",  "lut4",
+                                          "int8_fp16", "int4_fp16", "mxfp4", "nvfp4",
+                                          "fp8",       "tcq2",      "tcq3"};
 
 constexpr int64_t weight_bits(Format format) {
   switch (format) {
@@ -27,6 +28,10 @@ constexpr int64_t weight_bits(Format format) {
     case Format::kInt8Fp16:
     case Format::kFp8:
       return 8;
+    case Format::kTcq2:
+      return 2;
+    case Format::kTcq3:
+      return 3;
     default:
       return 4;
   }

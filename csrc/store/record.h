@@ -29,6 +29,13 @@
 //          with its scales, filled up to 64 bytes:
 //            group 128: a float for each 128 k-values of the block; group 0: one for each column;
 //            group 32:  64 E8M0 bytes for each 32 k-values
+//
+// These have codes of two and three bits that say less than their weights (store/trellis.h), and
+// the words of 16 columns beside each other:
+//   tcq2:  [4][group/16][16] words; code j of stream s of 16 k-values is in bits 2j of byte s
+//   tcq3:  [4][group/32][3][16] words: two of the codes' upper bits, as tcq2's, of 16 k-values
+//   each,
+//          and one of their lowest bits, code j of stream s of 32 k-values in bit j of byte s
 #pragma once
 
 #include <cstddef>
@@ -47,9 +54,11 @@ enum class Format : uint8_t {
   kMxfp4,
   kNvfp4,
   kFp8,
+  kTcq2,
+  kTcq3,
 };
 
-inline constexpr int kFormats = 9;
+inline constexpr int kFormats = 11;
 
 enum class ScaleType : uint8_t { kBf16, kFp16, kFp32, kE8m0, kE4m3 };
 
@@ -64,7 +73,10 @@ constexpr bool has_float_products(Format format) {
   return format == Format::kBf16 || format == Format::kFp8;
 }
 // Nothing is rounded to these: they are made of codes and scales that are there already.
-constexpr bool is_made_of_codes(Format format) { return format > Format::kLut4; }
+constexpr bool is_made_of_codes(Format format) {
+  return format > Format::kLut4 && format < Format::kTcq2;
+}
+constexpr bool is_trellis(Format format) { return format >= Format::kTcq2; }
 
 inline constexpr int32_t kBlockColumns = 64;
 inline constexpr int64_t kRecordAlignment = 4096;

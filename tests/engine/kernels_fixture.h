@@ -94,10 +94,11 @@ inline constexpr Activation kActivations[] = {
     kClamped,          kSoftcapped};
 
 inline constexpr Format kRoundedFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4,
-                                             Format::kLut4};
+                                             Format::kLut4, Format::kTcq2, Format::kTcq3};
 inline constexpr Format kAllFormats[] = {Format::kBf16,  Format::kInt8,     Format::kInt4,
                                          Format::kLut4,  Format::kInt8Fp16, Format::kInt4Fp16,
-                                         Format::kMxfp4, Format::kNvfp4,    Format::kFp8};
+                                         Format::kMxfp4, Format::kNvfp4,    Format::kFp8,
+                                         Format::kTcq2,  Format::kTcq3};
 
 struct Shape {
   Format format = Format::kBf16;

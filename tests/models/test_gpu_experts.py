@@ -455,7 +455,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
 @pytest.mark.usefixtures("card", "cache")
 @pytest.mark.parametrize(
     ("kind", "weights", "fewer"),
-    [("ct_mxfp4", "mxfp4", ()), ("fp8_blocks", "fp8", ("int4", "lut4"))],
+    [("ct_mxfp4", "mxfp4", ("tcq3", "tcq2")), ("fp8_blocks", "fp8", ("int4", "lut4", "tcq3", "tcq2"))],
 )
 def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]

@@ -51,7 +51,10 @@ def expected(original: PreTrainedModel, documents: list[torch.Tensor]) -> float:
     return perplexity
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [("bf16", 0.0005), ("int8", 0.002), ("int4", 0.01), ("lut4", 0.01)])
+@pytest.mark.parametrize(
+    ("weights", "tolerance"),
+    [("bf16", 0.0005), ("int8", 0.002), ("int4", 0.01), ("lut4", 0.01), ("tcq3", 0.1), ("tcq2", 0.5)],
+)
 def test_perplexity_stays(
     original: PreTrainedModel, documents: list[torch.Tensor], expected: float, weights: str, tolerance: float
 ) -> None:

@@ -50,6 +50,10 @@ ODD = [
     Spec(weights="fp8", hidden=264, intermediate=136, group_size=128, experts=2),
     Spec(weights="fp8", hidden=71, intermediate=130, group_size=0, bias=True),
     Spec(weights="fp8", hidden=129, intermediate=31, group_size=32, gated=False),
+    Spec(weights="tcq2", hidden=264, intermediate=130, group_size=128, experts=2),
+    Spec(weights="tcq2", hidden=71, intermediate=31, group_size=32, bias=True, activation="swigluoai"),
+    Spec(weights="tcq3", hidden=200, intermediate=136, group_size=64),
+    Spec(weights="tcq3", hidden=65, intermediate=1, group_size=32, gated=False),
     Spec(weights="int4", hidden=71, intermediate=63, activation="swiglu(gate=0.9,up=0.7)"),
     Spec(weights="int8", hidden=129, intermediate=31, bias=True, activation="softcap(gate=1.5,up=2)"),
     Spec(weights="lut4", hidden=65, intermediate=130, gated=False, activation="relu2"),
@@ -214,7 +218,7 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
         alone = torch.cat(
             [ops.experts(x[i : i + 1], ids[i : i + 1], gates[i : i + 1], pool.handle()) for i in range(33)]
         )
-        if weights == "bf16":
+        if weights in ("bf16", "fp8"):  # whose sums are floats
             torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(together, alone), weights
@@ -276,7 +280,7 @@ def test_a_tiny_workspace_gives_equal_results(open_pool: OpenPool, weights: str)
     for workspace in (1, 10_000, 60_000):
         pool = open_pool(spec, slots=4, workspace=workspace)
         out = ops.experts(x, ids, gates, pool.handle())
-        if weights == "bf16":
+        if weights in ("bf16", "fp8"):  # whose sums are floats
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(out, expected), workspace
@@ -319,7 +323,7 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
             "records": experts_of(spec).records[0],
             "arguments": [(torch.randn(tokens, spec.hidden), *routing(spec, tokens, 3)) for tokens in (1, 5, 40)],
         }
-        for spec in map(Spec, ("int8", "int4", "lut4", "mxfp4", "nvfp4"))
+        for spec in map(Spec, ("int8", "int4", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3"))
     ]
     torch.save(calls, tmp_path / "calls")
     isas = _C.features()["isas"].split()

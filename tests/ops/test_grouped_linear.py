@@ -9,12 +9,15 @@ from torch import Tensor
 
 from torch_mesh.store.manifest import FORMAT_VERSIONS
 
-SPECS = [Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4", "lut4") for bias in (False, True)]
+SPECS = [
+    Spec(weights=weights, bias=bias) for weights in ("bf16", "int8", "int4", "lut4", "tcq2") for bias in (False, True)
+]
 SPECS.append(Spec(weights="int8", gated=False, activation=None))
 SPECS += [
     Spec(weights="fp8", group_size=32),
     Spec(weights="mxfp4", group_size=32, bias=True),
     Spec(weights="nvfp4", group_size=16),
+    Spec(weights="tcq3", group_size=128),
 ]
 TOLERANCE = {weights: 1e-5 if weights in ("bf16", "fp8") else 0.02 for weights in FORMAT_VERSIONS}
 
@@ -88,7 +91,7 @@ def test_a_tiny_workspace_and_pool_give_equal_results(open_pool: OpenPool, weigh
     expected = ops.grouped_linear(x, offsets, open_pool(spec, in_memory=True).handle(), 0, 80)
     for workspace in (1, 3000):
         out = ops.grouped_linear(x, offsets, open_pool(spec, slots=1, workspace=workspace).handle(), 0, 80)
-        if weights == "bf16":
+        if weights in ("bf16", "fp8"):  # whose sums are floats
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(out, expected)

@@ -51,8 +51,11 @@ FORMAT_VERSIONS = {
     "mxfp4": 1,
     "nvfp4": 1,
     "fp8": 1,
+    "tcq2": 1,
+    "tcq3": 1,
 }
-WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that anything can be rounded to
+DENSE_WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that linear layers outside the experts can be rounded to
+WEIGHTS = (*DENSE_WEIGHTS, "tcq3", "tcq2")  # that experts can be rounded to
 OF_CODES = tuple(
     name for name in FORMAT_VERSIONS if name not in WEIGHTS
 )  # that a quantised checkpoint's codes fit as they are
