@@ -247,7 +247,8 @@ TEST(Pack, RoundsToNoFormatOfCodes) {
   const std::string error =
       error_of([&] { pack_record(layout, weights.views(), record.data()); }).what();
   EXPECT_NE(error.find("nothing is rounded to mxfp4"), std::string::npos) << error;
-  EXPECT_NE(error.find("allowed for other weights: bf16, int8, int4, lut4, tcq2, tcq3"), std::string::npos);
+  EXPECT_NE(error.find("allowed for other weights: bf16, int8, int4, lut4, tcq2, tcq3"),
+            std::string::npos);
 }
 
 TEST(Unpack, Bf16IsTheWeightsRounded) {
