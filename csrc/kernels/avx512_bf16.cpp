@@ -26,7 +26,7 @@ struct NativeBf16Dot {
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
-    make_table<NativeBf16Dot, VnniInt8Dot, VnniLevelDot, VnniNibbleDot,
+    make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, VnniLevelDot,
                Prefetching<ExpandedFp8Dot>>(
         "avx512_bf16",
         {.gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false});

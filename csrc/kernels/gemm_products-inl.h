@@ -81,26 +81,7 @@ inline void gemm_fp8(const BlockProducts& products) {
   }
 }
 
-// Words of int8 and of levels are gemm's own operands. Words of nibbles unfold into two of them,
-// which stay unsigned: s8 holds them too.
-template <typename Dot, typename Group>
-inline const std::byte* gemm_words(const Group& group, std::byte* unfolded) {
-  if constexpr (Dot::kRowWords == words_at_once<Dot>()) {
-    return group.words;
-  } else {
-    for (int32_t j = 0; j < group.count; ++j) {
-      std::byte* to = unfolded + j * kBlockColumns * 8;
-      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        const auto weights = Dot::weights(group.words + (j * kBlockColumns + c) * 4);
-        store_words(to + c * 4, weights.low);
-        store_words(to + (kBlockColumns + c) * 4, weights.high);
-      }
-    }
-    return unfolded;
-  }
-}
-
-// 128 times the sum of each column of gemm_words, which gemm's u8 rows add.
+// 128 times the sum of each column of a group, which gemm's u8 rows add.
 template <typename Dot, typename Group>
 inline void gemm_surplus(const Group& group, uint32_t* surplus) {
   alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
@@ -120,9 +101,9 @@ inline void gemm_surplus(const Group& group, uint32_t* surplus) {
   }
 }
 
-template <typename Dot, typename Scales, typename Group = IntegerGroup<Dot, Scales>>
+// Of groups whose words are gemm's own operands. Bytes of nibbles stay unsigned: s8 holds them too.
+template <typename Dot, typename Scales, typename Group>
 inline void gemm_integer(const BlockProducts& products) {
-  alignas(64) std::byte unfolded[kMaxGroup * kBlockColumns];
   alignas(64) std::byte gathered[kTileRows * kMaxGroup];
   alignas(64) int32_t exact[kTileRows * kBlockColumns];
   alignas(64) uint32_t surplus[kBlockColumns];
@@ -138,8 +119,7 @@ inline void gemm_integer(const BlockProducts& products) {
     gemm_surplus<Dot>(group, surplus);
     products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
                              reinterpret_cast<const uint8_t*>(gathered),
-                             reinterpret_cast<const int8_t*>(gemm_words<Dot>(group, unfolded)),
-                             exact);
+                             reinterpret_cast<const int8_t*>(group.words), exact);
     for (int32_t r = 0; r < count; ++r) {
       for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
         Words sum =

@@ -173,6 +173,30 @@ struct IntegerGroup {
   const std::byte* scales_of(int32_t column) const { return scales + column * Scales::kBytes; }
 };
 
+// The same with its words unfolded to bytes, once for all rows, as runtime's gemm takes them:
+// [2 * count][kBlockColumns]. A Dot of what they stand for multiplies these.
+template <typename Dot, typename Scales>
+struct UnfoldedGroup : IntegerGroup<Dot, Scales> {
+  alignas(64) std::byte bytes[kMaxGroup * kBlockColumns];
+
+  UnfoldedGroup(const BlockProducts& products, int32_t group)
+      : IntegerGroup<Dot, Scales>(products, group) {
+    for (int32_t j = 0; j < this->count; ++j) {
+      std::byte* to = bytes + j * kBlockColumns * 8;
+      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+        const std::byte* at = this->words + (j * kBlockColumns + c) * 4;
+        if (c * 4 % kLineBytes == 0) prefetch_ahead<Dot>(at);
+        const auto weights = Dot::weights(at);
+        store_words(to + c * 4, weights.low);
+        store_words(to + (kBlockColumns + c) * 4, weights.high);
+      }
+    }
+    this->words = bytes;
+  }
+  UnfoldedGroup(const UnfoldedGroup&) = delete;
+  UnfoldedGroup& operator=(const UnfoldedGroup&) = delete;
+};
+
 template <typename Scales>
 inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
   const Floats scale = broadcast(row_scale) * Scales::load(scales);
@@ -208,7 +232,7 @@ inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
   }
 }
 
-template <typename Dot, typename Scales, typename Group = IntegerGroup<Dot, Scales>>
+template <typename Dot, typename Scales, typename Group>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   const float unit = block_unit<Scales>(products);

@@ -53,9 +53,10 @@ struct ScalarNibbleDot {
   }
 };
 
-struct ScalarLevelDot : ScalarNibbleDot<TrellisLevels> {
+template <typename Levels>
+struct ScalarLevelDot : ScalarNibbleDot<Levels> {
   static constexpr int32_t kWordsAtOnce = 2;
-  static Weights weights(const std::byte* words) {
+  static typename ScalarNibbleDot<Levels>::Weights weights(const std::byte* words) {
     return {load_words(words), load_words(words + kBlockColumns * 4)};
   }
 };
@@ -63,7 +64,7 @@ struct ScalarLevelDot : ScalarNibbleDot<TrellisLevels> {
 }  // namespace
 
 constinit const KernelTable kScalarTable =
-    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarLevelDot, ScalarNibbleDot, ExpandedFp8Dot>(
+    make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarNibbleDot, ScalarLevelDot, ExpandedFp8Dot>(
         "scalar", {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .panels = 0});
 
 }  // namespace torch_mesh

@@ -44,19 +44,35 @@ inline void block_panels(const BlockProducts& products) {
   kPanels(products);
 }
 
-template <typename Dot, typename Scales = Bf16Scales>
-inline void block_products_integer(const BlockProducts& products) {
+template <typename Dot, typename Scales>
+inline void block_products_int8(const BlockProducts& products) {
   clear_sums(products);
-  if (products.gemm != nullptr) return gemm_integer<Dot, Scales>(products);
-  integer_products<Dot, Scales>(products);
+  using Group = IntegerGroup<Dot, Scales>;
+  if (products.gemm != nullptr) return gemm_integer<Dot, Scales, Group>(products);
+  integer_products<Dot, Scales, Group>(products);
 }
 
-template <typename Dot, typename Code>
+// From this many rows on unfolding nibbles once for all of them is faster than for each tile.
+constexpr int32_t kUnfoldedRows = 2 * kTile.rows;
+
+// Levels is a Dot of the bytes that Dot unfolds nibbles to.
+template <typename Dot, typename Levels, typename Scales>
+inline void block_products_nibbles(const BlockProducts& products) {
+  clear_sums(products);
+  using Unfolded = UnfoldedGroup<Dot, Scales>;
+  if (products.gemm != nullptr) return gemm_integer<Levels, Scales, Unfolded>(products);
+  if (products.rows.count >= kUnfoldedRows) {
+    return integer_products<Levels, Scales, Unfolded>(products);
+  }
+  integer_products<Dot, Scales, IntegerGroup<Dot, Scales>>(products);
+}
+
+template <typename Levels, typename Code>
 inline void block_products_trellis(const BlockProducts& products) {
   clear_sums(products);
   using Group = TrellisGroup<Code>;
-  if (products.gemm != nullptr) return gemm_integer<Dot, Bf16Scales, Group>(products);
-  integer_products<Dot, Bf16Scales, Group>(products);
+  if (products.gemm != nullptr) return gemm_integer<Levels, Bf16Scales, Group>(products);
+  integer_products<Levels, Bf16Scales, Group>(products);
 }
 
 // From how many rows on; `panels` of 0: none.
@@ -66,12 +82,13 @@ struct ManyRows {
   bool bf16_panels = true;
 };
 
-// Nibbles is a Dot of what they stand for.
-template <typename Bf16, typename Int8, typename Levels, template <typename> typename Nibbles,
-          typename Fp8>
+// Nibbles and Levels are Dots of what they stand for.
+template <typename Bf16, typename Int8, template <typename> typename Nibbles,
+          template <typename> typename Levels, typename Fp8>
 constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
   using Int4 = Nibbles<EvenNibbles>;
   using Fp4 = Nibbles<Fp4Nibbles>;
+  using Trellis = Levels<TrellisLevels>;
   const int32_t nibbles = rows.gemm_nibbles;
   return {name,
           {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
@@ -80,11 +97,14 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,
            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
            rows.panels > 0 ? block_panels<fp8_panels> : nullptr, nullptr, nullptr},
-          {block_products_bf16<Bf16>, block_products_integer<Int8>, block_products_integer<Int4>,
-           block_products_integer<Nibbles<Lut4Nibbles>>, block_products_integer<Int8, HalfScales>,
-           block_products_integer<Int4, HalfScales>, block_products_integer<Fp4, E8m0Scales>,
-           block_products_integer<Fp4, E4m3Scales>, block_products_fp8<Fp8>,
-           block_products_trellis<Levels, Tcq2>, block_products_trellis<Levels, Tcq3>},
+          {block_products_bf16<Bf16>, block_products_int8<Int8, Bf16Scales>,
+           block_products_nibbles<Int4, Levels<EvenNibbles>, Bf16Scales>,
+           block_products_nibbles<Nibbles<Lut4Nibbles>, Levels<Lut4Nibbles>, Bf16Scales>,
+           block_products_int8<Int8, HalfScales>,
+           block_products_nibbles<Int4, Levels<EvenNibbles>, HalfScales>,
+           block_products_nibbles<Fp4, Levels<Fp4Nibbles>, E8m0Scales>,
+           block_products_nibbles<Fp4, Levels<Fp4Nibbles>, E4m3Scales>, block_products_fp8<Fp8>,
+           block_products_trellis<Trellis, Tcq2>, block_products_trellis<Trellis, Tcq3>},
           plain_products,
           to_floats,
           store_operands,

@@ -38,7 +38,7 @@ bool rounds_alike(const KernelTable& table, Format format) {
   return format != Format::kBf16 || std::string_view(table.name) != "avx512_bf16";
 }
 
-double typical_error(Format format) { return has_float_products(format) ? 0.006 : 0.03; }
+double typical_error(Format format) { return has_float_products(format) ? 0.009 : 0.04; }
 
 TEST(ExpertFfn, EveryTableAgreesWithScalar) {
   Random random;
@@ -232,7 +232,7 @@ void expect_spoils_itself_alone(const Shape& shape, Random& random) {
   SCOPED_TRACE(name_of(shape));
   const Bytes record = Weights(shape.layout(), random).pack(kernel_table());
   Rows rows(shape.layout(), 7, random);
-  const auto clean = run_ffn(kernel_table(), shape, record, rows);
+  const auto clean = run_ffn(kScalarTable, shape, record, rows);
   rows.row(rows.tokens[2])[random.below(shape.hidden)] = std::numeric_limits<float>::quiet_NaN();
   rows.row(rows.tokens[5])[random.below(shape.hidden)] = std::numeric_limits<float>::infinity();
   for (const KernelTable* table : all_tables()) {
@@ -293,7 +293,7 @@ TEST(ExpertFfn, PaddingColumnsAreNotData) {
   const RecordLayout layout = shape.layout();
   const Bytes record = Weights(layout, random).pack(kernel_table());
   const Rows rows(layout, 5, random);
-  const auto clean = run_ffn(kernel_table(), shape, record, rows);
+  const auto clean = run_ffn(kScalarTable, shape, record, rows);
   const auto poison = [&](const PackedMatrix& matrix, int64_t offset, int32_t first_block) {
     const int32_t used = matrix.columns % kBlockColumns;
     for (int32_t b = first_block; b < matrix.blocks; ++b) {
