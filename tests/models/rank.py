@@ -1,0 +1,119 @@
+"""One rank of a divided model: ``torchrun rank.py FOLDER`` opens and runs what FOLDER/cases.pt lists, and writes what came out beside it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.modules import patched_modules
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    ranks = torch.distributed.get_world_size()
+    how = DistributedConfig(tp_size=ranks, ep_size=ranks, **case.get("distributed", {}))
+    if case.get("whole_rest"):
+        how.tp_plan = dict.fromkeys(tp_plan_of(case), "replicate")
+    config = MeshConfig(**case.get("config", {}))
+    dtype = case.get("dtype", torch.bfloat16)
+    model = model_class(case).from_pretrained(
+        case["folder"], dtype=dtype, distributed_config=how, quantization_config=config
+    )
+    result: dict[str, Any] = {}
+    with torch.no_grad():
+        if "ids" in case:
+            result["logits"] = model(input_ids=case["ids"], use_cache=False)[0]  # or hidden states, without a head
+        if "prompt" in case and model.can_generate():
+            result["generated"] = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    if extra := case.get("extra"):
+        result["extra"] = globals()[extra](model)
+    stats = torch_mesh.stats(model)
+    experts = next(patched_modules(model))
+    pool = experts._mesh_pool
+    size = pool.engine.describe_size()
+    result |= {
+        "stats": stats.to_dict(),
+        "text": str(stats),
+        "model": repr(model),
+        "pool_bytes": size["slot_bytes"],
+        "record_bytes": size["record_bytes"],
+        "layers": pool.layers,
+        "slots": stats.slots,
+        "shapes": {name: tuple(parameter.shape) for name, parameter in experts._parameters.items()},
+        "linears": sorted({type(module).__name__ for module in model.modules() if "Linear" in type(module).__name__}),
+    }
+    return result
+
+
+def model_class(case: dict[str, Any]) -> Any:
+    family, name = case["model"]
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+
+
+def tp_plan_of(case: dict[str, Any]) -> dict[str, str]:
+    cls = model_class(case)
+    with torch.device("meta"):
+        plan: dict[str, str] = cls(cls.config_class.from_pretrained(case["folder"])).tp_plan
+    return plan
+
+
+def errors(model: Any) -> dict[str, str]:
+    """What a divided model refuses, by what was tried."""
+    from peft import LoraConfig, get_peft_model
+
+    def save() -> None:
+        model.save_pretrained("/nonexistent")
+
+    def profile() -> None:
+        torch_mesh.save_profile(model, "/nonexistent")
+
+    def adapt() -> None:
+        get_peft_model(model, LoraConfig(target_parameters=["experts.down_proj"], target_modules=[], r=2))
+
+    def patch() -> None:
+        torch_mesh.patch(model)
+
+    found = {}
+    for attempt in (save, profile, adapt, patch):
+        try:
+            attempt()
+        except torch_mesh.MeshError as error:
+            found[attempt.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def endless(model: Any) -> None:
+    """Generates until something ends it."""
+    prompt = torch.randint(3, 100, (1, 5), generator=torch.Generator().manual_seed(1))
+    model.generate(prompt, max_new_tokens=2)
+    (Path(sys.argv[1]) / f"generating{torch.distributed.get_rank()}").touch()
+    while True:
+        model.generate(prompt, max_new_tokens=100, min_new_tokens=100)
+
+
+def main(folder: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", timeout=datetime.timedelta(seconds=float(os.environ.get("RANK_TIMEOUT", "60")))
+    )
+    rank = torch.distributed.get_rank()
+    results = []
+    for case in torch.load(folder / "cases.pt"):
+        try:
+            results.append(run(case))
+        except torch_mesh.UnsupportedModelError as error:
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    torch.save(results, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
