@@ -6,6 +6,7 @@ import datetime
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             result["generated"] = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
     if extra := case.get("extra"):
         result["extra"] = globals()[extra](model)
+    if case.get("extra") == "unpatched":
+        return result
     stats = torch_mesh.stats(model)
     experts = next(patched_modules(model))
     pool = experts._mesh_pool
@@ -90,6 +93,43 @@ def errors(model: Any) -> dict[str, str]:
         except torch_mesh.MeshError as error:
             found[attempt.__name__] = f"{type(error).__name__}: {error}"
     return found
+
+
+IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+def trained(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Loss and gradients of adapters beside the experts."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False))
+    loss = adapted.train()(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return loss.detach(), [each.grad for each in adapted.parameters() if each.requires_grad]
+
+
+def compiled(model: Any) -> torch.Tensor:
+    return generated(torch_mesh.compile(model))
+
+
+def unpatched(model: Any) -> torch.Tensor:
+    """A divided model as transformers has it, with this rank's weights."""
+    torch_mesh.unpatch(model)
+    assert not list(patched_modules(model))
+    return generated(model)
+
+
+def generated(model: Any, sequences: int = 2) -> torch.Tensor:
+    with torch.no_grad():
+        return model.generate(IDS[:sequences], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+
+
+def traced(model: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        with torch_mesh.record_trace(model, Path(folder) / "trace.npz"):
+            generated(model, 1)
+        return torch_mesh.load_trace(Path(folder) / "trace.npz").ids
 
 
 def endless(model: Any) -> None:

@@ -12,21 +12,24 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank import model_class
+from rank import compiled, generated, model_class, traced, trained
 from tiny_models import TINY_MODELS
 
 import torch_mesh
 from torch_mesh import MeshConfig
+from torch_mesh.plan import plan
 from torch_mesh.store.convert import convert
 
 RANK = Path(__file__).with_name("rank.py")
 # By what it is tested for: a plan that divides attention too, one that does not, experts that run by projection.
 FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", "muse_spark": "MuseSparkExperts"}
+EXTRAS: dict[str, Any] = {"trained": trained, "traced": traced, "compiled": compiled}
 WAYS = ("all_reduce", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -108,10 +111,25 @@ def all_cases(folders: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
 NAMES = list(all_cases(dict.fromkeys(FAMILIES, ("", ""))))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def save_profile(case: dict[str, Any], path: Path) -> None:
+    model = model_class(case).from_pretrained(case["folder"], quantization_config=MeshConfig())
+    model(case["ids"])
+    torch_mesh.save_profile(model, path)
+
+
+# Of what two ranks do, so much that it takes some ten seconds.
+QUICK = {
+    *(f"{family}-{rest}" for family in FAMILIES for rest in ("all_reduce-25%-float32", "all_to_all-100%-float32")),
+    *("qwen3_moe-all_reduce-25%-bfloat16", "packed", "profile", "auto", "errors", "gpu", "lossy", "traced"),
+}
+
+
+def slow_but(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
     """What two ranks gave, by name of the case; each with the case."""
-    folder = tmp_path_factory.mktemp("two")
     folders = {}
     for family, experts in FAMILIES.items():
         (folder / family).mkdir()
@@ -119,29 +137,55 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = all_cases(folders)
     raw, store = folders["qwen3_moe"]
     some = cases[NAMES[0]]
+    save_profile(some, folder / "profile")
     cases |= {
         "whole rest": some | {"folder": store, "whole_rest": True, "config": {"dense": "int8", "resident": 0.4}},
         "packed": some | {"config": {"dense": "int8"}},
+        "profile": some | {"config": {"profile": str(folder / "profile"), "residency": {"pins": 0.3}, "resident": 0.5}},
+        "auto": some | {"config": {"resident": "auto"}},
+        **{
+            extra: some | {"dtype": torch.float32, "whole_rest": True, "extra": extra, "config": {"resident": 0.5}}
+            for extra in (*EXTRAS, "unpatched")
+        },
         "errors": {"folder": raw, "model": some["model"], "extra": "errors"},
         "gpu": {"folder": raw, "model": some["model"], "config": {"gpu": {"experts": 2}}},
         "lossy": {"folder": raw, "model": some["model"], "config": {"lossy": {"deferred_experts": 1}}},
     }
+    cases = {name: case for name, case in cases.items() if (name in QUICK) == quick}
     return dict(zip(cases, zip(cases.values(), launch(folder, list(cases.values()), 2), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_compute_what_one_process_does(two: dict[str, Any], name: str) -> None:
-    assert_same(*two[name])
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("two"), quick=True)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "bfloat16" in name])
-def test_each_rank_reads_and_keeps_its_own_experts_alone(two: dict[str, Any], name: str) -> None:
-    case, results = two[name]
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("more"), quick=False)
+
+
+@pytest.fixture
+def given(request: pytest.FixtureRequest, name: str) -> Any:
+    """The case of the parameter ``name``, and what each rank gave."""
+    return request.getfixturevalue("two" if name in QUICK else "more")[name]
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES))
+def test_two_ranks_compute_what_one_process_does(given: Any) -> None:
+    assert_same(*given)
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES))
+def test_each_rank_reads_and_keeps_its_own_experts_alone(given: Any) -> None:
+    case, results = given
     share = case["config"]["resident"]
     for rank, result in enumerate(results):
         own = result["record_bytes"] * 4 * result["layers"]
         assert result["shapes"]["down_proj"][0] == 4
         assert result["slots"] == (3 if share == 0.25 else 4 * result["layers"])
+        planned = plan(Path(case["folder"]), MeshConfig(**case["config"]), ranks=2)
+        assert (planned.slots, planned.sizes.expert_bytes) == (result["slots"], result["record_bytes"])
         assert result["pool_bytes"] <= own and (share < 1 or 0 < result["stats"]["bytes_read"] <= own)
         assert result["stats"]["share"] == {"rank": rank, "ranks": 2, "first_expert": 4 * rank, "experts": 4}
         text = f"experts {4 * rank} to {4 * rank + 3} of 8, rank {rank} of 2"
@@ -155,11 +199,37 @@ def test_the_next_layers_experts_are_foretold_on_each_rank(two: dict[str, Any]) 
             assert result["stats"]["prefetches_used"] > result["stats"]["prefetches_wasted"]
 
 
-@pytest.mark.parametrize("name", ["whole rest", "packed"])
-def test_linear_layers_are_packed_whole_or_in_parts(two: dict[str, Any], name: str) -> None:
-    case, results = two[name]
+@pytest.mark.parametrize("name", slow_but(["whole rest", "packed"]))
+def test_linear_layers_are_packed_whole_or_in_parts(given: Any) -> None:
+    case, results = given
     assert_same(case, results)
     assert all("MeshLinear" in result["linears"] for result in results)
+
+
+def test_a_profile_of_the_whole_model_warms_what_is_a_ranks_own(two: dict[str, Any]) -> None:
+    case, results = two["profile"]
+    assert_same(case, results)
+    assert all(result["stats"]["kept"] > 0 and result["slots"] == 6 for result in results)
+
+
+def test_auto_keeps_all_that_a_rank_has_where_memory_is_free(two: dict[str, Any]) -> None:
+    assert_same(*two["auto"])
+    assert all(result["slots"] == 12 for result in two["auto"][1])
+
+
+@pytest.mark.parametrize("name", slow_but((*EXTRAS, "unpatched")))
+def test_what_is_done_to_a_model_is_done_to_a_divided_one(given: Any, name: str) -> None:
+    case, results = given
+    model = torch_mesh.patch(model_class(case).from_pretrained(case["folder"], dtype=case["dtype"]))
+    expected = EXTRAS.get(name, generated)(model)
+    for result in results:
+        value = result["extra"]
+        if name != "trained":
+            assert (value == expected).all()
+            continue
+        assert (value[0] - expected[0]).abs() < 1e-3 and len(value[1]) == len(expected[1]) > 0
+        for gradient, same in zip(value[1], expected[1], strict=True):
+            assert (gradient - same).abs().max() <= 0.01 * same.abs().max()
 
 
 REFUSED = {
@@ -199,7 +269,9 @@ def test_four_ranks_with_fewer_experts_each_than_a_token_takes(tmp_path: Path) -
 def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
     ids = torch.randint(3, 100, (2, 9))
     cases = {}
-    for name in TINY_MODELS.keys() - {"Qwen3OmniMoeTalkerTextExperts"}:  # which has no embedding of its own to be given ids
+    for name in TINY_MODELS.keys() - {
+        "Qwen3OmniMoeTalkerTextExperts"
+    }:  # which has no embedding of its own to be given ids
         (tmp_path / name).mkdir()
         raw, _ = build(tmp_path / name, name)
         cases[name] = {
