@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import DistError
-from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
 from .config import MeshConfig
 from .errors import LostRankError, UnsupportedModelError
@@ -23,7 +21,9 @@ from .families import ExpertsLayer, layers_left_alone
 from .memory import available_bytes
 
 _SHARE = "_mesh_share"  # attribute of an experts module, by which families.py finds it, too
-_DISPATCH = f"{EpDispatchExpertsParallel.install_forward.__qualname__}.<locals>"
+_DISPATCH = (
+    "EpDispatchExpertsParallel.install_forward.<locals>"  # of transformers' function that takes a forward's place
+)
 # No collective fails with a type of its own under gloo; each of its messages names the source that it comes from.
 _OF_GLOO = "gloo"
 
@@ -59,9 +59,8 @@ class Share:
 
         All ranks have to call it.
         """
-        free = dict.fromkeys([_this_machine()], available_bytes())
-        machines = _gathered(free)
-        return min(each[_this_machine()] for each in machines if _this_machine() in each)
+        here = _this_machine()
+        return min(free for machine, free in _gathered((here, available_bytes())) if machine == here)
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those of a ``Source`` with this rank's experts alone, made of those of one with all."""
@@ -137,7 +136,7 @@ def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[Exp
         module._is_expert_parallel = True
         vars(module)[_SHARE] = share
     of_experts = tuple(f"{layer.kind}." for layer in layers)
-    if model._ep_plan:
+    if getattr(model, "_ep_plan", None):
         model._ep_plan = {name: rule for name, rule in model._ep_plan.items() if not name.startswith(of_experts)}
     return [dataclasses.replace(layer, num_experts=share.count, share=share) for layer in layers]
 
@@ -202,7 +201,9 @@ class _Watched:
 
 def _lost_rank(where: str, error: RuntimeError) -> LostRankError | None:
     """None if it is something else that failed."""
-    if isinstance(error, LostRankError) or not (isinstance(error, DistError) or _OF_GLOO in str(error)):
+    if isinstance(error, LostRankError) or not (
+        isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
+    ):
         return None
     first = str(error).splitlines()[0]
     return LostRankError(
