@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # x_sorted [rows, in] with rows grouped by expert, offsets int64 [experts + 1], a [experts, rank, in], b [experts, rank, out] ->
-# (x · a^T) · b of each row's expert, fp32 [rows, out]. Only experts that have rows are looked at.
+# (x · a^T) · b of each row's expert, fp32 [rows, out]; 0 for rows behind the last offset, which are no expert's. Only experts that have rows are looked at.
 _FORWARD = "torch_mesh::grouped_low_rank"
 _BACKWARD = "torch_mesh::grouped_low_rank_backward"
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # sizes follow from values
@@ -29,6 +29,7 @@ def _exact(x: Tensor) -> torch.autocast:
 @torch.library.custom_op(_FORWARD, mutates_args=(), tags=_TAGS)
 def grouped_low_rank(x_sorted: Tensor, offsets: Tensor, a: Tensor, b: Tensor) -> Tensor:
     out = x_sorted.new_empty((x_sorted.size(0), b.size(2)), dtype=torch.float32)
+    out[int(offsets[-1]) :] = 0
     with _exact(x_sorted):
         for expert, rows in _with_rows(offsets):
             torch.mm(x_sorted[rows].float() @ a[expert].float().t(), b[expert].float(), out=out[rows])
@@ -40,6 +41,7 @@ def grouped_low_rank_backward(
     grad: Tensor, x_sorted: Tensor, offsets: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_grad, a_grad, b_grad = torch.empty_like(x_sorted), torch.zeros_like(a), torch.zeros_like(b)
+    x_grad[int(offsets[-1]) :] = 0
     with _exact(x_sorted):
         for expert, rows in _with_rows(offsets):
             x, own = x_sorted[rows].float(), grad[rows].float()

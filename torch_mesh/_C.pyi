@@ -240,6 +240,9 @@ class Source:
 
     A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone where weights are in codes) and ``raw_views`` with keys among
     gate, up, down, gate_bias, up_bias, down_bias; all experts of the model share them.
+
+    A rank of several has those from ``first_expert`` on of the ``routed_experts`` among which routers choose, and counts them from 0;
+    checksums and errors have the model's numbers. 0: all of them.
     Raises ValueError if an extent does not lie within its file.
     """
 
@@ -251,6 +254,8 @@ class Source:
         store_id: bytes,
         raw_dtype: str | None = None,
         raw_views: Mapping[str, RawView | RawCodes] | None = None,
+        first_expert: int = 0,
+        routed_experts: int = 0,
     ) -> None: ...
     @property
     def staging_bytes(self) -> int:

@@ -6,6 +6,7 @@ What differs between them is an ``Origin``. A mode is a check in ``check`` or at
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from .announce import announce
 from .attention import check_attention, take_attention
 from .config import MeshConfig
 from .dense import dense_bytes, pack_dense, take_products
+from .expert_parallel import Share
 from .fallback import check_fallback, split_pool
 from .families import ExpertsLayer, common_geometry, pool_activations
 from .foresight.lookahead import check_predictor, connect
@@ -48,6 +50,7 @@ class Origin:
     layers: int
     counted: int
     places: Sequence[int]
+    share: Share | None = None  # of the model's experts, if it is one rank's
     only_format: str | None = None  # of all records at hand, if the originals are not
     freed: int = 0  # bytes that the model gives back when the pool is there
     staging: int = 0  # bytes that reading takes beside a pool
@@ -74,6 +77,9 @@ class OfRecords(Origin):
 
     def set_records(self, records: Records) -> None:
         """Those in the pool's format."""
+        if self.share is not None:
+            own = self.share.source_arguments(records.source_arguments)
+            records = dataclasses.replace(records, source_arguments=own)
         self._records = records
         self.weights, self.group_size = records.weights, records.group_size
         self.layers = self.counted = records.layers
@@ -205,5 +211,6 @@ def _open_pool(
             fallback=fallback,
             elsewhere=placement.elsewhere(records.layers, records.places),
             store=records.store,
+            share=origin.share,
         )
         return origin.undo.closing(pool)

@@ -185,7 +185,7 @@ class StatsFields:
         None,
         path("file"),
         "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time`, `forward`, "
-        "which experts are resident and who has the memory; `torch-mesh report` sums them up. Each model needs a file of its own. A write that fails is warned of once and disturbs nothing.",
+        "which experts are resident and who has the memory; `torch-mesh report` sums them up. Each model needs a file of its own, and a [rank](scaleout.md) takes `NAME.rank0.jsonl` for `NAME.jsonl`. A write that fails is warned of once and disturbs nothing.",
     )
     every: int = _field(
         100,
@@ -209,7 +209,8 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float = _field(
         "auto",
         values.resident,
-        'How much of the experts stays in memory. `"auto"`: free memory less a margin; cgroup limits count.',
+        'How much of the experts stays in memory. `"auto"`: free memory less a margin; cgroup limits count. With '
+        "[ranks](scaleout.md) it is that of each of them, and a share is of its own experts; those on one machine divide its free memory.",
     )
     weights: str = _field(
         "auto",

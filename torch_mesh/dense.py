@@ -50,12 +50,13 @@ class MeshLinear(PackedModule, nn.Linear):
         return self._product(input, self.bias)
 
     def _product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out_features, in_features = self.weight.shape  # of a rank's part, where tensor parallelism divides the layer
         return torch.ops.torch_mesh.linear(
             input,
             self._mesh_packed,
             bias,
-            self.in_features,
-            self.out_features,
+            in_features,
+            out_features,
             self._mesh_format,
             self._mesh_group_size,
         )
@@ -216,7 +217,9 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         warnings.warn(f"Linear layers in {', '.join(map(str, dtypes))} are rounded to bf16.", stacklevel=2)
     for path, linear in found:
         module: Any = linear
-        weight = module.weight
+        weight = own_part(module.weight)
+        if weight is not module.weight:
+            module._hf_quantized_needs_local_tp = True  # by which transformers knows layers without a DTensor
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_format, module._mesh_group_size = config.dense, group_size
         exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
@@ -224,6 +227,12 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
+
+
+def own_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a weight that tensor parallelism divides; any other weight as it is."""
+    part: Any = weight
+    return part.to_local() if hasattr(part, "device_mesh") else weight
 
 
 def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> int:
@@ -243,8 +252,8 @@ def dense_bytes(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, 
     embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
     linears = [linear for _, linear in find_dense(model, layers, loaded)]
     # A head that is tied to the embedding frees nothing.
-    freed = sum(linear.weight.nbytes for linear in linears if linear.weight is not embedding)
-    sizes = ((linear.in_features, linear.out_features) for linear in linears)
+    freed = sum(own_part(linear.weight).nbytes for linear in linears if linear.weight is not embedding)
+    sizes = (tuple(own_part(linear.weight).shape)[::-1] for linear in linears)
     return freed, sum(_C.linear_bytes(config.dense, group_size, *size) for size in sizes)
 
 
@@ -277,7 +286,7 @@ def _routing_modules(model: nn.Module, layer: ExpertsLayer) -> Iterator[nn.Modul
     """What chooses the experts: known routers, modules beside them that have a matrix with a row for each expert, all below those."""
     for child in model.get_submodule(layer.path.rpartition(".")[0]).children():
         rows = {parameter.size(0) for parameter in child.parameters() if parameter.dim() == 2}
-        if child is not layer.module and (router_adapter(child) is not None or layer.num_experts in rows):
+        if child is not layer.module and (router_adapter(child) is not None or layer.routed_experts in rows):
             yield from child.modules()
 
 

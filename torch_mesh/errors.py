@@ -42,5 +42,9 @@ class ForkedProcessError(MeshError):
     """The pool was used in a forked child of the process that opened it."""
 
 
+class LostRankError(MeshError):
+    """Another rank of a model that is divided among processes has ended, or has not answered within the process group's time-out."""
+
+
 class DeviceError(MeshError):
     """The driver of a GPU refused a call, or there is none."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,9 @@ from transformers.integrations import moe
 
 from .activation import gate_named, limit_before_silu, softcap, swiglu
 from .errors import MeshError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from .expert_parallel import Share
 
 # Config attributes that hold the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
@@ -197,6 +200,7 @@ class ExpertsLayer:
     has_post_expert_norm: bool
     expert_parallel: bool  # router ids >= num_experts are sentinels to skip
     block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced, too
+    share: Share | None = None  # of the model's experts, if it has no more than that
 
     @property
     def geometry(self) -> Geometry:
@@ -208,6 +212,11 @@ class ExpertsLayer:
             self.has_bias,
             fused=self.fused_activation is not None,
         )
+
+    @property
+    def routed_experts(self) -> int:
+        """Among how many the router chooses."""
+        return self.num_experts if self.share is None else self.share.routed
 
     @property
     def fused_activation(self) -> str | None:
@@ -375,7 +384,7 @@ def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
     """What chooses the experts, whether or not a matrix of it ranks them; None if it is not known."""
     parent = model.get_submodule(layer.path.rpartition(".")[0])
     beside = [child for child in parent.children() if child is not layer.module]
-    wanted = (layer.num_experts, layer.hidden)
+    wanted = (layer.routed_experts, layer.hidden)
     routers = [child for child in beside if router_adapter(child) is not None] or [
         child for child in beside if _shape(child) == wanted
     ]
@@ -385,7 +394,7 @@ def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
 def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
     module = router_module(model, layer)
     if module is None:
-        return f"not one module beside the experts has a weight of {[layer.num_experts, layer.hidden]}"
+        return f"not one module beside the experts has a weight of {[layer.routed_experts, layer.hidden]}"
     adapter = router_adapter(module) or RouterAdapter()
     return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
 
@@ -410,9 +419,9 @@ def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: Expe
         scoring = _SCORE_FUNCTIONS.get(type(router.score_fn)) if hasattr(router, "score_fn") else adapter.scoring
         if scoring is None:
             return f"the router scores by {type(router.score_fn).__name__} and corrects that, which lookahead does not know"
-        return Router(router, matrix, layer.num_experts, corrections[0], scoring)
+        return Router(router, matrix, layer.routed_experts, corrections[0], scoring)
     own = (matrix, "bias") if isinstance(getattr(matrix, "bias", None), torch.Tensor) else None
-    return Router(router, matrix, layer.num_experts, own, "logits")
+    return Router(router, matrix, layer.routed_experts, own, "logits")
 
 
 @dataclass(frozen=True)
@@ -517,6 +526,7 @@ def _describe(path: str, module: Any) -> ExpertsLayer:
         activation=_activation(module),
         has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
         expert_parallel=getattr(module, "_is_expert_parallel", False),
+        share=vars(module).get("_mesh_share"),
     )
 
 

@@ -28,19 +28,22 @@ _CALM_SECONDS = 3.0
 _GROWTH_BYTES = 2**30
 
 
-def wanted_slots(left: int, pools: Sequence[dict[str, int]]) -> list[int]:
+def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -> list[int]:
     """How many slots each of a process's ``pools`` should have where ``left`` bytes are free; less than 0: above a limit.
 
     Together they have what ``resident="auto"`` would choose now, each the same share of its size at first where that is possible, in
     whole segments, which is how memory comes and goes. To change little for little, it is the present number while between a half
-    and five quarters of auto's margin are left. ``pools`` are what ``Engine.describe_size`` says.
+    and five quarters of auto's margin are left. ``pools`` are what ``Engine.describe_size`` says. ``sharing``: so many processes with
+    pools like these look at the same memory, and each does its part.
     """
     present = [pool["slots"] for pool in pools]
-    total = left + sum(pool["slot_bytes"] for pool in pools)
+    total = left + sharing * sum(pool["slot_bytes"] for pool in pools)
     margin = auto_margin(total)
     if margin // 2 <= left <= margin + margin // 4:
         return present
-    wanted = [_in_segments(pool, size) for pool, size in zip(pools, _shares(total - margin, pools), strict=True)]
+    wanted = [
+        _in_segments(pool, size) for pool, size in zip(pools, _shares((total - margin) // sharing, pools), strict=True)
+    ]
     change = min if left < margin else max
     return [change(slots, now) for slots, now in zip(wanted, present, strict=True)]
 
@@ -83,14 +86,17 @@ class MemoryGuard:
         self._lock = threading.RLock()
         self._free_since: float | None = None
         self._warned = False
+        self._sharing = 1
 
     @staticmethod
     def of_this_process() -> MemoryGuard:
         """The one that looks at this process's memory. A forked child has another one."""
         return _guards.setdefault(os.getpid(), MemoryGuard())
 
-    def add(self, engine: _C.Engine) -> None:
+    def add(self, engine: _C.Engine, sharing: int = 1) -> None:
+        """``sharing``: how many processes on this machine, this one included, have such an engine."""
         with self._lock:
+            self._sharing = max(self._sharing, sharing)
             self._engines.append(engine)
             if len(self._engines) == 1:
                 self._stop = threading.Event()
@@ -126,7 +132,7 @@ class MemoryGuard:
         left = left_bytes(self._proc)
         # What is in the page cache is free to the kernel, and resident to a mapped pool.
         left -= sum(about["slot_bytes"] for _, about in described if about["mapped_bytes"])
-        wanted = wanted_slots(left, [about for _, about in described])
+        wanted = wanted_slots(left, [about for _, about in described], self._sharing)
         changes = [
             (engine, about, slots)
             for (engine, about), slots in zip(described, wanted, strict=True)

@@ -22,6 +22,7 @@ from .assembling import OfRecords, assemble, check
 from .cache import cache_folder, note_use
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
+from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .left_alone import load_left_alone
 from .modules import Absent
@@ -63,7 +64,7 @@ from .store.rest import WITHOUT_TORCH_MESH
 from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written
-from .undivided import check_launch, check_undivided
+from .undivided import check_launch, expert_ranks
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,10 +103,15 @@ class MeshQuantizer(PatchedModelQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         check_launch()
-        check_undivided(model)
+        ranks = expert_ranks(model)
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         origin = _find_origin(model, layers, checkpoint_files, self.quantization_config)
+        if ranks > 1:
+            check_divisible(model, layers, origin.config, ranks)
+            origin.share = share_of(ranks, layers)
+            layers = divide(model, layers, origin.share)
+            prepare_forwards(model, layers)
         check(model, layers, origin.config, origin)
         origin.prepare()
         assert checkpoint_files
@@ -124,6 +130,8 @@ class MeshQuantizer(PatchedModelQuantizer):
             each.end()
         load_left_alone(model, left_alone)
         _forget_quantization(model)
+        if origin.share is not None:
+            finish_forwards(model, layers)
         if origin.stored:
             keep_expert_conversions(model, layers)
         assemble(model, layers, origin.config, origin, self)

@@ -59,23 +59,26 @@ def resident_slots(
     regained: int = 0,
     available: int | None = None,
     mapped: bool = False,
+    sharing: int = 1,
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
     ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin; ``freed`` bytes
     more will be free, but a pool is taken as a whole before they are, so that it fits beside them too. ``regained`` bytes will be free before it is. ``available`` is what can be taken;
-    None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken.
+    None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken. ``sharing``: so many processes, this
+    one included, are about to take the same from it.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
     a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
     """
     every = layers * experts
-    free = (available_bytes() if available is None else available) + regained
+    free = (available_bytes() if available is None else available) + regained * sharing
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
-        return slots if mapped else _affordable(slots, resident, record_bytes, free)
+        return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
     if resident == "auto":
-        budget = min(auto_budget(free + freed, reserved), free - reserved - _MARGIN_BYTES)
+        reserved *= sharing
+        budget = min(auto_budget(free + freed * sharing, reserved), free - reserved - _MARGIN_BYTES) // sharing
         return min(every, max(top_k, budget // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
     if slots < top_k:
@@ -84,14 +87,15 @@ def resident_slots(
             f"give at least {top_k * record_bytes:,} bytes."
         )
     slots = min(every, slots)
-    return slots if mapped else _affordable(slots, resident, record_bytes, free)
+    return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
 
 
-def _affordable(slots: int, resident: str | float, record_bytes: int, free: int) -> int:
+def _affordable(slots: int, resident: str | float, record_bytes: int, free: int, sharing: int) -> int:
     """The slots, if there is memory for them: a pool is taken as a whole, before anything is freed."""
-    if slots * record_bytes > free:
+    if slots * record_bytes * sharing > free:
+        each = f" for each of the {sharing} ranks on this machine" if sharing > 1 else ""
         raise MemoryError(
-            f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts, but the machine and its "
+            f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts{each}, but the machine and its "
             f"memory cgroups have {free:,} left: give less, or 'auto'."
         )
     return slots

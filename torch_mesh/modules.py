@@ -159,9 +159,8 @@ class MeshExperts(PackedModule, InPool):
     ) -> torch.Tensor:
         ids, weights = top_k_index.reshape(-1), top_k_weights.float().reshape(-1)
         if self._is_expert_parallel:
-            # Sentinels are computed by any expert and weigh nothing, which keeps shapes free of the data.
-            sentinels = ids >= self.num_experts
-            ids, weights = ids.masked_fill(sentinels, 0), weights.masked_fill(sentinels, 0.0)
+            # Sentinels are sorted behind all experts, where nothing is computed, which keeps shapes free of the data.
+            weights = weights.masked_fill(ids >= self.num_experts, 0.0)
         sorted_ids, order = torch.sort(ids, stable=True)
         offsets = torch.searchsorted(sorted_ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
         top_k = top_k_index.size(-1)

@@ -111,6 +111,20 @@ class DenseChoice:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """What is different where ranks divide the experts. All else in a plan is then of one rank."""
+
+    ranks: int
+    experts: int  # of each layer, on each rank
+    busiest: (
+        float  # of a token's experts, those on the rank that has most of them: the others wait for it in each layer
+    )
+    sum_bytes: (
+        int  # of a token's outputs in bf16, which the ranks add up in each layer; the network's time is not known
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
     """``plan``'s answer. Bytes, seconds and shares; None where it cannot be known."""
 
@@ -118,6 +132,7 @@ class Plan:
     status: Status
     advice: str
     sizes: Sizes
+    ranks: RankPlan | None  # None: the model is whole in its process
     gpu: GpuPlan | None  # what lies on a card
     memory_bytes: int  # what the process can have in all
     process_bytes: int  # of those: the interpreter with torch and transformers
@@ -154,6 +169,7 @@ def plan(
     hit_rate: float | None = None,
     overlap: float | None = None,
     card: tuple[int, int] | None = None,
+    ranks: int = 1,
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
@@ -163,12 +179,18 @@ def plan(
 
     ``card``: the free and all bytes of a GPU, which then takes the rest of the model and what ``gpu.experts`` says.
 
+    ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds and the answer are of one of them.
+
     With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
-    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, and for a card
-    where it is not known what the rest of the model takes.
+    Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, for what does not go
+    with ranks, and for a card where it is not known what the rest of the model takes.
     """
     sizes = find_sizes(folder, config)
+    of_ranks = None
+    if ranks > 1:
+        _check_ranks(sizes, config, ranks, overlap, card)
+        sizes, of_ranks = _divided(sizes, ranks)
     shape = sizes.shape
     process = _process_bytes()
     whole = memory if memory is not None else process + available_bytes()
@@ -184,7 +206,7 @@ def plan(
         slots, fallback_slots, problem = None, 0, gpu.advice
     fallback_bytes = fallback_slots * _stand_in_bytes(sizes, config)
     every = shape.layers * shape.experts
-    recommended = shape.layers * min(shape.experts, 2 * shape.top_k)
+    recommended = shape.layers * min(shape.experts, -(-2 * shape.top_k // ranks))
     share = None if slots is None else slots / every
     rate = None if share is None or fallback_slots or gpu else _hit_rate(shape, share, hit_rate, overlap)
     chunk = _tokens_per_chunk(sizes, config)
@@ -192,13 +214,15 @@ def plan(
     seconds = None
     if speeds is not None and rate is not None and sizes.dense_bytes_per_token is not None:
         prefetch = config.prefetch != "off"
-        seconds = [token_seconds(sizes, speeds, hits, prefetch) for hits in (rate.expected, rate.low, rate.high)]
+        used = shape.top_k if of_ranks is None else of_ranks.busiest
+        seconds = [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     return Plan(
         folder=str(folder),
         status=status,
         advice=advice,
         sizes=sizes,
+        ranks=of_ranks,
         gpu=gpu,
         memory_bytes=whole,
         process_bytes=process,
@@ -217,8 +241,39 @@ def plan(
         tokens_per_second=None if seconds is None else 1 / seconds[0],
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
-        dense_choices=() if gpu else tuple(_dense_choices(folder, config, rate, speeds)),
+        dense_choices=() if gpu or of_ranks else tuple(_dense_choices(folder, config, rate, speeds)),
     )
+
+
+def _check_ranks(
+    sizes: Sizes, config: MeshConfig, ranks: int, overlap: float | None, card: tuple[int, int] | None
+) -> None:
+    experts = sizes.shape.experts
+    if experts % ranks:
+        raise ValueError(f"ranks={ranks}: the {experts} experts of a layer cannot be divided evenly among them")
+    if config.lossy.modes or card is not None or overlap is not None:
+        raise ValueError(
+            "ranks: lossy modes and experts on a card do not go with them, and overlap is of a whole model's routing. Leave those out."
+        )
+    if sizes.left_alone:
+        raise ValueError(f"ranks: the model has experts of several shapes ({sizes.left_alone}), which are not divided")
+
+
+def _divided(sizes: Sizes, ranks: int) -> tuple[Sizes, RankPlan]:
+    """Those of one rank."""
+    shape = sizes.shape
+    own = dataclasses.replace(shape, experts=shape.experts // ranks)
+    of_rank = dataclasses.replace(sizes, shape=own, all_experts_bytes=sizes.all_experts_bytes // ranks)
+    busiest = _busiest(shape.experts, shape.top_k, ranks)
+    return of_rank, RankPlan(ranks, own.experts, busiest, sum_bytes=2 * shape.hidden)
+
+
+def _busiest(experts: int, top_k: int, ranks: int) -> float:
+    """Of a token that draws its experts at random, how many are on the rank with most of them, on average: of some thousand draws, always
+    the same."""
+    draws = np.random.default_rng(0).random((4096, experts)).argpartition(top_k - 1)[:, :top_k]
+    owners = draws // (experts // ranks)
+    return float(np.stack([(owners == rank).sum(1) for rank in range(ranks)]).max(0).mean())
 
 
 def _dense_choices(
@@ -276,15 +331,17 @@ def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
     return HitRate(expected=expected, low=min(share, expected), high=max(expected, expected_hit_rate(share).high))
 
 
-def token_seconds(sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool) -> float:
-    """Seconds that one token of one sequence takes.
+def token_seconds(
+    sizes: Sizes, speeds: Speeds, hits: float, prefetch: bool, experts_of_token: float | None = None
+) -> float:
+    """Seconds that one token of one sequence takes; with ranks it has ``experts_of_token`` on the busiest, and the network takes more.
 
     Every layer takes its dense time, and the longer of reading what is cold and computing its experts; with ``prefetch`` reads
     overlap the dense part too.
     """
     shape = sizes.shape
     assert sizes.dense_bytes_per_token is not None
-    used = shape.layers * shape.top_k * sizes.expert_bytes
+    used = shape.layers * (shape.top_k if experts_of_token is None else experts_of_token) * sizes.expert_bytes
     reading = (1 - hits) * used / speeds.disk
     computing = used / speeds.experts
     dense = sizes.dense_bytes_per_token / speeds.dense + shape.layers * speeds.layer_seconds
@@ -477,7 +534,8 @@ def _slots(
     """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
     shape = sizes.shape
     reserved = config.workspace_bytes + sizes.staging_bytes + gpu_pool
-    least = shape.top_k * sizes.expert_bytes
+    top_k = min(shape.top_k, shape.experts)
+    least = top_k * sizes.expert_bytes
     if config.resident == "auto":
         if available is None:
             return None, 0, ""
@@ -489,15 +547,15 @@ def _slots(
             config.resident,
             layers=shape.layers,
             experts=shape.experts,
-            top_k=shape.top_k,
+            top_k=top_k,
             record_bytes=sizes.expert_bytes,
             reserved=reserved,
             # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
             available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
             mapped=config.io == "mmap",
         )
-        slots = min(slots, max(shape.top_k, shape.layers * shape.experts - on_gpu))
-        experts = {"experts": shape.layers * shape.experts, "top_k": shape.top_k}
+        slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
+        experts = {"experts": shape.layers * shape.experts, "top_k": top_k}
         record_bytes = {"record_bytes": sizes.expert_bytes, "stand_in_bytes": _stand_in_bytes(sizes, config)}
         return *split_slots(config, slots, **experts, **record_bytes), ""
     except (ValueError, MemoryError) as error:

@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -26,6 +26,9 @@ from .statistics.log import StatsLog
 from .store.convert import pack_expert
 from .store.manifest import Store
 
+if TYPE_CHECKING:
+    from .expert_parallel import Share
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -40,11 +43,12 @@ def pool_slots(
     regained: int = 0,
     staging: int = 0,
 ) -> int:
-    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``.
+    """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``: of a rank, of its own ones.
 
     ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what will be taken beside it, as by the buffers that
     raw records are read into.
     """
+    share = layers[0].share
     return resident_slots(
         config.resident,
         layers=stored_layers,
@@ -55,6 +59,8 @@ def pool_slots(
         freed=freed,
         regained=regained,
         mapped=config.io == "mmap",
+        available=None if share is None else share.free_bytes(),
+        sharing=1 if share is None else share.neighbours,
     )
 
 
@@ -75,7 +81,8 @@ class ExpertPool:
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
     ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
     those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
-    ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now.
+    ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now. ``share``: of the model's
+    experts, where this pool is one rank's.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class ExpertPool:
         fallback: ExpertPool | None = None,
         elsewhere: torch.Tensor | None = None,
         store: Store | None = None,
+        share: Share | None = None,
     ) -> None:
         if fallback is None:
             config = config.replace(lossy={"fallback": "none"})  # every expert has a slot
@@ -112,6 +120,7 @@ class ExpertPool:
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
         self.store = store
+        self.share = share
         self.threads = config.thread_count
         self.timeout = config.residency.timeout
         self.workspace = config.workspace_bytes
@@ -136,7 +145,7 @@ class ExpertPool:
             prefill=config.prefill,
             source=source,
             least_slots=min(least_slots, slots),
-            profile=pool_profile(config, layers, geometry.num_experts, least_slots, places),
+            profile=pool_profile(config, layers, geometry.num_experts, self.top_k, places, share),
             pins=config.residency.pins,
             early_layers=config.residency.early_layers,
             early_experts=config.residency.early_experts,
@@ -146,11 +155,12 @@ class ExpertPool:
         if config.stats.file is not None:
             last = layers - 1 if places is None else places[-1]
             stand_ins = None if fallback is None else fallback.engine
-            log = StatsLog(self.engine, stand_ins, last, config.stats.every, config.stats.file, config.lossy.modes)
+            file = config.stats.file if share is None else share.own_file(config.stats.file)
+            log = StatsLog(self.engine, stand_ins, last, config.stats.every, file, config.lossy.modes, share)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         self.guarded = guard is not None
         if guard is not None:
-            guard.add(self.engine)
+            guard.add(self.engine, 1 if share is None else share.neighbours)
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
         _notice_exit()
         if _LOG.isEnabledFor(logging.INFO):
@@ -203,7 +213,8 @@ class ExpertPool:
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}"
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
-        return f"weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
+        share = "" if self.share is None else f"{self.share}, "
+        return f"{share}weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self
@@ -220,8 +231,8 @@ def refuse_to_pickle() -> NoReturn:
 
 
 def least_slots(layers: Sequence[ExpertsLayer]) -> int:
-    """As many experts as one token needs."""
-    return max(layer.top_k for layer in layers)
+    """As many experts as one token needs, of those that there are."""
+    return max(min(layer.top_k, layer.num_experts) for layer in layers)
 
 
 def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:

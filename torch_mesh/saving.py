@@ -95,6 +95,12 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
     call.apply_defaults()
     folder = call.arguments["save_directory"]
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
+    share = next((module._mesh_pool.share for module in patched_modules(model)), None)
+    if share is not None and not adapters_only:
+        raise MeshError(
+            f"{type(model).__name__} is divided among processes, and this one has {share}: open it whole in one process to save it, or copy the "
+            "folder that it was opened from."
+        )
     if adapters_only or os.path.isfile(folder):
         return original(*call.args, **call.kwargs)
     if not _saves_here(call.arguments["is_main_process"]):

@@ -14,6 +14,7 @@
 namespace torch_mesh {
 namespace {
 
+// Rows behind the last offset are no expert's.
 at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t experts) {
   TORCH_CHECK_VALUE(offsets.scalar_type() == at::kLong || offsets.scalar_type() == at::kInt,
                     "offsets has dtype ", offsets.scalar_type(), "; allowed: int64, int32");
@@ -21,10 +22,15 @@ at::Tensor checked_offsets(const at::Tensor& offsets, int64_t rows, int32_t expe
                     "offsets must be [experts + 1 = ", experts + 1, "]; got ", offsets.sizes());
   const at::Tensor on_cpu = contiguous_as(offsets, at::kLong);
   const int64_t last = on_cpu.const_data_ptr<int64_t>()[experts];
-  TORCH_CHECK_VALUE(last == rows, "the last offset must be the number of rows, ", rows, "; got ",
-                    last);
+  TORCH_CHECK_VALUE(last <= rows, "the last offset must be at most the number of rows, ", rows,
+                    "; got ", last);
   check_offsets(on_cpu.const_data_ptr<int64_t>(), experts);
   return on_cpu;
+}
+
+void clear_behind(const at::Tensor& rows, const at::Tensor& bounds) {
+  const int64_t last = bounds.const_data_ptr<int64_t>()[bounds.size(0) - 1];
+  if (last < rows.size(0)) rows.narrow(0, last, rows.size(0) - last).zero_();
 }
 
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const at::Tensor& handle,
@@ -38,11 +44,12 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& offsets, const 
                     "x_sorted must be [rows, ", engine.in_features(which), "]; got ", x.sizes());
   TORCH_CHECK_VALUE(out_features == engine.out_features(which), "out_features is ", out_features,
                     "; projection ", which, " has ", engine.out_features(which));
-  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= engine.pool().experts(), "top_k is ", top_k,
-                    "; allowed: 1 to ", engine.pool().experts());
+  const int32_t most = engine.pool().routed_experts();
+  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= most, "top_k is ", top_k, "; allowed: 1 to ", most);
   const at::Tensor bounds = checked_offsets(offsets, x.size(0), engine.pool().experts());
   at::Tensor out = at::empty({x.size(0), engine.out_features(which)}, x.options());
   if (x.size(0) == 0) return out;
+  clear_behind(out, bounds);
   const at::Tensor rows = with_contiguous_rows(x);
   engine.grouped_linear(LinearCall{.layer = layer.layer,
                                    .projection = which,
@@ -76,6 +83,7 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
   }
   const at::Tensor rows = contiguous_as(grad, at::kFloat);
   const at::Tensor x_grad = at::empty({grad.size(0), in}, rows.options());
+  clear_behind(x_grad, bounds);
   const PackedMatrix& matrix = which == 0 ? layout.gate_up : layout.down;
   const int32_t halves = which == 0 ? layout.halves() : 1;
   const int64_t offset = which == 0 ? layout.gate_up_offset : layout.down_offset;

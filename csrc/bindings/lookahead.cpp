@@ -62,7 +62,7 @@ Scoring parse_scoring(std::string_view name) {
 Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor& handle,
                      int64_t top_k)
     : x_(x), router_(std::move(router)), next_(resolve(handle)), top_k_(top_k) {
-  const int32_t experts = next_.engine().pool().experts();
+  const int32_t experts = next_.engine().pool().routed_experts();
   const at::Tensor& weight = router_.weight;
   TORCH_CHECK_VALUE(
       x.dim() == 2 && weight.dim() == 2 && weight.size(0) == experts && weight.size(1) == x.size(1),
@@ -84,7 +84,11 @@ void Lookahead::prefetch() const {
   if (x_.size(0) == 0 || x_.size(0) > kMostRows || all_resident) return;
   // By rank: the likeliest first, whatever row it is of.
   const at::Tensor ranked = std::get<1>(at::topk(ranking(x_, router_), top_k_)).t();
-  std::vector<int32_t> likely = distinct_ids(ranked, pool.experts());
+  std::vector<int32_t> likely = distinct_ids(ranked, pool.routed_experts());
+  // Other ranks read theirs.
+  const int32_t first = pool.first_expert();
+  std::erase_if(likely, [&](int32_t id) { return id < first || id >= first + pool.experts(); });
+  for (int32_t& id : likely) id -= first;
   if (fallback_) {
     const std::vector<SlotState> states = states_of(next_);
     std::erase_if(likely, [&](int32_t expert) { return states[expert] != SlotState::kEmpty; });

@@ -131,7 +131,8 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
 PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
                      const Int64Array& extents, const std::optional<UInt64Array>& checksums,
                      const py::bytes& store_id, const std::optional<std::string>& raw_dtype,
-                     const std::optional<py::dict>& raw_views) {
+                     const std::optional<py::dict>& raw_views, int32_t first_expert,
+                     int32_t routed_experts) {
   if (extents.ndim() != 4 || extents.shape(3) != 3 || extents.shape(2) < 1 ||
       extents.shape(2) > kMaxPieces) {
     invalid("extents must be int64 [layers, experts, pieces (1 to " + std::to_string(kMaxPieces) +
@@ -143,6 +144,8 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   source.layers = static_cast<int32_t>(extents.shape(0));
   source.experts = static_cast<int32_t>(extents.shape(1));
   source.pieces = static_cast<int32_t>(extents.shape(2));
+  source.first_expert = first_expert;
+  source.routed_experts = routed_experts;
   source.store_id = store_id_from(store_id);
   source.raw = raw_dtype.has_value();
   const int64_t* at = extents.data();
@@ -327,8 +330,8 @@ PackRecord PySource::packing(const RecordLayout& layout) const {
       try {
         views.check(layout, bytes);
       } catch (const Error& error) {
-        invalid("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": " +
-                error.what());
+        invalid("layer " + std::to_string(layer) + ", expert " +
+                std::to_string(source.number(expert)) + ": " + error.what());
       }
     }
   }
@@ -370,7 +373,8 @@ void define_source(py::module_& module) {
   py::class_<PySource>(module, "Source")
       .def(py::init(&make_source), py::arg("files"), py::arg("extents"), py::arg("checksums"),
            py::arg("store_id"), py::arg("raw_dtype") = py::none(),
-           py::arg("raw_views") = py::none())
+           py::arg("raw_views") = py::none(), py::arg("first_expert") = 0,
+           py::arg("routed_experts") = 0)
       .def_property_readonly("staging_bytes", [](const PySource& source) {
         const PoolOptions options;
         return options.staging * staging_bytes(source.source);

@@ -84,7 +84,7 @@ int64_t staging_bytes(const Source& source) {
 }
 
 std::string describe(const Source& source, ExpertId id) {
-  return "expert " + std::to_string(id % source.experts) + " of layer " +
+  return "expert " + std::to_string(source.number(id % source.experts)) + " of layer " +
          std::to_string(id / source.experts);
 }
 
@@ -92,7 +92,7 @@ ErrorPlace place_of(const Source& source, ExpertId id) {
   const int32_t layer = id / source.experts, expert = id % source.experts;
   if (source.extents.empty()) return {layer, expert, "", -1};
   const Extent& extent = source.expert(layer, expert)[0];
-  return {layer, expert, source.files[extent.file].path, extent.offset};
+  return {layer, source.number(expert), source.files[extent.file].path, extent.offset};
 }
 
 Loader::Loader(const LoaderOptions& options, const Source& source, PackRecord pack,
@@ -352,7 +352,7 @@ bool Loader::checksum_matches(int32_t slot) {
   const ExpertId id = reads_[slot].expert;
   if (!wants_checksum(id)) return true;
   const uint64_t checksum =
-      record_checksum(source_.store_id, id / source_.experts, id % source_.experts,
+      record_checksum(source_.store_id, id / source_.experts, source_.number(id % source_.experts),
                       memory_.record(slot, id), options_.record_bytes);
   if (checksum_known_[id] == 0) {
     checksums_[id] = checksum;

@@ -581,6 +581,8 @@ void Pool::validate() const {
 
 int32_t Pool::layers() const { return impl_->core.options().layers; }
 int32_t Pool::experts() const { return impl_->core.options().experts; }
+int32_t Pool::first_expert() const { return impl_->source.first_expert; }
+int32_t Pool::routed_experts() const { return std::max(experts(), impl_->source.routed_experts); }
 int32_t Pool::least_slots() const { return impl_->options.least_slots; }
 int32_t Pool::segment_slots() const { return std::max(1, impl_->memory->slots_per_segment()); }
 int32_t Pool::most_slots() const { return impl_->options.slots; }

@@ -133,6 +133,9 @@ class Pool {
 
   int32_t layers() const;
   int32_t experts() const;
+  // As the model numbers them and its routers know them: a source may have a range of them.
+  int32_t first_expert() const;
+  int32_t routed_experts() const;
   int32_t slots() const;  // that may be used now
   int32_t least_slots() const;
   int32_t most_slots() const;

@@ -54,6 +54,13 @@ size_t validate_counts(const Source& source) {
     refuse("layers is " + std::to_string(source.layers) + " and experts is " +
            std::to_string(source.experts) + "; both must be 1 or more");
   }
+  const int64_t end = int64_t{source.first_expert} + source.experts;
+  const bool all = source.first_expert == 0 && source.routed_experts == 0;
+  if (!all && (source.first_expert < 0 || source.routed_experts < end)) {
+    refuse("the source has " + std::to_string(source.experts) + " experts from number " +
+           std::to_string(source.first_expert) + " on; its model has " +
+           std::to_string(source.routed_experts));
+  }
   const int32_t most_pieces = source.raw ? kMaxPieces : 1;
   if (source.pieces < 1 || source.pieces > most_pieces) {
     refuse("an expert has " + std::to_string(source.pieces) + " pieces; " +
@@ -126,7 +133,7 @@ void validate(const Source& source) {
   for (size_t record = 0; record < records; ++record) {
     ErrorPlace place;
     place.layer = static_cast<int32_t>(record / source.experts);
-    place.expert = static_cast<int32_t>(record % source.experts);
+    place.expert = source.number(static_cast<int32_t>(record % source.experts));
     for (int32_t piece = 0; piece < source.pieces; ++piece) {
       validate_extent(source, source.extents[record * source.pieces + piece], place);
     }

@@ -17,7 +17,12 @@ struct Source {
   std::vector<File> files;
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
-  int32_t pieces = 1;   // extents per expert: 1 in a store, 2 to kMaxPieces in a raw checkpoint
+  // The first of them by the number that it has in the model, whose routers choose among
+  // `routed_experts`: a rank of several has a range of the model's experts, and counts its own from
+  // 0. Checksums and errors have the model's numbers. 0: the source has all of them.
+  int32_t first_expert = 0;
+  int32_t routed_experts = 0;
+  int32_t pieces = 1;  // extents per expert: 1 in a store, 2 to kMaxPieces in a raw checkpoint
 
   // [layers][experts][pieces], row-major.
   std::vector<Extent> extents;
@@ -28,13 +33,15 @@ struct Source {
 
   // [layers][experts]; empty: the source has none, and the first read of each record sets its own.
   std::vector<uint64_t> checksums;
-  // Hashed before each record's bytes together with layer and expert, so that the right bytes in
-  // the wrong place do not pass.
+  // Hashed before each record's bytes together with layer and the model's expert, so that the right
+  // bytes in the wrong place do not pass.
   std::array<uint8_t, 16> store_id{};
 
   const Extent* expert(int32_t layer, int32_t index) const {
     return &extents[(static_cast<size_t>(layer) * experts + index) * pieces];
   }
+  // What the model calls the expert `index` of a layer.
+  int32_t number(int32_t index) const { return first_expert + index; }
 };
 
 // XXH3-64 over store id, layer, expert (both little-endian int32) and the record's bytes.

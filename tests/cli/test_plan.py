@@ -312,6 +312,37 @@ def test_impossible_sizes_are_wrong_usage(
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_ranks_have_a_part_of_the_experts_each(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run(capsys, str(mesh_tiny), "--resident", "0.25")
+    assert whole["ranks"] is None
+    for ranks in (2, 8):
+        planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--ranks", str(ranks))
+        about = planned["ranks"]
+        assert (about["ranks"], about["experts"], about["sum_bytes"]) == (ranks, 32 // ranks, 384)
+        assert 4 / ranks < about["busiest"] < 4  # of four a token, were they evenly spread or all on one
+        assert planned["slots"] == 48 // ranks and planned["resident_share"] == whole["resident_share"]
+        assert planned["sizes"]["all_experts_bytes"] * ranks == whole["sizes"]["all_experts_bytes"]
+        assert planned["tokens_per_second"] > whole["tokens_per_second"]
+        assert main(["plan", str(mesh_tiny), "--ranks", str(ranks), *GIVEN]) == 0
+        assert "what follows is of one of them" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "5"], "the 32 experts of a layer cannot be divided evenly"),
+        (["--ranks", "2", "--overlap", "0.4"], "overlap is of a whole model's routing"),
+        (["--ranks", "2", "--fallback", "int4"], "lossy modes and experts on a card do not go with them"),
+        (["--ranks", "2", "--train"], "leave --ranks out"),
+    ],
+)
+def test_what_ranks_cannot_be_planned_with_is_named(
+    arguments: list[str], message: str, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(mesh_tiny), *arguments, *GIVEN]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_too_little_memory_is_a_failure_that_still_prints(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = run(capsys, str(mesh_tiny), "--memory", "1MiB", code=1)
     assert planned["status"] == "too small"

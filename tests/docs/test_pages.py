@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +57,10 @@ def runnable(page: Path) -> bool:
 
 
 def _parameter(page: Path) -> object:
-    # A block that needs a card says so behind its language, and one that asks a server, which has tests of its own; nothing else may stand there.
+    # A block that needs a card says so behind its language, one that several ranks run, and one that asks a server, which has tests of its own; nothing
+    # else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
-    assert words <= {"", "gpu", "server"}, f"{page}: {words}"
+    assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
     marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem in SLOW)
     return pytest.param(page, id=page.stem, marks=marks)
 
@@ -90,7 +93,9 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
                 code = code.replace(place, stand_in)
             if language == "python":
                 block = compile(code, str(page), "exec")
-                if needs != "server":
+                if needs == "ranks":
+                    _run_by_ranks(empty_folder / "run.py", code)
+                elif needs != "server":
                     exec(block, names)  # noqa: S102  the page's own code
             elif language == "sh":
                 for words in commands(code):
@@ -98,6 +103,14 @@ def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pyt
     finally:
         names.clear()
         gc.collect()
+
+
+def _run_by_ranks(script: Path, code: str) -> None:
+    script.write_text(code)
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(how, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def _run_command(words: list[str]) -> None:

@@ -462,6 +462,35 @@ TEST(Pool, VerifySaysWhenChecksumsAreCompared) {
   pool.promote(0, std::vector<int32_t>{0});  // still holds the record of expert 1
 }
 
+TEST(Pool, ARangeOfTheExpertsHasTheModelsNumbers) {
+  const TestStore store(2, 6);
+  Source source = store.source();
+  source.experts = 2;
+  source.first_expert = 3;
+  source.routed_experts = 6;
+  source.extents.clear();
+  source.checksums.clear();
+  for (const int32_t record : {3, 4, 9, 10}) {
+    source.extents.push_back(store.source().extents[record]);
+    source.checksums.push_back(store.source().checksums[record]);
+  }
+  Pool pool(options_of(4), {}, source, nullptr);
+  EXPECT_EQ(pool.experts(), 2);
+  EXPECT_EQ(pool.first_expert(), 3);
+  EXPECT_EQ(pool.routed_experts(), 6);
+  pool.promote(0, std::vector<int32_t>{0, 1});
+  store.write(10 * kRecord, record_of(1, 5));
+  const Error error = error_of([&] { pool.promote(1, std::vector<int32_t>{1}); });
+  EXPECT_EQ(error.kind(), ErrorKind::kChecksum);
+  EXPECT_EQ(error.place().layer, 1);
+  EXPECT_EQ(error.place().expert, 4);
+  EXPECT_NE(std::string(error.what()).find("expert 4 of layer 1"), std::string::npos);
+  // As a whole it has all of them, and no number is added.
+  const Pool whole(options_of(4), {}, store.source(), nullptr);
+  EXPECT_EQ(whole.first_expert(), 0);
+  EXPECT_EQ(whole.routed_experts(), 6);
+}
+
 TEST(Pool, ATimedOutReadKeepsItsBufferUntilItCompletes) {
   const TestStore store(1, 4);
   PoolOptions options = options_of(1);

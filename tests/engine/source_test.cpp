@@ -53,6 +53,23 @@ TEST(Source, GoodStoreAndRawCheckpointPass) {
   EXPECT_NO_THROW(validate(raw));
 }
 
+TEST(Source, OfARangeOfTheModelsExperts) {
+  Source source = good_store();
+  source.first_expert = 5;
+  source.routed_experts = 8;
+  EXPECT_NO_THROW(validate(source));
+  EXPECT_EQ(source.number(2), 7);
+  const std::string range = "3 experts from number";
+  expect_refused(range, [](Source& s) { s.first_expert = 1; });
+  expect_refused(range, [](Source& s) { s.first_expert = -1, s.routed_experts = 8; });
+  expect_refused(range, [](Source& s) { s.first_expert = 6, s.routed_experts = 8; });
+  expect_refused(range, [](Source& s) { s.routed_experts = 2; });
+  expect_refused(range, [](Source& s) {
+    s.first_expert = std::numeric_limits<int32_t>::max();
+    s.routed_experts = std::numeric_limits<int32_t>::max();
+  });
+}
+
 TEST(Source, CountsThatDisagree) {
   expect_refused("no files", [](Source& s) { s.files.clear(); });
   expect_refused("layers is 0", [](Source& s) { s.layers = 0; });

@@ -359,6 +359,16 @@ def test_auto_follows_what_is_given_as_available() -> None:
         resident_slots(0.5, **sizes, available=4 << 20)
 
 
+def test_processes_that_take_the_same_at_once_fit_together() -> None:
+    sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20, "sharing": 2}
+    available = (512 + 2 * 64 + 2 * 7) << 20
+    assert resident_slots("auto", **sizes, available=available, reserved=64 << 20) == 7
+    assert resident_slots(0.5, **sizes, available=100 << 20) == 50
+    for resident in (0.5, "50MiB"):
+        with pytest.raises(MemoryError, match="50 experts for each of the 2 ranks on this machine.*103,809,024 left"):
+            resident_slots(resident, **sizes, available=99 << 20)
+
+
 def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_MESH_TEST_SEED", "1")
     monkeypatch.setenv("TORCH_MESH_ISA", "avx2")

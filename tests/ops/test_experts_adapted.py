@@ -275,3 +275,19 @@ def test_grouped_low_rank_is_what_is_added_by_projection() -> None:
     assert torch.equal(again, value)
     assert all(torch.equal(gradient, same) for gradient, same in zip(gradients, expected_gradients, strict=True))
     torch.library.opcheck(ops.grouped_low_rank, (leaves[0], offsets, *leaves[1:]))
+
+
+def test_grouped_low_rank_of_rows_behind_the_last_offset() -> None:
+    offsets = torch.tensor([0, 2, 4])
+    leaves = [
+        torch.randn(7, 6).requires_grad_(),
+        torch.randn(2, 3, 6).requires_grad_(),
+        torch.randn(2, 3, 5).requires_grad_(),
+    ]
+    value = ops.grouped_low_rank(leaves[0], offsets, *leaves[1:])
+    first = ops.grouped_low_rank(leaves[0][:4], offsets, *leaves[1:])
+    assert torch.equal(value, torch.cat([first, torch.zeros(3, 5)]))
+    grad = torch.randn(7, 5)
+    gradients = torch.autograd.grad(value, leaves, grad)
+    expected = torch.autograd.grad(first, leaves, grad[:4])
+    assert all(torch.equal(own, same) for own, same in zip(gradients, expected, strict=True))

@@ -73,6 +73,24 @@ def test_the_result_has_the_dtype_of_x(open_pool: OpenPool, dtype: torch.dtype) 
     assert torch.equal(out, ops.grouped_linear(x.t().contiguous().t(), offsets.int(), pool.handle(), 0, 80))
 
 
+def test_rows_behind_the_last_offset_are_no_experts(open_pool: OpenPool) -> None:
+    spec = Spec()
+    pool = open_pool(spec, slots=3)
+    for rows in (ROWS[0], ROWS[1], (0,) * 8):
+        offsets, last = _offsets(*rows), sum(rows)
+        x = torch.randn(last + 7, 72)
+        x[last:] = float("nan")
+        accesses = pool.count("accesses")
+        out = ops.grouped_linear(x, offsets, pool.handle(), 0, 80)
+        assert pool.count("accesses") - accesses == sum(map(bool, rows))
+        assert torch.equal(out[:last], ops.grouped_linear(x[:last], offsets, pool.handle(), 0, 80))
+        grad = torch.randn(last + 7, 80)
+        x_grad = ops.grouped_linear_backward(grad, offsets, pool.handle(), 0, 72)
+        assert torch.equal(x_grad[:last], ops.grouped_linear_backward(grad[:last], offsets, pool.handle(), 0, 72))
+        for behind in (out[last:], x_grad[last:]):
+            assert torch.equal(behind, torch.zeros_like(behind))
+
+
 def test_no_rows(open_pool: OpenPool) -> None:
     pool = open_pool(Spec(), slots=2)
     x = torch.empty(0, 72, requires_grad=True)
@@ -133,7 +151,7 @@ def test_gradients_have_the_same_bits_at_any_residency_and_under_autocast(open_p
         (torch.zeros(8, dtype=torch.long), r"offsets must be \[experts \+ 1 = 9\]; got \[8\]"),
         (torch.zeros(9, 1, dtype=torch.long), "offsets must be"),
         (torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 3]).float(), "offsets has dtype Float"),
-        (torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 2]), "the last offset must be the number of rows, 3; got 2"),
+        (torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 4]), "the last offset must be at most the number of rows, 3; got 4"),
         (torch.tensor([1, 1, 2, 2, 2, 2, 2, 2, 3]), r"offsets\[0\] is 1; it must be 0"),
         (torch.tensor([0, 2, 1, 2, 2, 2, 2, 2, 3]), r"offsets\[1\] is 2 and the next is 1"),
         (torch.tensor([0, -1, 1, 2, 2, 2, 2, 2, 3]), r"offsets\[0\] is 0 and the next is -1"),

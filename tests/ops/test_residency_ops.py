@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyPool, ops, routing
+from tiny_pools import EMPTY, READY, OpenPool, Spec, TinyExperts, TinyPool, engine_options, ops, routing
 
-from torch_mesh import _testing
+from torch_mesh import _C, _testing
 
 SPEC = Spec(layers=2)
 
@@ -102,6 +104,26 @@ def test_lookahead_prefetches_what_the_router_would_choose(open_pool: OpenPool) 
     ops.lookahead(x.bfloat16(), router.half(), pool.handle(0), 1)
     pool.engine.drain()
     assert 1 <= len(pool.ready(0)) <= 2
+
+
+def test_lookahead_of_a_range_of_the_experts_drops_those_of_others(tmp_path: Path, seed: int) -> None:
+    experts = TinyExperts(SPEC, seed)
+    arguments = experts.store(tmp_path / "store").source_arguments()
+    own = slice(3, 6)
+    arguments |= {name: arguments[name][:, own].copy() for name in ("extents", "checksums")}
+    source = _C.Source(**arguments, first_expert=own.start, routed_experts=SPEC.experts)
+    options = engine_options(SPEC, experts=3, slots=5)
+    pool = TinyPool(experts, _C.Engine(**options, source=source))
+    try:
+        router, x = torch.eye(8, SPEC.hidden), torch.zeros(1, SPEC.hidden)
+        x[0, [2, 3, 5, 6]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+        ops.lookahead(x, router, pool.handle(1), 4)
+        pool.engine.drain()
+        assert pool.ready(1) == {0, 2} and pool.count("prefetches_failed", 1) == 0
+        with pytest.raises(ValueError, match=r"router_weight \[experts=8, hidden\]"):
+            ops.lookahead(x, router[:3], pool.handle(1), 1)
+    finally:
+        pool.close()
 
 
 SCORINGS = {

@@ -146,6 +146,23 @@ def test_pools_come_to_rest() -> None:
         assert history[-1] == history[-2], history
 
 
+def test_processes_that_share_a_machine_come_to_rest() -> None:
+    """Each does its part of what is missing or free, and does not look at what the others have."""
+    draw = random.Random(2)
+    for _ in range(300):
+        ranks = draw.randint(2, 8)
+        machine = draw.randint(2000, 120_000) * MIB
+        sizes = [draw.randint(8, ABOUT["most_slots"]) for _ in range(ranks)]
+        history = []
+        for _ in range(30):
+            left = machine - sum(slots * ABOUT["record_bytes"] for slots in sizes)
+            sizes = [wanted_slots(left, [_pool(slots)], ranks)[0] for slots in sizes]
+            history.append((left, sizes))
+        assert history[-1] == history[-2], history
+        least = all(slots == ABOUT["least_slots"] for slots in sizes)
+        assert left >= 0 or least, history
+
+
 def _without_size(pool: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in pool.items() if name not in ("slots", "slot_bytes")}
 

@@ -123,6 +123,11 @@ def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> N
 
 
 def _why_not(experts: MeshExperts) -> str:
+    if experts._mesh_pool.share is not None:
+        return (
+            f"this process has {experts._mesh_pool.share}, and transformers' dispatch hands no adapters on. Adapt other layers, or open the model "
+            "whole, without distributed_config."
+        )
     if experts._mesh_device is not None:
         return (
             f"some of its experts are on {experts._mesh_device}, whose kernels know no adapters. Leave gpu.experts out."

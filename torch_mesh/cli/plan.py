@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size,
         help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is); with it --gpu-experts is auto by default",
     )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        help="so many processes divide the experts (docs/scaleout.md): what one of them needs, --memory being one's too",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     training = parser.add_argument_group("training", "low-rank adapters of PEFT in fp32, with AdamW in fp32")
     training.add_argument(
@@ -108,7 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
             training = _training(arguments, folder, config, sizes, speeds)
             planned = training.plan
         else:
-            planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, **rates)
+            ranks = arguments.ranks
+            planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, ranks=ranks, **rates)
     if not present:
         planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
@@ -119,6 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_training(arguments: argparse.Namespace) -> None:
+    if arguments.train and arguments.ranks > 1:
+        raise ValueError("--train plans adapters on experts, which ranks cannot have: leave --ranks out")
     others = ("hit_rate", "overlap") if arguments.train else ("rank", "tokens", "targets", "gradient_checkpointing")
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) not in (None, False)]
     if given and arguments.train:
@@ -166,6 +175,12 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     sizes, shape = planned.sizes, planned.sizes.shape
     every = shape.layers * shape.experts
     table = Table("", "", title=escape(planned.folder), title_justify="left", show_header=False)
+    if planned.ranks is not None:
+        ranks = planned.ranks
+        table.add_row(
+            "ranks",
+            f"{ranks.ranks}; what follows is of one of them. Of a token's {shape.top_k} experts, drawn at random, {ranks.busiest:.1f} are on the busiest",
+        )
     group = f", groups of {sizes.group_size}" if sizes.group_size else ""
     table.add_row(
         "experts", f"{shape.layers} layers of {shape.experts}, {shape.top_k} per token, {sizes.weights}{group}"
@@ -211,7 +226,7 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     if training is None and planned.tokens_per_second is not None and planned.tokens_per_second_range is not None:
         low, high = planned.tokens_per_second_range
         spread = "" if low == high else f" ({low:.1f} to {high:.1f})"
-        table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}")
+        table.add_row("tokens per second", f"{planned.tokens_per_second:.1f}{spread}{_network(planned)}")
     for choice in planned.dense_choices:
         generated = None if training is not None else choice.tokens_per_second
         speed = "" if generated is None else f", {choice.tokens_per_second:.1f} tokens per second"
@@ -250,6 +265,13 @@ def _add_training(table: Table, training: TrainingPlan) -> None:
             "seconds of a step",
             f"{low:.2g} to {high:.2g}: {training.computing_seconds:.2g} computing, {training.reading_seconds:.2g} reading, which may overlap",
         )
+
+
+def _network(planned: Plan) -> str:
+    if planned.ranks is None:
+        return ""
+    sums = f"{planned.sizes.shape.layers} sums of {format_bytes(planned.ranks.sum_bytes)}"
+    return f", and for each token the time in which the ranks add up {sums}, which depends on their network"
 
 
 def _workspace(planned: Plan) -> str:

@@ -83,7 +83,7 @@ def identity_of(model: nn.Module, layers: Sequence[ExpertsLayer]) -> str:
     """A digest of the sizes and the routers of ``model``, which its routing depends on and other formats of its experts do not."""
     digest = hashlib.blake2b(digest_size=16)
     for layer in layers:
-        digest.update(f"{layer.num_experts} {layer.hidden} {layer.top_k};".encode())
+        digest.update(f"{layer.routed_experts} {layer.hidden} {layer.top_k};".encode())
         router: Any = find_router(model, layer)
         if router is not None:
             weight = router.weight.detach().to("cpu", torch.bfloat16).contiguous()
@@ -102,7 +102,7 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
     are no two tokens in a row, MemoryError if the sums do not fit.
     """
     layers = find_experts(model)
-    needed = sum(4 * layer.hidden * (layer.hidden + layer.num_experts) for layer in layers)
+    needed = sum(4 * layer.hidden * (layer.hidden + layer.routed_experts) for layer in layers)
     if needed > available_bytes():
         raise MemoryError(
             f"Fitting takes {needed:,} bytes beside the model, but {available_bytes():,} are left: open the model with a smaller "
@@ -161,7 +161,7 @@ def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer])
         raise store_error(
             path, f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: torch-mesh fit writes those"
         )
-    expected = {_name(index): (layer.num_experts, layer.hidden) for index, layer in enumerate(layers)}
+    expected = {_name(index): (layer.routed_experts, layer.hidden) for index, layer in enumerate(layers)}
     found = {tensor.name: tensor.shape for tensor in header.tensors.values() if tensor.dtype == "BF16"}
     if found != expected or len(header.tensors) != len(expected):
         raise store_error(
@@ -238,7 +238,7 @@ class _Sums:
         self.router = None if router is None else router.weight.detach().float().cpu()
         self.tokens = 0
         self.gram = torch.zeros(layer.hidden, layer.hidden)
-        self.products = torch.zeros(layer.hidden, layer.num_experts)
+        self.products = torch.zeros(layer.hidden, layer.routed_experts)
 
     def add(self, x: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> None:
         # What the layer's own router says of these hidden states too much or too little is what there is to learn: no bias is in it.
@@ -248,7 +248,7 @@ class _Sums:
         self.products.addmm_(x.T, lacking)
 
     def chosen(self, ids: torch.Tensor) -> torch.Tensor:
-        experts = self.layer.num_experts
+        experts = self.layer.routed_experts
         used = torch.zeros(len(ids), experts + 1).scatter_(1, ids.clamp(max=experts), 1.0)  # the last: sentinels
         return used[:, :experts]
 
@@ -270,7 +270,7 @@ class _Hits:
 
     def __init__(self, layer: ExpertsLayer, router: FittedRouter) -> None:
         self.router = router
-        self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.num_experts) for share in _FETCHED)
+        self.fetched = tuple(min(math.ceil(layer.top_k * share), layer.routed_experts) for share in _FETCHED)
         self.fitted = [0] * len(_FETCHED)
         self.lookahead = [0] * len(_FETCHED)
         self.asked = 0

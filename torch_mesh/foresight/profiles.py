@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from ..errors import MeshError
 from ..families import ExpertsLayer
 from ..files import new_file
 from .traces import Trace
+
+if TYPE_CHECKING:
+    from ..expert_parallel import Share
 
 FORMAT = "torch_mesh profile"
 VERSION = 1
@@ -139,26 +142,33 @@ def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
             raise ValueError(pins_without_profile(config.residency.pins))
     else:
         profile = load_profile(config.profile)
-        check_fits(profile, config.profile, None, layers[0].num_experts, max(layer.top_k for layer in layers))
+        check_fits(profile, config.profile, None, layers[0].routed_experts, max(layer.top_k for layer in layers))
 
 
 def pool_profile(
-    config: MeshConfig, layers: int, experts: int, top_k: int, places: Sequence[int] | None = None
+    config: MeshConfig,
+    layers: int,
+    experts: int,
+    top_k: int,
+    places: Sequence[int] | None = None,
+    share: Share | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
     """What the engine of a pool starts from: the config's profile, old tokens faded; None without one.
 
-    ``places``: the layers that run, if not all of the store's do.
+    ``places``: the layers that run, if not all of the store's do. ``share``: the engine has these of the experts that the profile knows.
     """
     if config.profile is None:
         return None
     profile = load_profile(config.profile)
+    if share is not None:  # of fewer experts than a token takes there may be less to keep
+        experts, top_k = share.routed, profile.top_k
     check_fits(profile, config.profile, layers, experts, top_k)
     shrink = np.maximum(1, -(-profile.tokens // _MOST_TOKENS))  # to a whole part, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if places is not None:
         idle = np.isin(np.arange(layers), places, invert=True)
         tokens[idle], uses[idle] = 0, 0
-    return tokens, uses
+    return tokens, uses if share is None else uses[:, share.experts.start : share.experts.stop].copy()
 
 
 def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:

@@ -215,7 +215,7 @@ class _Recorder:
         self.routers = [_asked(router, corrected=False) for router in routers]
         self.foretelling = [_asked(router, corrected=True) for router in foretelling]
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
-        self.experts = max(layer.num_experts for layer in self.layers)
+        self.experts = max(layer.routed_experts for layer in self.layers)
         self.starts: list[int] = []
         self.forwards: list[int] = []
         self.tokens = 0

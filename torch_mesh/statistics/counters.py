@@ -6,12 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _C
+
+if TYPE_CHECKING:
+    from ..expert_parallel import Share
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 # A forward of a layer with more rows than this is prefill, any other decode.
@@ -171,6 +174,7 @@ class Stats(PhaseCounters):
     shrinks: int = 0  # times that the pool was made smaller, because memory ran short
     grows: int = 0  # and larger again
     device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
+    share: Share | None = None  # of the model's experts, which these are counters of; None: of all of them
     lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
     # Why the experts of a layer's next one are not foretold, and the layers of which that is so; empty: all are, or nobody wants
     # them to be. None: not known, as in a ``stats.file``, which counts a pool and knows no modules.
@@ -188,6 +192,7 @@ class Stats(PhaseCounters):
             **super().to_dict(),
             **{name: getattr(self, name) for name in SIZES},
             "device": None if self.device is None else self.device.to_dict(),
+            "share": None if self.share is None else self.share.to_dict(),
             "lossy": self.lossy,
             "no_lookahead": None
             if self.no_lookahead is None
@@ -210,6 +215,8 @@ class Stats(PhaseCounters):
             lines.append(
                 f"{self.slots} of {self.most_slots} slots, shrunk {self.shrinks} times, grown {self.grows} times"
             )
+        if self.share is not None:
+            lines.append(str(self.share))
         if self.kept:
             rates = f"their hit rate {percent(self.kept_hit_rate)}, that of others {percent(self.unkept_hit_rate)}"
             lines.append(f"{self.kept} experts are kept, {rates}")
@@ -232,18 +239,19 @@ def engine_stats(
     lossy: str = "",
     stand_ins: Iterable[_C.Engine | None] = (),
     device: DeviceCounters | None = None,
+    share: Share | None = None,
 ) -> Stats:
     """The counters of these engines together; without ``experts``, all but those of each expert, which take longest.
 
     ``lossy`` names the modes of their model that are. ``stand_ins`` are the engines of ``lossy.fallback`` beside them, None where an engine
     has none: what they did is added to its counters, but for the numbers of slots, which are its own.
-    ``device``: what their GPUs counted.
+    ``device``: what their GPUs counted; ``share``: which of the experts they have.
     """
     snapshots = [
         engine.detailed_stats() if low is None else _added(engine.detailed_stats(), low.detailed_stats())
         for engine, low in itertools.zip_longest(engines, stand_ins)
     ]
-    return dataclasses.replace(_combined(snapshots, experts, lossy), device=device)
+    return dataclasses.replace(_combined(snapshots, experts, lossy), device=device, share=share)
 
 
 def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:

@@ -6,12 +6,16 @@ import json
 import os
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 from .. import _C
 from ..background import BackgroundThread
 from ..errors import PoolClosedError
 from .counters import engine_stats
 from .moment import look
+
+if TYPE_CHECKING:
+    from ..expert_parallel import Share
 
 # How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0
@@ -26,7 +30,14 @@ class StatsLog:
     """
 
     def __init__(
-        self, engine: _C.Engine, stand_ins: _C.Engine | None, layer: int, every: int, path: str, lossy: str
+        self,
+        engine: _C.Engine,
+        stand_ins: _C.Engine | None,
+        layer: int,
+        every: int,
+        path: str,
+        lossy: str,
+        share: Share | None = None,
     ) -> None:
         self._engine = engine
         self._stand_ins = stand_ins
@@ -34,6 +45,7 @@ class StatsLog:
         self._every = every
         self._path = path
         self._lossy = lossy
+        self._share = share
         self._warned = False
         self._cut_short = False  # the last line is not whole
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
@@ -46,7 +58,13 @@ class StatsLog:
                 reached = self._engine.wait_for_forwards(self._layer, goal, _PATIENCE_SECONDS)
                 ended = self._engine.forwards(self._layer)
                 if reached:
-                    stats = engine_stats([self._engine], experts=False, lossy=self._lossy, stand_ins=[self._stand_ins])
+                    stats = engine_stats(
+                        [self._engine],
+                        experts=False,
+                        lossy=self._lossy,
+                        stand_ins=[self._stand_ins],
+                        share=self._share,
+                    )
                     counted = stats.to_dict(experts=False)
                     now = look(self._engine, self._stand_ins, len(stats.per_layer)).to_dict()
                     self._write({"time": time.time(), "forward": ended} | now | counted)

@@ -27,7 +27,11 @@ def stats(model: nn.Module) -> Stats:
     for device in shared:
         device.host.check()
     counted = engine_stats(
-        engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model), device=_device_counters(shared)
+        engines_of(model),
+        lossy=lossy_of(model),
+        stand_ins=stand_ins_of(model),
+        device=_device_counters(shared),
+        share=_pools(model)[0].share,
     )
     return dataclasses.replace(counted, no_lookahead=_no_lookahead(model))
 
@@ -44,13 +48,17 @@ def reset_stats(model: nn.Module) -> None:
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes what a patched model has used of its experts since it was patched, on top of the profile that it was opened with.
 
-    The file appears when it is complete. Raises MeshError for a model that is not patched, has several pools, or has computed
+    The file appears when it is complete. Raises MeshError for a model that is not patched, has several pools or some of the experts, or has computed
     nothing yet; OSError if the file cannot be written.
     """
     pools = _pools(model)
     if len(pools) != 1:
         raise MeshError(f"A profile is of one patched model; {type(model).__name__} has {len(pools)} pools of experts.")
     [pool] = pools
+    if pool.share is not None:
+        raise MeshError(
+            f"A profile is of all experts of a model, and this process has {pool.share}. Save one of the model opened whole, on the same prompts."
+        )
     tokens, uses = pool.engine.model_use()
     if not tokens.any():
         raise MeshError(f"{type(model).__name__} has computed nothing yet: there is nothing to save.")

@@ -1,0 +1,32 @@
+"""examples/ray_serve.py with two replicas, where Ray is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_mesh.store.convert import convert
+
+pytest.importorskip("ray.serve", reason="pip install 'ray[serve]'")
+SCRIPT = Path(__file__).parents[2] / "examples" / "ray_serve.py"
+
+
+@pytest.mark.slow
+def test_replicas_answer_alike(tmp_path: Path, mesh_tiny: Path) -> None:
+    convert(mesh_tiny, tmp_path / "store", "int4")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "store"), "--port", str(port), "--ask", "The sea was"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == 8 and len({answer["text"] for answer in answers}) == 1
+    assert len({answer["process"] for answer in answers}) == 2

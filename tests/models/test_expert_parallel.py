@@ -1,0 +1,337 @@
+"""Experts that are divided among ranks: what real processes over gloo compute, read, keep and refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank import compiled, generated, model_class, traced, trained
+from tiny_models import TINY_MODELS
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.plan import plan
+from torch_mesh.store.convert import convert
+
+RANK = Path(__file__).with_name("rank.py")
+# By what it is tested for: a plan that divides attention too, one that does not, experts that run by projection.
+FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", "muse_spark": "MuseSparkExperts"}
+EXTRAS: dict[str, Any] = {"trained": trained, "traced": traced, "compiled": compiled}
+WAYS = ("all_reduce", "all_to_all")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def launch(folder: Path, cases: list[dict[str, Any]], ranks: int, timeout: float = 240) -> list[list[dict[str, Any]]]:
+    """What each case gave, by rank."""
+    torch.save(cases, folder / "cases.pt")
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*how, str(RANK), str(folder)], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr[-20000:]
+    by_rank = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def build(folder: Path, experts: str, **fields: Any) -> tuple[str, str]:
+    """A checkpoint, and what it is converted to."""
+    tiny = TINY_MODELS[experts]
+    torch.manual_seed(0)
+    dataclasses.replace(tiny, fields=tiny.fields | fields).build().save_pretrained(folder / "raw")
+    convert(folder / "raw", folder / "store", "int8")
+    return str(folder / "raw"), str(folder / "store")
+
+
+def one_process(case: dict[str, Any]) -> dict[str, Any]:
+    model = model_class(case).from_pretrained(
+        case["folder"], dtype=case["dtype"], quantization_config=MeshConfig(**case.get("config", {}))
+    )
+    with torch.no_grad():
+        logits = model(input_ids=case["ids"], use_cache=False)[0]
+        generated = None
+        if model.can_generate():
+            generated = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    stats = torch_mesh.stats(model)
+    return {"logits": logits, "generated": generated, "stats": stats.to_dict(), "slots": stats.slots}
+
+
+def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Up to what another order of sums does: in fp32 it may round an input of the experts, which have 8 bits of it, the other way; in bf16
+    it moves some tokens of random models to other experts, and what comes after those tokens."""
+    expected = one_process(case)
+    median, others = (1e-5, (1.0, 0.01)) if case["dtype"] == torch.float32 else (0.03, (0.75, 0.06))
+    for result in results:
+        assert "error" not in result, result["error"]
+        errors = (result["logits"] - expected["logits"]).float().abs().amax(-1) / expected["logits"].float().abs().max()
+        assert errors.median() <= median and errors.quantile(others[0]) <= others[1], errors
+        assert torch.equal(result["logits"], results[0]["logits"])
+        if expected["generated"] is not None:
+            assert torch.equal(result["generated"], results[0]["generated"])
+            if case["dtype"] == torch.float32:
+                assert torch.equal(result["generated"], expected["generated"])
+
+
+def model_of(experts: str) -> tuple[str, str]:
+    return TINY_MODELS[experts].family, TINY_MODELS[experts].model
+
+
+def all_cases(folders: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 100, (3, 11), generator=generator)
+    cases = {}
+    for family, way, share, dtype in itertools.product(folders, WAYS, (0.25, 1.0), DTYPES):
+        folder = folders[family][share == 1.0]  # the store, and the checkpoint itself
+        cases[f"{family}-{way}-{share:.0%}-{str(dtype).removeprefix('torch.')}"] = {
+            "folder": folder,
+            "model": model_of(FAMILIES[family]),
+            "config": {"resident": share},
+            "distributed": {"ep_implementation": way},
+            "whole_rest": family == "muse_spark",  # transformers' tensor parallelism does not run its embedding
+            "dtype": dtype,
+            "ids": ids,
+            "prompt": ids[: 1 if way == "all_to_all" else 3, :5],  # a token alone leaves some ranks without a row
+        }
+    return cases
+
+
+NAMES = list(all_cases(dict.fromkeys(FAMILIES, ("", ""))))
+
+
+def save_profile(case: dict[str, Any], path: Path) -> None:
+    model = model_class(case).from_pretrained(case["folder"], quantization_config=MeshConfig())
+    model(case["ids"])
+    torch_mesh.save_profile(model, path)
+
+
+# Of what two ranks do, so much that it takes some ten seconds.
+QUICK = {
+    *(f"{family}-{rest}" for family in FAMILIES for rest in ("all_reduce-25%-float32", "all_to_all-100%-float32")),
+    *("qwen3_moe-all_reduce-25%-bfloat16", "packed", "profile", "auto", "errors", "gpu", "lossy", "traced"),
+}
+
+
+def slow_but(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
+    """What two ranks gave, by name of the case; each with the case."""
+    folders = {}
+    for family, experts in FAMILIES.items():
+        (folder / family).mkdir()
+        folders[family] = build(folder / family, experts)
+    cases = all_cases(folders)
+    raw, store = folders["qwen3_moe"]
+    some = cases[NAMES[0]]
+    save_profile(some, folder / "profile")
+    cases |= {
+        "whole rest": some | {"folder": store, "whole_rest": True, "config": {"dense": "int8", "resident": 0.4}},
+        "packed": some | {"config": {"dense": "int8"}},
+        "profile": some | {"config": {"profile": str(folder / "profile"), "residency": {"pins": 0.3}, "resident": 0.5}},
+        "auto": some | {"config": {"resident": "auto"}},
+        **{
+            extra: some | {"dtype": torch.float32, "whole_rest": True, "extra": extra, "config": {"resident": 0.5}}
+            for extra in (*EXTRAS, "unpatched")
+        },
+        "errors": {"folder": raw, "model": some["model"], "extra": "errors"},
+        "gpu": {"folder": raw, "model": some["model"], "config": {"gpu": {"experts": 2}}},
+        "lossy": {"folder": raw, "model": some["model"], "config": {"lossy": {"deferred_experts": 1}}},
+    }
+    cases = {name: case for name, case in cases.items() if (name in QUICK) == quick}
+    return dict(zip(cases, zip(cases.values(), launch(folder, list(cases.values()), 2), strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("two"), quick=True)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("more"), quick=False)
+
+
+@pytest.fixture
+def given(request: pytest.FixtureRequest, name: str) -> Any:
+    """The case of the parameter ``name``, and what each rank gave."""
+    return request.getfixturevalue("two" if name in QUICK else "more")[name]
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES))
+def test_two_ranks_compute_what_one_process_does(given: Any) -> None:
+    assert_same(*given)
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES))
+def test_each_rank_reads_and_keeps_its_own_experts_alone(given: Any) -> None:
+    case, results = given
+    share = case["config"]["resident"]
+    for rank, result in enumerate(results):
+        own = result["record_bytes"] * 4 * result["layers"]
+        assert result["shapes"]["down_proj"][0] == 4
+        assert result["slots"] == (3 if share == 0.25 else 4 * result["layers"])
+        planned = plan(Path(case["folder"]), MeshConfig(**case["config"]), ranks=2)
+        assert (planned.slots, planned.sizes.expert_bytes) == (result["slots"], result["record_bytes"])
+        assert result["pool_bytes"] <= own and (share < 1 or 0 < result["stats"]["bytes_read"] <= own)
+        assert result["stats"]["share"] == {"rank": rank, "ranks": 2, "first_expert": 4 * rank, "experts": 4}
+        text = f"experts {4 * rank} to {4 * rank + 3} of 8, rank {rank} of 2"
+        assert text in result["text"] and text in result["model"]
+
+
+def test_the_next_layers_experts_are_foretold_on_each_rank(two: dict[str, Any]) -> None:
+    for family in ("qwen3_moe", "gpt_oss"):
+        for result in two[f"{family}-all_reduce-25%-float32"][1]:
+            assert result["stats"]["prefetches"] > 0 and result["stats"]["no_lookahead"] == {}
+            assert result["stats"]["prefetches_used"] > result["stats"]["prefetches_wasted"]
+
+
+@pytest.mark.parametrize("name", slow_but(["whole rest", "packed"]))
+def test_linear_layers_are_packed_whole_or_in_parts(given: Any) -> None:
+    case, results = given
+    assert_same(case, results)
+    assert all("MeshLinear" in result["linears"] for result in results)
+
+
+def test_a_profile_of_the_whole_model_warms_what_is_a_ranks_own(two: dict[str, Any]) -> None:
+    case, results = two["profile"]
+    assert_same(case, results)
+    assert all(result["stats"]["kept"] > 0 and result["slots"] == 6 for result in results)
+
+
+def test_auto_keeps_all_that_a_rank_has_where_memory_is_free(two: dict[str, Any]) -> None:
+    assert_same(*two["auto"])
+    assert all(result["slots"] == 12 for result in two["auto"][1])
+
+
+@pytest.mark.parametrize("name", slow_but((*EXTRAS, "unpatched")))
+def test_what_is_done_to_a_model_is_done_to_a_divided_one(given: Any, name: str) -> None:
+    case, results = given
+    model = torch_mesh.patch(model_class(case).from_pretrained(case["folder"], dtype=case["dtype"]))
+    expected = EXTRAS.get(name, generated)(model)
+    for result in results:
+        value = result["extra"]
+        if name != "trained":
+            assert (value == expected).all()
+            continue
+        assert (value[0] - expected[0]).abs() < 1e-3 and len(value[1]) == len(expected[1]) > 0
+        for gradient, same in zip(value[1], expected[1], strict=True):
+            assert (gradient - same).abs().max() <= 0.01 * same.abs().max()
+
+
+REFUSED = {
+    "save": "MeshError: .* this one has experts 4 to 7 of 8, rank 1 of 2: open it whole",
+    "profile": "MeshError: A profile is of all experts .* experts 4 to 7 of 8, rank 1 of 2",
+    "adapt": "MeshError: .*down_proj cannot be adapted: this process has experts 4 to 7 of 8",
+    "patch": r"UnsupportedModelError: .*tp_size=2, ep_size=2.*Experts can be divided among N ranks",
+}
+
+
+def test_what_does_not_go_with_ranks_is_refused(two: dict[str, Any]) -> None:
+    cannot = "UnsupportedModelError: Qwen3MoeForCausalLM cannot be opened with ep_size=2: "
+    assert two["gpu"][1][1]["error"].startswith(f"{cannot}gpu.experts")
+    assert two["lossy"][1][1]["error"].startswith(f"{cannot}lossy (deferred_experts=1)")
+    errors = two["errors"][1][1]["extra"]
+    assert errors.keys() == REFUSED.keys()
+    for name, message in REFUSED.items():
+        assert re.match(message, errors[name]), errors[name]
+
+
+@pytest.mark.slow
+def test_four_ranks_with_fewer_experts_each_than_a_token_takes(tmp_path: Path) -> None:
+    folders = {}
+    for family, experts in FAMILIES.items():
+        (tmp_path / family).mkdir()
+        heads = {"num_key_value_heads": 4} if family == "qwen3_moe" else {}
+        folders[family] = build(tmp_path / family, experts, **heads)
+    cases = list(all_cases(folders).values())
+    for case, results in zip(cases, launch(tmp_path, cases, 4), strict=True):
+        assert_same(case, results)
+        for rank, result in enumerate(results):
+            assert result["stats"]["share"] == {"rank": rank, "ranks": 4, "first_expert": 2 * rank, "experts": 2}
+            assert result["pool_bytes"] <= result["record_bytes"] * 2 * result["layers"]
+
+
+@pytest.mark.slow
+def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
+    ids = torch.randint(3, 100, (2, 9))
+    cases = {}
+    for name in TINY_MODELS.keys() - {
+        "Qwen3OmniMoeTalkerTextExperts"
+    }:  # which has no embedding of its own to be given ids
+        (tmp_path / name).mkdir()
+        raw, _ = build(tmp_path / name, name)
+        cases[name] = {
+            "folder": raw,
+            "model": model_of(name),
+            "config": {"resident": 0.5},
+            "dtype": torch.float32,
+            "whole_rest": True,
+            "ids": ids,
+            "prompt": ids[:, :4],
+        }
+    for name, results in zip(cases, launch(tmp_path, list(cases.values()), 2, timeout=600), strict=True):
+        try:
+            assert_same(cases[name], results)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+def start(folder: Path, cases: list[dict[str, Any]], ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
+    """The ranks by themselves: torchrun would end them all with the first."""
+    torch.save(cases, folder / "cases.pt")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | environment
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    how: Any = {"stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(folder)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **how
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.slow
+def test_a_rank_that_ends_or_stands_still_ends_the_others(tmp_path: Path, end: signal.Signals, way: str) -> None:
+    raw, _ = build(tmp_path, "GptOssExperts")
+    case = {
+        "folder": raw,
+        "model": model_of("GptOssExperts"),
+        "distributed": {"ep_implementation": way},
+        "extra": "endless",
+    }
+    ranks = start(tmp_path, [case], 2, RANK_TIMEOUT="5")
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "generating1").exists():
+            assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+            time.sleep(0.05)
+        time.sleep(random.random())
+        ranks[1].send_signal(end)
+        _, said = ranks[0].communicate(timeout=60)  # of which the interpreter's end takes a part
+        assert ranks[0].returncode == 1
+        assert re.search(r"LostRankError: Rank 0 of 2, in .*: another rank has ended, or has not answered", said), said[
+            -4000:
+        ]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -1,0 +1,213 @@
+"""Expert parallelism: ranks with a range of each layer's experts, a pool of their own, and transformers' dispatch in front of it.
+
+transformers divides experts by two rules of a plan: ``grouped_gemm`` cuts their parameters, ``ep_dispatch_experts`` puts what brings tokens to their
+ranks in the place of their module's forward. Here the parameters are a pool's, so that the first rule is ours; the second one stays transformers'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import MeshConfig
+from .errors import LostRankError, UnsupportedModelError
+from .families import ExpertsLayer, layers_left_alone
+from .memory import available_bytes
+
+_SHARE = "_mesh_share"  # attribute of an experts module, by which families.py finds it, too
+_DISPATCH = (
+    "EpDispatchExpertsParallel.install_forward.<locals>"  # of transformers' function that takes a forward's place
+)
+# No collective fails with a type of its own under gloo; each of its messages names the source that it comes from.
+_OF_GLOO = "gloo"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of each layer's experts a rank has: the range ``experts``, out of ``routed`` that routers choose among.
+
+    ``neighbours`` ranks, this one included, are on this machine and share its memory.
+    """
+
+    rank: int
+    ranks: int
+    routed: int
+    neighbours: int
+
+    @property
+    def count(self) -> int:
+        return self.routed // self.ranks
+
+    @property
+    def experts(self) -> range:
+        return range(self.rank * self.count, (self.rank + 1) * self.count)
+
+    def __str__(self) -> str:
+        return f"experts {self.experts[0]} to {self.experts[-1]} of {self.routed}, rank {self.rank} of {self.ranks}"
+
+    def to_dict(self) -> dict[str, int]:
+        return {"rank": self.rank, "ranks": self.ranks, "first_expert": self.experts[0], "experts": self.count}
+
+    def free_bytes(self) -> int:
+        """What the ranks on this machine may take together: the least that any of them sees, before any of them goes on.
+
+        All ranks have to call it.
+        """
+        here = _this_machine()
+        return min(free for machine, free in _gathered((here, available_bytes())) if machine == here)
+
+    def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Those of a ``Source`` with this rank's experts alone, made of those of one with all."""
+        own = slice(self.experts.start, self.experts.stop)
+        checksums = arguments["checksums"]
+        return {
+            **arguments,
+            "extents": arguments["extents"][:, own].copy(),
+            "checksums": None if checksums is None else checksums[:, own].copy(),
+            "first_expert": self.experts.start,
+            "routed_experts": self.routed,
+        }
+
+    def own_file(self, path: str) -> str:
+        """``stats.rank1.jsonl`` for ``stats.jsonl``: ranks may share a folder."""
+        whole = Path(path)
+        return str(whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}"))
+
+
+def share_of(ranks: int, layers: Sequence[ExpertsLayer]) -> Share:
+    """This rank's. All ranks have to call it."""
+    machines = _gathered(_this_machine())
+    # The only groups that are let in are those in which all ranks of the job are.
+    return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(_this_machine()))
+
+
+def _this_machine() -> str:
+    """Containers and processes on one have the same."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _gathered(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    try:
+        torch.distributed.all_gather_object(gathered, value)
+    except RuntimeError as error:
+        if lost := _lost_rank("the opening of the model", error):
+            raise lost from error
+        raise
+    return gathered
+
+
+def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, ranks: int) -> None:
+    """Raises UnsupportedModelError for what cannot be had of a model whose experts are divided among ``ranks``."""
+    experts = layers[0].num_experts
+    named: list[str] = []
+    if experts % ranks:
+        named.append(f"{experts} experts cannot be divided evenly among {ranks} ranks")
+    if others := layers_left_alone(model):
+        named.append(f"{others[0].path} has experts of another shape than {layers[0].path}, and a pool holds one shape")
+    if any(not hasattr(layer.module, "_is_expert_parallel") for layer in layers):
+        named.append(f"{type(layers[0].module).__name__} knows no expert parallelism in transformers")
+    if config.gpu.experts != 0:
+        named.append("gpu.experts places experts of a whole model")
+    if config.lossy.modes:
+        named.append(f"lossy ({config.lossy.modes}) would decide on each rank by what that rank has in memory")
+    if named:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be opened with ep_size={ranks}: {'; '.join(named)}. Change that, or open the model whole, without "
+            "distributed_config."
+        )
+
+
+def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[ExpertsLayer]:
+    """What ``grouped_gemm`` would do to experts whose parameters were to be loaded: each module has those of this rank, on the meta device,
+    and knows how many. The plan is rid of the rules that would find no parameters."""
+    for layer in layers:
+        module: Any = layer.module
+        for name, parameter in layer.parameters.items():
+            own = torch.empty((share.count, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        module.num_experts = share.count
+        module._is_expert_parallel = True
+        vars(module)[_SHARE] = share
+    of_experts = tuple(f"{layer.kind}." for layer in layers)
+    if getattr(model, "_ep_plan", None):
+        model._ep_plan = {name: rule for name, rule in model._ep_plan.items() if not name.startswith(of_experts)}
+    return [dataclasses.replace(layer, num_experts=share.count, share=share) for layer in layers]
+
+
+class LateForward:
+    """A module's forward as of when it is called: what transformers puts around a forward keeps the one that it finds, and the class of the
+    module changes later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """From a module around which nothing was put."""
+        if isinstance(vars(module).get("forward"), LateForward):
+            del module.forward
+
+
+def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+    """Before transformers puts its own around them: the forwards of experts, and of linear layers, which ``dense=`` may change."""
+    modules = [layer.module for layer in layers]
+    for module in (*modules, *(module for module in model.modules() if type(module) is nn.Linear)):
+        LateForward(module)
+
+
+def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+    """When transformers has: checks that tokens will come, and lets every collective of the model fail with ``LostRankError``."""
+    for module in model.modules():
+        LateForward.remove(module)
+    for layer in layers:
+        forward = vars(layer.module).get("forward")
+        if not getattr(forward, "__qualname__", "").startswith(_DISPATCH):
+            raise UnsupportedModelError(
+                f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. It needs 'ep_dispatch_experts', as the "
+                f"plans of transformers' own models have it: leave ep_plan out, or add {{{layer.kind!r}: 'ep_dispatch_experts'}}."
+            )
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if forward is not None and getattr(module, "_is_hooked", False):
+            vars(module)["forward"] = _Watched(forward, path)
+
+
+class _Watched:
+    """A forward with collectives in it."""
+
+    def __init__(self, forward: Callable[..., Any], path: str) -> None:
+        self._forward = forward
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if lost := _lost_rank(self._path, error):
+                raise lost from error
+            raise
+
+
+def _lost_rank(where: str, error: RuntimeError) -> LostRankError | None:
+    """None if it is something else that failed."""
+    if isinstance(error, LostRankError) or not (
+        isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
+    ):
+        return None
+    first = str(error).splitlines()[0]
+    return LostRankError(
+        f"Rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}, in {where}: another rank has ended, or has not answered "
+        f"within the process group's time-out ({first}). None of them can go on: see what the others said first, end them all, and start "
+        "them again."
+    )
