@@ -19,7 +19,8 @@ from .dense import computes_dense
 from .errors import UnsupportedModelError
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
-_MOST_TOKENS = 4  # of a decode step, speculated ones included; prompts are torch's
+# Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.
+_MOST_TOKENS = _C.MOST_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that torch_mesh's kernel does not know.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
