@@ -271,6 +271,12 @@ class MeshConfig(QuantizationConfigMixin):
         "No window for models whose experts run by projection.",
         of_checkpoint=True,
     )
+    speculation: str = _field(
+        "off",
+        one_of("off", "lookup"),
+        'Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). `"lookup"` drafts what followed when the text ended like this before, '
+        "where measuring says that it pays; greedy search and sampling of one text at a time. Not for models with linear attention.",
+    )
     predictor: str | None = _field(
         None,
         path("file"),

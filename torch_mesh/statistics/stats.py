@@ -15,6 +15,7 @@ from ..modules import patched_modules
 from ..ops.device import SharedDevice
 from ..pool import ExpertPool
 from .counters import DeviceCounters, Stats, engine_stats
+from .speculated import tallies_in
 
 
 def stats(model: nn.Module) -> Stats:
@@ -29,7 +30,10 @@ def stats(model: nn.Module) -> Stats:
     counted = engine_stats(
         engines_of(model), lossy=lossy_of(model), stand_ins=stand_ins_of(model), device=_device_counters(shared)
     )
-    return dataclasses.replace(counted, no_lookahead=_no_lookahead(model))
+    speculated = [tally.counters() for tally in tallies_in(model)]
+    return dataclasses.replace(
+        counted, no_lookahead=_no_lookahead(model), speculation=speculated[0] if speculated else None
+    )
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -39,6 +43,8 @@ def reset_stats(model: nn.Module) -> None:
             engine.reset_stats()
     for device in shared_devices_of(model):
         device.reset_stats()
+    for tally in tallies_in(model):
+        tally.reset()
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:
