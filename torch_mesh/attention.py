@@ -83,7 +83,9 @@ def take_attention(model: nn.Module, config: MeshConfig) -> None:
 
     ``unpatch`` removes the attribute with all others.
     """
-    if config.attention == "mesh" or (config.attention == "auto" and computes_dense(model)):
+    # With torch's the bits of a token would depend on how many are drafted with it, and that on the time that steps take.
+    wanted = computes_dense(model) or config.speculation != "off"
+    if config.attention == "mesh" or (config.attention == "auto" and wanted):
         for module in model.modules():
             vars(module)[_TAKEN] = True
 

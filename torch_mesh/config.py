@@ -229,7 +229,7 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         one_of("auto", "model", "mesh"),
         'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
-        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`). '
+        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`) or `speculation` is on. '
         'With `dense="none"` every bit outside the experts is the model\'s own.',
     )
     group_size: int = _field(
