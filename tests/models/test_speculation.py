@@ -136,7 +136,9 @@ def _agree(model: PreTrainedModel, inputs: Any, how: Any, **options: Any) -> Non
     _check(model, inputs, _plain(model, inputs, **options), _generate(model, inputs, **options, **how))
 
 
-@pytest.mark.parametrize("resident", [0.1, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "resident", [pytest.param(0.1, marks=pytest.mark.slow), 0.25, pytest.param(0.5, marks=pytest.mark.slow), 1.0]
+)
 @pytest.mark.parametrize("fields", [{"weights": "bf16"}, {"weights": "int4", "dense": "bf16"}], ids=["bf16", "int4"])
 def test_greedy_tokens_are_those_of_plain_decoding(
     original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], resident: float
@@ -266,6 +268,32 @@ def test_a_streamer_gets_one_token_after_the_other(original: PreTrainedModel, to
     reader = TextIteratorStreamer(tokenizer, timeout=5)
     _generate(model, inputs, streamer=reader, **options)
     assert "".join(reader) == tokenizer.decode(tokens)
+
+
+class _Gone(_Streamed):
+    """A client that goes while a draft is verified."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.parts) == 20:
+            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_text_that_ends_early_leaves_a_cache_of_its_tokens(
+    original: PreTrainedModel, tokenizer: Any, static: bool
+) -> None:
+    model, streamed = _patched(original), _Gone()
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    kind = functools.partial(StaticCache, max_cache_len=400) if static else DynamicCache
+    plain, cache = _plain(model, inputs, past_key_values=kind(config=model.config)), kind(config=model.config)
+    how = {"custom_generate": knowing(plain.sequences, 7), "streamer": streamed, "past_key_values": cache}
+    with pytest.raises(ConnectionResetError):
+        _generate(model, inputs, **how)
+    tokens = torch.tensor([[token for part in streamed.parts for token in part]])
+    assert int(cache.get_seq_length()) == tokens.shape[1] - 1 == inputs["input_ids"].shape[1] + 18
+    rest = _generate(model, {"input_ids": tokens}, past_key_values=cache, max_new_tokens=60 - 19)
+    _check(model, inputs, plain, rest)
 
 
 def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedModel, tokenizer: Any) -> None:

@@ -132,11 +132,14 @@ class Speculation:
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
             begin, waited, read = self._clock(), *pool.counts()
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
-            most = min(MOST_DRAFTED, text.most_length - text.ids.shape[1] - 1, *room)
+            length = text.ids.shape[1]
+            most = min(MOST_DRAFTED, text.most_length - length - 1, *room)
             drafted = drafter.draft(self._controller.choose(most))
             logits = _forward(model, forward, text.ids, drafted, model_kwargs)
-            tokens = text.add_while(drafted, logits)
-            rewinding.take_back(len(drafted) + 1 - len(tokens))
+            try:
+                tokens = text.add_while(drafted, logits)
+            finally:  # a streamer or a criterion may end it, and the cache be used again
+                rewinding.take_back(len(drafted) + 1 - (text.ids.shape[1] - length))
             drafter.extend(tokens)
             kind = (len(drafted), compiles and cache.layers[0].max_cache_len)  # what is compiled anew
             seconds = self._clock() - begin if kind in self._ran else None
@@ -182,9 +185,9 @@ class _Text:
         else:
             token = torch.argmax(scores, dim=-1)
         self.ids = torch.cat([self.ids, token[:, None]], dim=-1)
+        self.finished = bool(self._stop(self.ids, self._scores).all())
         if self._streamer is not None:
             self._streamer.put(token.cpu())
-        self.finished = bool(self._stop(self.ids, self._scores).all())
         return int(token)
 
     def add_while(self, drafted: Sequence[int], logits: Tensor) -> list[int]:

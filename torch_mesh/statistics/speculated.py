@@ -104,6 +104,9 @@ class Tally:
     """Counts of one model, while it decodes."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self._lengths: dict[int, dict[str, Any]] = {}
         self._drafted = self._accepted = 0
 
@@ -125,9 +128,6 @@ class Tally:
     def counters(self) -> SpeculationCounters:
         lengths = {length: DraftedCounters(**counts) for length, counts in self._lengths.items()}
         return SpeculationCounters(lengths, self._drafted, self._accepted)
-
-    def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
 
 
 def tally_of(model: nn.Module) -> Tally:
