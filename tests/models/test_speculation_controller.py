@@ -63,8 +63,8 @@ def test_what_pays_is_found_and_kept(right: float, per_row: float, best: int, se
     machine.chosen.clear()
     machine.seconds, machine.tokens = 0.0, 0
     machine.run(controller, 500)
-    assert 1 / machine.slower > 0.85 * utility[best] > 1
-    assert 0 in machine.chosen, "the time of plain decoding is measured again now and then"
+    assert 1 / machine.slower > max(0.75 * utility[best], 1)
+    assert {0, best} < set(machine.chosen), "plain decoding and other lengths are measured again now and then"
 
 
 def test_a_trial_that_is_lost_is_repeated_ever_more_seldom(seed: int) -> None:
@@ -106,6 +106,31 @@ def test_no_more_is_drafted_than_there_is_room_for(seed: int) -> None:
     machine.run(controller, 100)
     assert controller.choose(15) == 15
     assert [controller.choose(most) for most in (14, 7, 6, 3, 2, 0, -5)] == [7, 7, 3, 3, 0, 0, 0]
+
+
+def test_a_machine_that_stands_still_for_a_moment_decides_little(seed: int) -> None:
+    machine = Machine(1.0, 0.2, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 200)
+    controller.observe(15, 15, 1e4)
+    controller.observe(0, 0, 1e4)
+    machine.chosen.clear()
+    machine.run(controller, 400)
+    assert machine.chosen[-100:].count(15) > 80
+
+
+def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
+    controller = Controller(LENGTHS)
+    for _ in range(8):
+        controller.observe(0, 0, 1.0)
+        controller.observe(3, 3, 3.9)
+        controller.observe(7, 7, 7.9)
+        controller.observe(15, 15, 8.0)
+    for _ in range(8):
+        controller.observe(3, 0, 3.9)
+        controller.observe(15, 15, 8.0)
+    assert controller.utility(3) < 1 < controller.utility(15)
+    assert controller.choose(5) == 0 and controller.choose(15) == 15
 
 
 def test_forwards_that_were_not_timed_decide_nothing() -> None:

@@ -15,6 +15,7 @@ _REVIEW = 32  # forwards with drafts of one length, before another length gets o
 _STALE = 64  # before a forward without, to see what that takes by now
 _LOSS = 0.05  # share of the time of plain decoding that trials may lose
 _MOST_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
+_ODD = 4  # times as long as usual: not the draft's doing, but the machine's
 _OFTEN_WHOLE = 0.7  # of a draft's tokens: then a longer one may do better
 
 
@@ -45,6 +46,7 @@ class Controller:
         self._interval = _FIRST_WAIT
         self._saved = 0.0  # seconds that trials may lose; less than 0 once they have
         self._since_plain = self._since_review = 0
+        self._last = 0  # that was drafted
 
     def _forget(self) -> None:
         self._seconds = {length: _Mean(16) for length in self.lengths}
@@ -68,13 +70,16 @@ class Controller:
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
         if not lengths or unsure or self._wait > 0 or self._saved < 0:
             return 0
-        known = {length: utility for length in lengths if (utility := self.utility(length)) is not None}
+        known = {length: utility for length in self.lengths if (utility := self.utility(length)) is not None}
         if not known:
             return self._tried(lengths[0])
-        best = max(known, key=known.__getitem__)
-        if known[best] <= 1:
+        if max(known.values()) <= 1:
             return self._give_up()
         self._interval = _FIRST_WAIT
+        pays = [length for length in lengths if known.get(length, 0) > 1]
+        if not pays:  # but longer ones do, for which there is no room
+            return 0
+        best = max(pays, key=known.__getitem__)
         place = lengths.index(best)
         longer = lengths[place + 1 : place + 2]
         if longer and longer[0] not in known and self._tokens[best].value >= _OFTEN_WHOLE * (best + 1):
@@ -85,6 +90,10 @@ class Controller:
 
     def observe(self, length: int, accepted: int, seconds: float | None) -> None:
         """What came of a forward: how many of ``length`` drafted tokens were right, and its time. None: not to be counted."""
+        if seconds is not None and self._plain.count >= _PLAIN:
+            known = length > 0 and self._seconds[length].count >= _TRIAL
+            usual = self._seconds[length].value if known else (length + 1) * self._plain.value
+            seconds = min(seconds, _ODD * usual)
         if length == 0:
             self._wait = max(self._wait - 1, 0)
             if seconds is not None:
@@ -96,8 +105,8 @@ class Controller:
             if shorter <= length:  # what a shorter draft would have brought is known, a longer one's is not
                 self._tokens[shorter].add(min(accepted, shorter) + 1)
         self._since_plain += 1
-        usual = max(self.lengths, key=lambda each: self._seconds[each].count)
-        self._since_review = self._since_review + 1 if length == usual else 0
+        self._since_review = self._since_review + 1 if length == self._last else 0
+        self._last = length
         if seconds is not None:
             self._seconds[length].add(seconds)
             self._save((accepted + 1) * self._plain.value - seconds)
