@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .gpu.placement import hottest_experts
     from .packed_weight import PackedWeight
     from .patching import patch, unpatch
+    from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
     from .trainer import MeshTrainerCallback
@@ -74,6 +75,7 @@ __all__ = [
     "reset_stats",
     "save_profile",
     "set_capture_batch_sizes",
+    "speculate",
     "stats",
     "synchronize",
     "unpatch",
@@ -98,6 +100,7 @@ _WHERE = {
     "reset_stats": "statistics.stats",
     "save_profile": "statistics.stats",
     "set_capture_batch_sizes": "gpu.device_work",
+    "speculate": "speculation.decoding",
     "stats": "statistics.stats",
     "synchronize": "gpu.device_work",
     "unpatch": "patching",

@@ -32,6 +32,7 @@ from .other_format import Records, open_other
 from .packed_weight import device_of
 from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer
+from .speculation.models import check_speculation, take_speculation
 from .undivided import check_forwards
 from .undo import Undo, undone_on_error
 
@@ -102,6 +103,7 @@ class OfRecords(Origin):
 def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin) -> None:
     """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
     check_attention(model, config)
+    check_speculation(model, config)
     check_predictor(layers, config)
     check_profile(config, layers)
     check_lossy(model, layers, config)
@@ -149,6 +151,7 @@ def assemble(
         make_lossy(model, layers, config)
         take_products(model, layers, config)
         take_attention(model, config)
+        take_speculation(model, config)
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)
         attach_quantizer(model, quantizer)

@@ -19,7 +19,8 @@ from .dense import computes_dense
 from .errors import UnsupportedModelError
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
-_MOST_TOKENS = 4  # of a decode step, speculated ones included; prompts are torch's
+# Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.
+_MOST_TOKENS = _C.MOST_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that torch_mesh's kernel does not know.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
@@ -82,7 +83,9 @@ def take_attention(model: nn.Module, config: MeshConfig) -> None:
 
     ``unpatch`` removes the attribute with all others.
     """
-    if config.attention == "mesh" or (config.attention == "auto" and computes_dense(model)):
+    # With torch's the bits of a token would depend on how many are drafted with it, and that on the time that steps take.
+    wanted = computes_dense(model) or config.speculation != "off"
+    if config.attention == "mesh" or (config.attention == "auto" and wanted):
         for module in model.modules():
             vars(module)[_TAKEN] = True
 

@@ -20,6 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Attributes of a model. They are not named as those that patching gives, for a model need not be patched.
 _OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
 _SHORTEST = 128  # tokens that a cache has room for
+SLACK = 15  # tokens that a step may draft
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -99,7 +100,7 @@ def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: 
     cache = type(model)._prepare_static_cache(model, *args, max_cache_len=length, **kwargs)
     if isinstance(cache, StaticCache):
         cache.layers[:] = [
-            SteadySlidingLayer(layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else layer
+            SteadySlidingLayer(layer.max_cache_len, SLACK) if type(layer) is StaticSlidingWindowLayer else layer
             for layer in cache.layers
         ]
     return cache
@@ -108,11 +109,13 @@ def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: 
 class SteadySlidingLayer(StaticSlidingWindowLayer):
     """transformers' layer of the last tokens, but that how many there have been stands in a tensor alone.
 
-    Its own counts them in an int, upon which torch.compile compiles every step anew.
+    Its own counts them in an int, upon which torch.compile compiles every step anew. This one keeps ``slack`` tokens more than the ``window``, which
+    the mask hides, so that steps may have 1 + ``slack`` tokens and up to ``slack`` of them can be taken back.
     """
 
-    def __init__(self, window: int) -> None:
-        super().__init__(max_cache_len=window, sliding_window=window)
+    def __init__(self, window: int, slack: int = 0) -> None:
+        super().__init__(max_cache_len=window + slack, sliding_window=window + slack)
+        self.slack = slack
 
     @property
     def cumulative_length_int(self) -> int:
@@ -124,22 +127,39 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         tokens = key_states.shape[-2]
-        if tokens > 1:  # a prompt, which is not compiled
+        if tokens > 1 + self.slack:  # a prompt, which is not compiled
             length = int(self.cumulative_length) + tokens
             states = super().update(key_states, value_states, *args, **kwargs)
             self.cumulative_length.fill_(length)
             return states
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        full = self.cumulative_length >= self.max_cache_len
-        place = self.cumulative_length.clamp(max=self.max_cache_len - 1).view(1)
+        last = self.max_cache_len - 1
+        moved = (self.cumulative_length + tokens - self.max_cache_len).clamp(0, tokens)
+        stays = (torch.arange(last + 1, device=self.device) + moved).clamp(max=last)
+        first = self.cumulative_length.clamp(max=self.max_cache_len - tokens)
+        places = first + torch.arange(tokens, device=self.device)
         keys: Any = self.keys
         values: Any = self.values
         for kept, new in ((keys, key_states), (values, value_states)):
-            kept.copy_(torch.where(full, kept.roll(-1, dims=-2), kept))
-            kept.index_copy_(2, place, new)
-        self.cumulative_length.add_(1)
+            kept.copy_(kept.index_select(2, stays))
+            kept.index_copy_(2, places, new)
+        self.cumulative_length.add_(tokens)
         return keys, values
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the last ``tokens``, ``slack`` at most, of the last update. Places that are free then are of tokens that no window reaches."""
+        length = int(self.cumulative_length)
+        moved = max(length - self.max_cache_len, 0) - max(length - tokens - self.max_cache_len, 0)
+        kept: Any
+        for kept in (self.keys, self.values) if moved else ():
+            kept.copy_(kept.roll(moved, dims=-2))
+        self.cumulative_length.sub_(tokens)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if query_length > 1 + self.slack:
+            return super().get_mask_sizes(query_length)
+        return self.max_cache_len, max(int(self.cumulative_length) + query_length - self.max_cache_len, 0)
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length if self.is_initialized else 0

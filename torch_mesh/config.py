@@ -230,7 +230,7 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         one_of("auto", "model", "mesh"),
         'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
-        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`). '
+        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`) or `speculation` is on. '
         'With `dense="none"` every bit outside the experts is the model\'s own.',
     )
     group_size: int = _field(
@@ -271,6 +271,12 @@ class MeshConfig(QuantizationConfigMixin):
         'window of the pool, reading the next layer\'s ahead; `"window"`: each layer does; `"off"`: experts are read when their layer runs. '
         "No window for models whose experts run by projection.",
         of_checkpoint=True,
+    )
+    speculation: str = _field(
+        "off",
+        one_of("off", "lookup"),
+        'Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). `"lookup"` drafts what followed when the text ended like this before, '
+        "where measuring says that it pays; greedy search and sampling of one text at a time. Not for models with linear attention.",
     )
     predictor: str | None = _field(
         None,

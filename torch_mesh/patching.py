@@ -24,6 +24,8 @@ from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes,
 from .other_format import Records, format_of, other_config
 from .packed_weight import device_of
 from .saving import PatchedModelQuantizer, detach_quantizer
+from .speculation.models import undo_speculation
+from .statistics.speculated import drop_tally
 from .store.convert import checked_group_size, convert_model
 from .store.manifest import OF_CODES
 from .store.progress import progress_bar
@@ -118,6 +120,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     withdraw(model)
     undo_lossy(model)
     undo_compile(model)
+    undo_speculation(model)
+    drop_tally(model)
     restore_dense(model, device)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):

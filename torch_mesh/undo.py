@@ -129,7 +129,7 @@ class PatchUndo(Undo):
         self._pools.clear()
         self._stores.clear()
         config = self._config.replace(
-            dense="none", attention="model", lossy={"deferred_experts": 0, "routing_bias": 0.0}
+            dense="none", attention="model", speculation="off", lossy={"deferred_experts": 0, "routing_bias": 0.0}
         )
         attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
         announce(self._model, config)

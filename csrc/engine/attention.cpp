@@ -13,6 +13,9 @@ namespace torch_mesh {
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+// From so many rows on, a row to each lane costs less than adding up the lanes of each product.
+// Heads are counted and not rows, so that a token's bits do not depend on how many come with it.
+constexpr int32_t kHeadsForLanes = 6;
 
 // One call, cut into chunks of keys, groups of heads that share them, and tiles of query rows.
 class Plan {
@@ -75,6 +78,7 @@ class Plan {
                   .value_dim = call_.value_dim,
                   .mask = call_.mask.data == nullptr ? nullptr : mask,
                   .mask_stride = masks(rows) == 1 ? 0 : kAttentionKeys,
+                  .by_lane = group_ >= kHeadsForLanes,
                   .largest = largest_ + place,
                   .total = total_ + place,
                   .out = out_ + place * call_.value_dim});

@@ -45,9 +45,9 @@ struct AttentionCall {
   ScalarType out_type = ScalarType::kBf16;
 };
 
-// out = softmax(scale * query · key^T + mask) · value, in fp32; zero where every key is masked. The
-// bits depend on shapes and values, not on `threads`. Throws Error(kMemory). Safe from several
-// threads at once.
+// out = softmax(scale * query · key^T + mask) · value, in fp32; zero where every key is masked. A
+// token's bits are those that it would have alone, and do not depend on `threads`. Throws
+// Error(kMemory). Safe from several threads at once.
 void decode_attention(const AttentionCall& call, const Runtime& runtime, int32_t threads,
                       WorkspacePool& workspaces);
 

@@ -12,9 +12,6 @@ namespace {
 constexpr int32_t kPartials = 16;
 constexpr int32_t kPartialVectors = kPartials / kLanes;
 constexpr int32_t kKeysAtOnce = 16;  // unfolded to fp32 in L1, for all rows
-// From so many rows on, a row to each lane costs less than adding up the lanes of each product. The
-// same for all tables, so that their bits are.
-constexpr int32_t kRowsForLanes = 6;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 using Partials = Floats[kPartialVectors];
@@ -119,13 +116,12 @@ inline void score_by_lane(const AttentionPart& part, const float* transposed, co
 inline void score_keys(const AttentionPart& part, float* scores) {
   alignas(64) Unfolded keys;
   alignas(64) float transposed[kAttentionRows * kMostHeadDim];
-  const bool by_lane = part.rows >= kRowsForLanes;
-  if (by_lane) transpose_queries(part, transposed);
+  if (part.by_lane) transpose_queries(part, transposed);
   for (int32_t first = 0; first < part.count; first += kKeysAtOnce) {
     const int32_t left = part.count - first;
     const int32_t count = left < kKeysAtOnce ? left : kKeysAtOnce;
     unfold_rows(part.keys, first, count, part.key_dim, keys);
-    if (by_lane) {
+    if (part.by_lane) {
       __builtin_memset(keys + count * part.key_dim, 0,
                        sizeof(float) * static_cast<size_t>((kKeysAtOnce - count) * part.key_dim));
       score_by_lane(part, transposed, keys, count, scores + first);

@@ -78,6 +78,8 @@ struct AttentionPart {
   int32_t value_dim;
   const float* mask;    // added to the scores, a row for each; nullptr: none
   int32_t mask_stride;  // kAttentionKeys; 0: the same for all rows
+  // A row to each lane, which adds up in another order than a row at a time.
+  bool by_lane;
   // Results, for each row: the largest score, the sum of e^(score - largest), and that of
   // e^(score - largest) * value.
   float* largest;

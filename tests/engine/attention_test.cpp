@@ -16,7 +16,7 @@ namespace torch_mesh::testing {
 namespace {
 
 std::vector<float> attended(const KernelTable& table, ScalarType type, int32_t rows, int32_t count,
-                            int32_t key_dim, int32_t value_dim, bool masked) {
+                            int32_t key_dim, int32_t value_dim, bool masked, bool by_lane) {
   Random random;
   const auto stored = [&](int32_t dim) {
     Bytes bytes(count * dim * scalar_bytes(type));
@@ -38,6 +38,7 @@ std::vector<float> attended(const KernelTable& table, ScalarType type, int32_t r
                 .value_dim = value_dim,
                 .mask = masked ? mask.data() : nullptr,
                 .mask_stride = kAttentionKeys,
+                .by_lane = by_lane,
                 .largest = results.data(),
                 .total = results.data() + rows,
                 .out = results.data() + 2 * rows});
@@ -50,9 +51,10 @@ TEST(Attention, EveryTableAgreesWithScalarToTheBit) {
   } cases[] = {{8, 256, 128, 128}, {1, 1, 16, 16}, {5, 37, 192, 128}, {16, 100, 256, 48}};
   for (const auto& c : cases) {
     for (ScalarType type : {ScalarType::kBf16, ScalarType::kFloat16, ScalarType::kFloat32}) {
-      for (bool masked : {false, true}) {
+      for (int options = 0; options < 4; ++options) {
+        const bool masked = options % 2 != 0, by_lane = options / 2 != 0;
         const auto run = [&](const KernelTable& table) {
-          return attended(table, type, c.rows, c.count, c.key_dim, c.value_dim, masked);
+          return attended(table, type, c.rows, c.count, c.key_dim, c.value_dim, masked, by_lane);
         };
         const std::vector<float> expected = run(kScalarTable);
         for (const KernelTable* table : all_tables()) {

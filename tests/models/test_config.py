@@ -117,6 +117,7 @@ OF_THIS_MACHINE = {
     "resident": 0.5,
     "dense": "int8",
     "attention": "mesh",
+    "speculation": "lookup",
     "store": "/somewhere",
     "io": "threads",
     "profile": "/etc/passwd",

@@ -86,6 +86,21 @@ def test_any_threads_give_the_same_bits() -> None:
     assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
+@pytest.mark.parametrize("heads,shared", [(4, 4), (6, 2), (8, 1), (28, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_has_the_bits_that_it_would_have_alone(heads: int, shared: int, dtype: torch.dtype) -> None:
+    """Verified drafts are the tokens of plain decoding for this."""
+    for tokens in (2, 5, 16):
+        query, key, value = _inputs((2, heads, shared, tokens, 600, 64, 48), dtype)
+        seen = torch.ones(tokens, 600, dtype=torch.bool).tril(600 - tokens)
+        alone = [
+            ops.attention(query[:, :, [token]], key[:, :, :length], value[:, :, :length], None, 0.2)
+            for token, length in enumerate(range(601 - tokens, 601))
+        ]
+        for mask in (seen, torch.zeros(tokens, 600, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)):
+            assert torch.equal(ops.attention(query, key, value, mask[None, None], 0.2), torch.cat(alone, dim=1)), tokens
+
+
 def test_masked_keys_are_not_read() -> None:
     """A static cache holds anything behind its end; a token of padding sees nothing."""
     query, key, value = _inputs((1, 4, 2, 2, 600, 32, 32))

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
+from torch_mesh.statistics.stats import stats
 
 openai = pytest.importorskip("openai")
 
@@ -102,6 +103,29 @@ def test_no_page_of_the_web_can_end_the_model(server: Any) -> None:
         urllib.request.urlopen(urllib.request.Request(f"{server.address}/reset", method="POST"), timeout=30)
     assert refused.value.code == 404
     assert server.manager.kept is not None
+
+
+@pytest.fixture(scope="module")
+def speculating(serving: Callable[..., Any], folder: Path) -> list[Any]:
+    """A server whose model does not, and one whose does."""
+    configs = (MeshConfig(resident=0.5, attention="mesh", speculation=each) for each in ("off", "lookup"))
+    return [serving(folder, config) for config in configs]
+
+
+def test_a_model_that_speculates_answers_and_keeps_keys(speculating: list[Any]) -> None:
+    text = "self.names.append(name)\nself.values.append(value)\n" * 4
+    asked = {"max_tokens": 60}
+    answers = []
+    for server in speculating:
+        with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            answers.append(_complete(client, server, text, **asked).choices[0].text)
+            streamed = _complete(client, server, text, stream=True, **asked)
+            assert "".join(part.choices[0].text for part in streamed if part.choices) == answers[-1]
+            assert _metrics(server)["reused_tokens"] > 0
+    found = stats(speculating[1].manager.kept.model).speculation
+    assert found.tokens > 60 and found.accepted > 0
+    same = len(os.path.commonprefix(answers))
+    assert same == len(answers[0]) or same > 20  # rounding tips two logits that are nearly equal on some processors
 
 
 @pytest.mark.parametrize("text", TEXTS[:2])

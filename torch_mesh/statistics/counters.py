@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _C
+from .speculated import SpeculationCounters
 
 if TYPE_CHECKING:
     from ..expert_parallel import Share
@@ -182,6 +183,8 @@ class Stats(PhaseCounters):
     # Why the last prefetch that failed did. No forward fails for it, and prefetching goes on; ``layer``, ``expert``, ``file``
     # and ``offset`` say where. None: none has failed.
     prefetch_error: Exception | None = None
+    # Of generate with ``speculation`` or torch_mesh.speculate; None: there was none, or not known, as in a ``stats.file``.
+    speculation: SpeculationCounters | None = None
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
         """Everything, as JSON takes it; without ``experts``, all but the counts of each expert, which are most of it.
@@ -198,6 +201,7 @@ class Stats(PhaseCounters):
             if self.no_lookahead is None
             else {reason: list(layers) for reason, layers in self.no_lookahead.items()},
             "prefetch_error": _error_dict(self.prefetch_error),
+            "speculation": None if self.speculation is None else self.speculation.to_dict(),
             "per_layer": [layer.to_dict(experts) for layer in self.per_layer],
         }
 
@@ -228,6 +232,8 @@ class Stats(PhaseCounters):
             lines.append(f"no lookahead from {_ranges(layers)}: {reason}")
         if self.stand_ins:
             lines.append(f"{self.stand_ins} of {self.accesses} accesses were to stand-ins")
+        if self.speculation is not None:
+            lines.append(str(self.speculation))
         if self.prefetch_error is not None:
             lines.append(f"last failed prefetch: {self.prefetch_error}")
         return "\n".join(lines)

@@ -15,6 +15,7 @@ from ..modules import patched_modules
 from ..ops.device import SharedDevice
 from ..pool import ExpertPool
 from .counters import DeviceCounters, Stats, engine_stats
+from .speculated import tallies_in
 
 
 def stats(model: nn.Module) -> Stats:
@@ -33,7 +34,10 @@ def stats(model: nn.Module) -> Stats:
         device=_device_counters(shared),
         share=_pools(model)[0].share,
     )
-    return dataclasses.replace(counted, no_lookahead=_no_lookahead(model))
+    speculated = [tally.counters() for tally in tallies_in(model)]
+    return dataclasses.replace(
+        counted, no_lookahead=_no_lookahead(model), speculation=speculated[0] if speculated else None
+    )
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -43,6 +47,8 @@ def reset_stats(model: nn.Module) -> None:
             engine.reset_stats()
     for device in shared_devices_of(model):
         device.reset_stats()
+    for tally in tallies_in(model):
+        tally.reset()
 
 
 def save_profile(model: nn.Module, path: str | os.PathLike[str]) -> None:

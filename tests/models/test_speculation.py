@@ -1,0 +1,527 @@
+"""Several tokens verified in one forward: the tokens are those of plain decoding, whatever else is asked of ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch._dynamo.utils import counters
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation.streamers import BaseStreamer
+
+import torch_mesh
+from torch_mesh import MeshConfig, UnsupportedModelError
+from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.speculation.decoding import Speculation, _Text
+from torch_mesh.speculation.models import SpeculatingModel
+
+_REWRITTEN = "    def add(self, name, value):\n        self.names.append(name)\n        self.values.append(value)\n        return self\n\n"
+PROMPTS = {
+    "prose": "And it came to pass in those days, that",
+    "code": "def main():\n    parser = argparse.ArgumentParser()\n",
+    "rewriting": f"{_REWRITTEN * 3}    def add(self, name",
+    "chat": "User: Who was the king of Israel?\nAssistant: The king was David.\nUser: Who was the king of Judah?\nAssistant:",
+}
+OSS, QWEN, NEXT = "GptOssExperts", "Qwen3MoeExperts", "Qwen3NextExperts"
+
+
+class Always:
+    """In the place of a controller: drafts, whatever it costs."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.accepted: list[int] = []
+
+    def begin(self) -> None:
+        pass
+
+    def choose(self, most: int) -> int:
+        return self.length if self.length <= most else 0
+
+    def observe(self, length: int, accepted: int, seconds: float | None) -> None:
+        self.accepted.append(accepted)
+
+
+def always(length: int) -> Speculation:
+    return Speculation(Always(length))  # type: ignore[arg-type]
+
+
+class Oracle:
+    """In the place of a drafter: knows the text to come, and is wrong in every fourth token or so."""
+
+    def __init__(self, answer: torch.Tensor, tokens: list[int]) -> None:
+        self.answer, self.place = answer[0].tolist(), len(tokens)
+
+    def draft(self, length: int) -> list[int]:
+        drafted = self.answer[self.place : self.place + length]
+        right = torch.rand(len(drafted)) < 0.75
+        return [token if known else token ^ 1 for token, known in zip(drafted, right.tolist(), strict=True)]
+
+    def extend(self, tokens: list[int]) -> None:
+        self.place += len(tokens)
+
+
+def knowing(answer: torch.Tensor, length: int) -> Speculation:
+    return Speculation(Always(length), functools.partial(Oracle, answer))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def original(request: pytest.FixtureRequest) -> PreTrainedModel:
+    folder = request.config.rootpath / "examples" / "mesh-tiny"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return AutoTokenizer.from_pretrained(request.config.rootpath / "examples" / "mesh-tiny")
+
+
+def _patched(original: PreTrainedModel, **fields: Any) -> PreTrainedModel:
+    return torch_mesh.patch(copy.deepcopy(original), **{"resident": 0.5, "attention": "mesh"} | fields)
+
+
+def _generate(model: PreTrainedModel, inputs: Any, **options: Any) -> Any:
+    torch.manual_seed(7)
+    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(**inputs, **settings)
+
+
+def _rows_are_exact(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether a token has the same bits in a forward of one and of sixteen: not so with every kernel and every linear layer of torch's."""
+    ids = ids.repeat(1, 17)[:, :17]
+    with torch.no_grad():
+        cache, other = (DynamicCache(config=model.config) for _ in range(2))
+        alone = [model(input_ids=ids[:, [i]], past_key_values=cache).logits[0] for i in range(17)]
+        together = [model(input_ids=part, past_key_values=other).logits[0] for part in (ids[:, :1], ids[:, 1:])]
+        return torch.equal(torch.cat(alone), torch.cat(together))
+
+
+def _plain(model: PreTrainedModel, inputs: Any, **options: Any) -> Any:
+    return _generate(model, inputs, return_dict_in_generate=True, output_logits=True, **options)
+
+
+def _check(model: PreTrainedModel, inputs: Any, plain: Any, tokens: torch.Tensor) -> None:
+    """``tokens`` are those of ``plain``; where rounding may differ, up to two logits that were nearly equal."""
+    expected = plain.sequences
+    if torch.equal(tokens, expected):
+        return
+    assert not _rows_are_exact(model, inputs["input_ids"])
+    both = min(tokens.shape[1], expected.shape[1])
+    same = int((tokens[0, :both] == expected[0, :both]).int().cumprod(0).sum())
+    two = plain.logits[same - inputs["input_ids"].shape[1]][0].topk(2).values
+    assert two[0] - two[1] <= two[0].abs() / 16, same
+
+
+def _agree(model: PreTrainedModel, inputs: Any, how: Any, **options: Any) -> None:
+    """Plainly and by ``how`` tokens are the same."""
+    how = how if isinstance(how, dict) else {"custom_generate": how}
+    _check(model, inputs, _plain(model, inputs, **options), _generate(model, inputs, **options, **how))
+
+
+@pytest.mark.parametrize(
+    "resident", [pytest.param(0.1, marks=pytest.mark.slow), 0.25, pytest.param(0.5, marks=pytest.mark.slow), 1.0]
+)
+@pytest.mark.parametrize("fields", [{"weights": "bf16"}, {"weights": "int4", "dense": "bf16"}], ids=["bf16", "int4"])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], resident: float
+) -> None:
+    model = _patched(original, resident=resident, **fields)
+    speculation = always(7)
+    for text in PROMPTS.values():
+        _agree(model, tokenizer(text, return_tensors="pt"), speculation)
+    found = torch_mesh.stats(model).speculation
+    assert found is not None and found.acceptance > 0.2 and found.forwards < 0.7 * found.tokens
+
+
+def test_the_controller_changes_no_token(original: PreTrainedModel, tokenizer: Any) -> None:
+    model, speculation = _patched(original), torch_mesh.speculate()
+    for text in PROMPTS.values():
+        _agree(model, tokenizer(text, return_tensors="pt"), speculation, max_new_tokens=150)
+    assert torch_mesh.stats(model).speculation.accepted > 0
+
+
+def test_sampled_tokens_are_those_of_plain_decoding_with_the_same_seed(
+    original: PreTrainedModel, tokenizer: Any
+) -> None:
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    if not _rows_are_exact(model, inputs["input_ids"]):
+        pytest.skip("here a token's bits depend on how many come with it")
+    for options in ({"temperature": 0.7}, {"top_k": 20, "temperature": 1.3}, {"top_p": 0.9}):
+        plain = _generate(model, inputs, do_sample=True, **options)
+        assert torch.equal(plain, _generate(model, inputs, do_sample=True, custom_generate=always(7), **options))
+    assert torch_mesh.stats(model).speculation.accepted > 0
+
+
+def _drawn(table: torch.Tensor, drafter: Any, tokens: int) -> tuple[int, ...]:
+    """A text of a model whose next token depends on the last one alone, ``table`` [tokens, tokens] of logits."""
+    config = GenerationConfig(do_sample=True, return_dict_in_generate=False)
+    text = _Text(torch.tensor([[0]]), lambda ids, scores: scores, _Long(1 + tokens), config, None)
+    while not text.finished:
+        last = int(text.ids[0, -1])
+        drafted = drafter(last)
+        text.add_while(drafted, table[[last, *drafted]][None])
+    return tuple(text.ids[0, 1:].tolist())
+
+
+class _Long(StoppingCriteriaList):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def test_the_distribution_of_sampled_tokens_is_the_models() -> None:
+    torch.manual_seed(11)
+    table, draws, tokens = torch.randn(4, 4) * 1.5, 12000, 3
+    share = table.softmax(-1)
+    drafts = {0: [1, 2, 0], 1: [1, 1], 2: [], 3: [0]}  # right now and then, and never drawn
+    found = Counter(_drawn(table, drafts.__getitem__, tokens) for _ in range(draws))
+    squares = 0.0
+    for text in itertools.product(range(4), repeat=tokens):
+        expected = draws * float(torch.stack([share[a, b] for a, b in itertools.pairwise((0, *text))]).prod())
+        squares += (found[text] - expected) ** 2 / expected
+    assert squares < 63 + 6 * (2 * 63) ** 0.5, "chi-square of 63 degrees of freedom"
+
+
+class _Ends(StoppingCriteria):
+    """At the third time of a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([(input_ids[0] == self.token).sum() >= 3])
+
+
+@pytest.mark.parametrize("length", [3, 15])
+def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel, tokenizer: Any, length: int) -> None:
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    common = int(_generate(model, inputs)[0, inputs["input_ids"].shape[1] :].mode().values)
+    for options in (
+        {"repetition_penalty": 1.2},
+        {"no_repeat_ngram_size": 6},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"max_new_tokens": 9},
+        {"eos_token_id": common},
+        {"eos_token_id": common, "min_new_tokens": 20},
+        {"stopping_criteria": StoppingCriteriaList([_Ends(common)])},
+        {"prefill_chunk_size": 16},
+    ):
+        _agree(model, inputs, always(length), **options)
+
+
+def test_stop_strings_work_where_generate_speculates_by_itself(original: PreTrainedModel, tokenizer: Any) -> None:
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    options = {"stop_strings": ["append(value)"], "tokenizer": tokenizer}
+    plain = _generate(_patched(original), inputs, **options)
+    model = _patched(original, speculation="lookup")
+    model._mesh_speculation = always(7)
+    assert torch.equal(_generate(model, inputs, **options), plain)
+    assert torch_mesh.stats(model).speculation.accepted > 0
+
+
+class _Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_streamer_gets_one_token_after_the_other(original: PreTrainedModel, tokenizer: Any, by_itself: bool) -> None:
+    """transformers hands none to a custom_generate: should it begin to, ``_lost_streamer`` can go."""
+    model = _patched(original, speculation="lookup" if by_itself else "off")
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    streamed = _Streamed()
+    options = {} if by_itself else {"custom_generate": always(7)}
+    tokens = _generate(model, inputs, streamer=streamed, **options)[0].tolist()
+    assert [token for part in streamed.parts for token in part] == tokens and streamed.ended
+    assert all(len(part) == 1 for part in streamed.parts[1:])
+    reader = TextIteratorStreamer(tokenizer, timeout=5)
+    _generate(model, inputs, streamer=reader, **options)
+    assert "".join(reader) == tokenizer.decode(tokens)
+
+
+class _Gone(_Streamed):
+    """A client that goes while a draft is verified."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.parts) == 20:
+            raise ConnectionResetError
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_text_that_ends_early_leaves_a_cache_of_its_tokens(
+    original: PreTrainedModel, tokenizer: Any, static: bool
+) -> None:
+    model, streamed = _patched(original), _Gone()
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    kind = functools.partial(StaticCache, max_cache_len=400) if static else DynamicCache
+    plain, cache = _plain(model, inputs, past_key_values=kind(config=model.config)), kind(config=model.config)
+    how = {"custom_generate": knowing(plain.sequences, 7), "streamer": streamed, "past_key_values": cache}
+    with pytest.raises(ConnectionResetError):
+        _generate(model, inputs, **how)
+    tokens = torch.tensor([[token for part in streamed.parts for token in part]])
+    assert int(cache.get_seq_length()) == tokens.shape[1] - 1 == inputs["input_ids"].shape[1] + 18
+    rest = _generate(model, {"input_ids": tokens}, past_key_values=cache, max_new_tokens=60 - 19)
+    _check(model, inputs, plain, rest)
+
+
+def test_what_generate_returns_is_what_it_returns_plainly(original: PreTrainedModel, tokenizer: Any) -> None:
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "repetition_penalty": 1.01,
+    }
+    plain, drafted = (_generate(model, inputs, **options, **more) for more in ({}, {"custom_generate": always(7)}))
+    assert type(drafted) is type(plain) and drafted.keys() == plain.keys()
+    assert len(drafted.scores) == len(drafted.logits) == 60
+    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    if _rows_are_exact(model, inputs["input_ids"]):
+        for one, other in zip((*plain.scores, *plain.logits), (*drafted.scores, *drafted.logits), strict=True):
+            assert torch.equal(one, other)
+    # A conversation goes on with the cache.
+    more = {"input_ids": torch.cat([plain.sequences, inputs["input_ids"]], dim=1)}
+    answers = [
+        _generate(model, more, past_key_values=each.past_key_values, custom_generate=always(3))
+        for each in (plain, drafted)
+    ]
+    assert torch.equal(*answers)
+
+
+def _spread(name: str) -> PreTrainedModel:
+    """A tiny random model whose tokens differ; in fp32, where few logits are nearly equal."""
+    model = TINY_MODELS[name].build().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.size(-1) ** -0.5 * 2)
+    return model
+
+
+def _inputs(length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 100, (1, length))}
+
+
+@pytest.mark.parametrize("length", [5, 13, 40])
+@pytest.mark.parametrize("drafted", [3, 15])
+def test_windows_go_back(length: int, drafted: int) -> None:
+    """The window of the tiny gpt-oss is of 16 tokens."""
+    model = torch_mesh.patch(_spread(OSS), resident=0.5)
+    inputs = _inputs(length)
+    plain = _plain(model, inputs, eos_token_id=None)
+    cache = DynamicCache(config=model.config)
+    speculation = knowing(plain.sequences, drafted)
+    found = _generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+    _check(model, inputs, plain, found)
+    assert sum(speculation._controller.accepted) > 0
+    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    assert windows and all(not layer.record_past and layer.keys.shape[-2] == 15 for layer in windows)
+
+
+def test_keys_that_a_server_keeps_are_kept() -> None:
+    """Of a layer with a window it keeps more than the window, to go back to where two requests part."""
+    original = _spread(OSS)
+    model = torch_mesh.patch(copy.deepcopy(original), resident=0.5)
+    speculating = torch_mesh.patch(original, resident=0.5, speculation="lookup")
+    config = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None)
+    kept, plainly = KeptKeys(speculating, limit=1 << 30), KeptKeys(model, limit=1 << 30)
+    prompt = _inputs(40)["input_ids"]
+    for turn in range(2):
+        expected = plainly.generate(input_ids=prompt, generation_config=config)
+        speculating._mesh_speculation = knowing(expected, 7)
+        found = kept.generate(input_ids=prompt, generation_config=config)
+        same = int((found == expected).int().cumprod(1).sum())
+        if same < expected.shape[1]:  # rounding may tip two logits that were nearly equal
+            with torch.no_grad():
+                two = model(input_ids=expected[:, :same]).logits[0, -1].topk(2).values
+            assert two[0] - two[1] <= two[0].abs() / 16
+        windows = [
+            layer for layer in kept.conversations[-1].cache.layers if isinstance(layer, DynamicSlidingWindowLayer)
+        ]
+        assert windows and (turn > 0 or all(layer.keys.shape[-2] == found.shape[1] - 1 for layer in windows))
+        assert turn == 0 or kept.counts.reused_tokens == prompt.shape[1] - 14
+        prompt = torch.cat([found[:, :-9], _inputs(14)["input_ids"]], dim=1)
+    assert torch_mesh.stats(speculating).speculation.accepted > 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", [QWEN, OSS])
+def test_compiled_steps_stay_compiled(name: str) -> None:
+    """Each number of drafted tokens is a graph."""
+    model = torch_mesh.compile(torch_mesh.patch(_spread(name), resident=0.5), backend="eager", fullgraph=True)
+    seen = {0}
+    for length, drafted in [(5, 3), (20, 3), (30, 7), (12, 7), (21, 15), (9, 3)]:
+        inputs = _inputs(length)
+        plain = _plain(model, inputs, eos_token_id=None)
+        speculation = knowing(plain.sequences, drafted)
+        _check(model, inputs, plain, _generate(model, inputs, eos_token_id=None, custom_generate=speculation))
+        assert sum(speculation._controller.accepted) > 0
+        seen.add(drafted)
+        assert counters["stats"]["unique_graphs"] == len(seen) and not counters["graph_break"]
+
+
+def test_a_static_cache_goes_back(original: PreTrainedModel, tokenizer: Any) -> None:
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    plain = _generate(model, inputs, cache_implementation="static")
+    assert torch.equal(plain, _generate(model, inputs, cache_implementation="static", custom_generate=always(15)))
+    cache = StaticCache(
+        config=model.config, max_cache_len=inputs["input_ids"].shape[1] + 59
+    )  # just as long as it has to be
+    assert torch.equal(plain, _generate(model, inputs, past_key_values=cache, custom_generate=always(15)))
+    assert int(cache.get_seq_length()) == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"num_return_sequences": 2, "do_sample": True}, "one text at a time, and here are 2"),
+        ({"use_cache": False}, "use_cache=False leaves none"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+    ],
+)
+def test_calls_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    model = TINY_MODELS[QWEN].build()
+    with pytest.raises(ValueError, match=message):
+        _generate(model, _inputs(9), custom_generate=torch_mesh.speculate(), **options)
+
+
+def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
+    model = TINY_MODELS[NEXT].build()
+    with pytest.raises(ValueError, match="linear attention"):
+        _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())
+    with pytest.raises(UnsupportedModelError, match="linear attention"):
+        torch_mesh.patch(model, resident=0.5, speculation="lookup")
+    with pytest.raises(UnsupportedModelError, match="no generate"):
+        torch_mesh.patch(TINY_MODELS[QWEN].build().model, resident=0.5, speculation="lookup")
+    sliding = TINY_MODELS[OSS].build()
+    with pytest.raises(ValueError, match="torch_mesh.compile gives one"):
+        _generate(sliding, _inputs(9), cache_implementation="static", custom_generate=torch_mesh.speculate())
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (16,), (3, "7"), (True, 2.5)])
+def test_lengths_that_cannot_be_are_refused(lengths: Any) -> None:
+    with pytest.raises(ValueError, match="numbers of drafted tokens"):
+        torch_mesh.speculate(lengths=lengths)
+
+
+def test_models_that_are_not_patched_speculate_too() -> None:
+    model = _spread(QWEN)
+    inputs = _inputs(40)
+    plain = _plain(model, inputs, eos_token_id=None)
+    found = _generate(model, inputs, eos_token_id=None, custom_generate=knowing(plain.sequences, 7))
+    _check(model, inputs, plain, found)
+    torch_mesh.patch(model, resident=0.5)
+    assert torch_mesh.stats(model).speculation.accepted > 0
+
+
+def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    model = _patched(original, speculation="lookup")
+    cls = type(model)
+    assert isinstance(model, SpeculatingModel) and isinstance(model, type(original))
+    assert (cls.__name__, cls.__module__) == (type(original).__name__, type(original).__module__)
+    assert "speculation=lookup" in repr(model)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    expected = _generate(_patched(original), inputs)
+    assert torch_mesh.stats(model).speculation is None
+    assert torch.equal(_generate(model, inputs), expected)
+    counts = torch_mesh.stats(model).speculation
+    assert counts.tokens == 59 and counts.forwards <= 59
+    assert (
+        str(counts) in str(torch_mesh.stats(model)) and torch_mesh.stats(model).to_dict()["speculation"]["tokens"] == 59
+    )
+    copied = copy.deepcopy(model)
+    assert torch.equal(_generate(copied, inputs), expected)
+    torch_mesh.reset_stats(model)
+    assert torch_mesh.stats(model).speculation.tokens == 0
+    chosen = {name: _patched(original, attention="auto", speculation=name) for name in ("lookup", "off")}
+    ours = {name: vars(each.model.layers[0].self_attn).get("_mesh_attention", False) for name, each in chosen.items()}
+    assert ours["lookup"] and (not ours["off"] or torch_mesh.dense.computes_dense(chosen["off"]))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.bfloat16,
+        quantization_config=MeshConfig(resident=0.5, attention="mesh", speculation="lookup"),
+    )
+    assert again.config.architectures == [type(original).__name__]
+    assert torch.equal(_generate(again, inputs), expected)
+    torch_mesh.unpatch(model)
+    assert type(model) is type(original) and not any("specul" in name for name in vars(model))
+
+
+def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokenizer: Any) -> None:
+    plain, model = _patched(original), _patched(original, speculation="lookup")
+    inputs = tokenizer(PROMPTS["prose"], return_tensors="pt")
+    two = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    for asked, options in [
+        (two, {}),
+        (inputs, {"num_beams": 2}),
+        (inputs, {"use_cache": False, "max_new_tokens": 9}),
+        (inputs, {"return_dict_in_generate": True, "output_hidden_states": True}),
+        (inputs, {"prompt_lookup_num_tokens": 3}),
+        (inputs, {"assistant_model": original}),
+        (inputs, {"assistant_model": plain}),
+    ]:
+        expected, found = _generate(plain, asked, **options), _generate(model, asked, **options)
+        if not isinstance(expected, torch.Tensor):
+            expected, found = expected.sequences, found.sequences
+        assert torch.equal(found, expected), options
+    assert torch_mesh.stats(model).speculation is None
+    # As an assistant, too.
+    assert torch.equal(_generate(plain, inputs, assistant_model=model), _generate(plain, inputs, assistant_model=plain))
+    assert torch_mesh.stats(model).speculation is None
+
+
+@pytest.mark.parametrize("assisted", [False, True])
+def test_speculation_of_transformers_gives_the_greedy_tokens(
+    original: PreTrainedModel, tokenizer: Any, assisted: bool
+) -> None:
+    model = _patched(original, resident=0.25)
+    how: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    if assisted:
+        how = {"assistant_model": _patched(original, weights="int4", resident=0.25)}
+    _agree(model, tokenizer(PROMPTS["rewriting"], return_tensors="pt"), how)
+
+
+def test_time_is_that_of_the_clock_it_is_given(original: PreTrainedModel, tokenizer: Any) -> None:
+    model = _patched(original)
+    ticks = itertools.count(0.0, 0.5)
+    speculation = Speculation(Always(3), clock=lambda: next(ticks))  # type: ignore[arg-type]
+    _generate(model, tokenizer(PROMPTS["rewriting"], return_tensors="pt"), custom_generate=speculation)
+    lengths = torch_mesh.stats(model).speculation.lengths
+    assert all(each.timed == each.forwards - 1 and each.seconds == 0.5 * each.timed for each in lengths.values())

@@ -1,0 +1,164 @@
+"""How many tokens are drafted: simulated texts and machines, without a clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from torch_mesh.speculation.controller import Controller
+from torch_mesh.speculation.lookup import Lookup
+
+LENGTHS = (3, 7, 15)
+
+
+class Machine:
+    """A forward takes 1 for a single row and ``per_row`` more for each other; a drafted token is right with probability ``right``."""
+
+    def __init__(self, right: float, per_row: float, seed: int, noise: float = 0.0) -> None:
+        self.right, self.per_row, self.noise = right, per_row, noise
+        self.random = random.Random(seed)
+        self.seconds = 0.0
+        self.tokens = 0
+        self.chosen: list[int] = []
+
+    def run(self, controller: Controller, steps: int, matches: float = 1.0) -> None:
+        for _ in range(steps):
+            length = controller.choose(15) if self.random.random() < matches else 0
+            accepted = next((i for i in range(length) if self.random.random() >= self.right), length)
+            seconds = (1 + self.per_row * length) * (1 + self.noise * self.random.random())
+            controller.observe(length, accepted, seconds)
+            self.seconds += seconds
+            self.tokens += accepted + 1
+            self.chosen.append(length)
+
+    @property
+    def slower(self) -> float:
+        """Time over what plain decoding would have taken for the same tokens."""
+        return self.seconds / (self.tokens * (1 + self.noise / 2))
+
+
+@pytest.mark.parametrize("per_row", [0.2, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.5])
+def test_what_does_not_pay_costs_at_most_a_twentieth(right: float, per_row: float, seed: int) -> None:
+    machine = Machine(right, per_row, seed, noise=0.2)
+    controller = Controller(LENGTHS)
+    for steps in (100, 300, 4000):
+        machine.run(controller, steps)
+        one_trial = 1.2 * (1 + per_row * 3)  # begins while there is something left to lose
+        assert machine.slower < 1.05 + 0.01 + one_trial / machine.tokens
+    assert machine.slower < 1.05
+
+
+@pytest.mark.parametrize("right,per_row,best", [(1.0, 0.1, 15), (0.95, 0.05, 15), (0.8, 0.3, 3)])
+def test_what_pays_is_found_and_kept(right: float, per_row: float, best: int, seed: int) -> None:
+    machine = Machine(right, per_row, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 300)
+    utility = {
+        length: sum(right**i for i in range(length + 1)) / (1 + per_row * length) for length in LENGTHS
+    }  # of the geometric law
+    assert max(utility, key=utility.__getitem__) == best
+    machine.chosen.clear()
+    machine.seconds, machine.tokens = 0.0, 0
+    machine.run(controller, 500)
+    assert 1 / machine.slower > max(0.75 * utility[best], 1)
+    assert {0, best} < set(machine.chosen), "plain decoding and other lengths are measured again now and then"
+
+
+def test_a_trial_that_is_lost_is_repeated_ever_more_seldom(seed: int) -> None:
+    machine = Machine(0.0, 0.01, seed)  # it loses so little that its cost is no reason to wait
+    controller = Controller(LENGTHS)
+    machine.run(controller, 3000)
+    drafted = [place for place, length in enumerate(machine.chosen) if length > 0]
+    gaps = [after - before for before, after in itertools.pairwise(drafted) if after - before > 1]
+    assert all(after >= 1.5 * before for before, after in itertools.pairwise(gaps)) and len(gaps) >= 4
+    controller.begin()
+    assert controller.choose(15) > 0, "another text is tried at once"
+
+
+def test_a_text_that_changes_is_noticed(seed: int) -> None:
+    machine = Machine(0.0, 0.3, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 300)
+    assert machine.chosen.count(0) > 270
+    machine.right = 1.0
+    machine.run(controller, 600)
+    assert machine.chosen[-50:].count(0) < 5
+    machine.right = 0.0
+    machine.run(controller, 100)
+    assert machine.chosen[-50:].count(0) > 40
+
+
+def test_the_same_observations_lead_to_the_same_choices(seed: int) -> None:
+    runs = []
+    for _ in range(2):
+        machine = Machine(0.7, 0.2, seed, noise=0.5)
+        machine.run(Controller(LENGTHS), 500, matches=0.6)
+        runs.append(machine.chosen)
+    assert runs[0] == runs[1]
+
+
+def test_no_more_is_drafted_than_there_is_room_for(seed: int) -> None:
+    machine = Machine(1.0, 0.0, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 100)
+    assert controller.choose(15) == 15
+    assert [controller.choose(most) for most in (14, 7, 6, 3, 2, 0, -5)] == [7, 7, 3, 3, 0, 0, 0]
+
+
+def test_a_machine_that_stands_still_for_a_moment_decides_little(seed: int) -> None:
+    machine = Machine(1.0, 0.2, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 200)
+    controller.observe(15, 15, 1e4)
+    controller.observe(0, 0, 1e4)
+    machine.chosen.clear()
+    machine.run(controller, 400)
+    assert machine.chosen[-100:].count(15) > 80
+
+
+def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
+    controller = Controller(LENGTHS)
+    for _ in range(8):
+        controller.observe(0, 0, 1.0)
+        controller.observe(3, 3, 3.9)
+        controller.observe(7, 7, 7.9)
+        controller.observe(15, 15, 8.0)
+    for _ in range(8):
+        controller.observe(3, 0, 3.9)
+        controller.observe(15, 15, 8.0)
+    assert controller.utility(3) < 1 < controller.utility(15)
+    assert controller.choose(5) == 0 and controller.choose(15) == 15
+
+
+def test_forwards_that_were_not_timed_decide_nothing() -> None:
+    controller = Controller(LENGTHS)
+    for _ in range(20):
+        controller.observe(0, 0, None)
+    assert controller.choose(15) == 0
+    for _ in range(4):
+        controller.observe(0, 0, 1.0)
+    for _ in range(5):
+        assert controller.choose(15) == 3
+        controller.observe(3, 0, None)
+
+
+def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> None:
+    text = random.Random(seed).choices(range(4), k=200)
+    lookup = Lookup(text[:50])
+    for place in range(50, 200):
+        expected: list[int] = []
+        for size in (5, 4, 3):
+            ends = [i for i in range(size, place) if text[i - size : i] == text[place - size : place]]
+            if ends:
+                source = list(text[:place])
+                for i in range(7):  # it goes on with itself where the text ends
+                    source.append(source[ends[-1] + i])
+                expected = source[place:]
+                break
+        assert list(lookup.draft(7)) == expected
+        assert list(lookup.draft(3)) == expected[:3]
+        lookup.extend([text[place]])
+    assert not Lookup([1, 2, 3]).draft(5) and not Lookup().draft(5)

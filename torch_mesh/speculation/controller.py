@@ -1,0 +1,127 @@
+"""How many tokens to draft: as many as bring most tokens in a second, and none where plain decoding brings more.
+
+After Cascade (arXiv 2506.20675): of a mixture of experts a forward of several tokens takes longer than one of a single token, by how much
+depends on what is resident, and whether drafts are worth it depends on the text. Both are measured as the text goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TRIAL = 3  # forwards with drafts before they are judged
+_PLAIN = 4  # without, before the first of those
+_FIRST_WAIT, _LONGEST_WAIT = 16, 1024  # forwards without drafts after a trial that was lost; doubled each time
+_REVIEW = 32  # forwards with drafts of one length, before another length gets one
+_STALE = 64  # before a forward without, to see what that takes by now
+_LOSS = 0.05  # share of the time of plain decoding that trials may lose
+_MOST_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
+_ODD = 4  # times as long as usual: not the draft's doing, but the machine's
+_OFTEN_WHOLE = 0.7  # of a draft's tokens: then a longer one may do better
+
+
+class _Mean:
+    """Of all values at first, later of the last ones mostly."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, self.memory)
+        self.value += (value - self.value) / self.count
+
+
+class Controller:
+    """Chooses among ``lengths``, each a number of drafted tokens, ascending.
+
+    It knows no clock: what a forward took it is told. The same observations lead to the same choices.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+        self._plain = _Mean(32)  # seconds of a forward without drafts
+        self._forget()
+        self._wait = 0
+        self._interval = _FIRST_WAIT
+        self._saved = 0.0  # seconds that trials may lose; less than 0 once they have
+        self._since_plain = self._since_review = 0
+        self._last = 0  # that was drafted
+
+    def _forget(self) -> None:
+        self._seconds = {length: _Mean(16) for length in self.lengths}
+        self._tokens = {length: _Mean(16) for length in self.lengths}
+
+    def utility(self, length: int) -> float | None:
+        """Tokens in a second with drafts of ``length``, over those without; None: not tried of late."""
+        seconds, tokens = self._seconds[length], self._tokens[length]
+        if self._plain.count < _PLAIN or min(seconds.count, tokens.count) < _TRIAL or seconds.value <= 0:
+            return None
+        return tokens.value * self._plain.value / seconds.value
+
+    def begin(self) -> None:
+        """Another text, on which drafts may be worth what they were not on the last one."""
+        if self._wait > 0:
+            self._wait, self._interval = 0, _FIRST_WAIT
+
+    def choose(self, most: int) -> int:
+        """How many tokens to draft, ``most`` at most; 0: none."""
+        lengths = [length for length in self.lengths if length <= most]
+        unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
+        if not lengths or unsure or self._wait > 0 or self._saved < 0:
+            return 0
+        known = {length: utility for length in self.lengths if (utility := self.utility(length)) is not None}
+        if not known:
+            return self._tried(lengths[0])
+        if max(known.values()) <= 1:
+            return self._give_up()
+        self._interval = _FIRST_WAIT
+        pays = [length for length in lengths if known.get(length, 0) > 1]
+        if not pays:  # but longer ones do, for which there is no room
+            return 0
+        best = max(pays, key=known.__getitem__)
+        place = lengths.index(best)
+        longer = lengths[place + 1 : place + 2]
+        if longer and longer[0] not in known and self._tokens[best].value >= _OFTEN_WHOLE * (best + 1):
+            return longer[0]
+        if self._since_review >= _REVIEW:
+            return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
+        return best
+
+    def observe(self, length: int, accepted: int, seconds: float | None) -> None:
+        """What came of a forward: how many of ``length`` drafted tokens were right, and its time. None: not to be counted."""
+        if seconds is not None and self._plain.count >= _PLAIN:
+            known = length > 0 and self._seconds[length].count >= _TRIAL
+            usual = self._seconds[length].value if known else (length + 1) * self._plain.value
+            seconds = min(seconds, _ODD * usual)
+        if length == 0:
+            self._wait = max(self._wait - 1, 0)
+            if seconds is not None:
+                self._since_plain = 0
+                self._plain.add(seconds)
+                self._save(_LOSS * seconds)
+            return
+        for shorter in self.lengths:
+            if shorter <= length:  # what a shorter draft would have brought is known, a longer one's is not
+                self._tokens[shorter].add(min(accepted, shorter) + 1)
+        self._since_plain += 1
+        self._since_review = self._since_review + 1 if length == self._last else 0
+        self._last = length
+        if seconds is not None:
+            self._seconds[length].add(seconds)
+            self._save((accepted + 1) * self._plain.value - seconds)
+
+    def _save(self, seconds: float) -> None:
+        self._saved = min(self._saved + seconds, _MOST_SAVED * self._plain.value)
+
+    def _tried(self, length: int) -> int:
+        """``length``, unless it would not pay if all that is drafted were right."""
+        seconds = self._seconds[length]
+        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * self._plain.value
+        return self._give_up() if hopeless else length
+
+    def _give_up(self) -> int:
+        self._forget()
+        self._wait = self._interval
+        self._interval = min(2 * self._interval, _LONGEST_WAIT)
+        return 0

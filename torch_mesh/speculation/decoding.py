@@ -1,0 +1,282 @@
+"""Greedy search and sampling in which a forward verifies drafted tokens.
+
+A row of logits becomes a token exactly as in transformers' own loop, one after the other: by all processors, by argmax or a draw, with the
+streamer and the stopping criteria asked each time. A drafted token is right if it is that token; behind the first that is not, the
+rest of the forward is thrown away. Greedy tokens are therefore those of plain decoding, and sampled ones too: to draw a token
+and compare is the rejection rule of speculative sampling (arXiv 2211.17192) for drafts that were not drawn, and takes the same random
+numbers as plain sampling does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..compiled_steps import SLACK
+from ..modules import patched_modules
+from ..statistics.speculated import tally_of
+from .controller import Controller
+from .lookup import Lookup
+from .rewinding import Rewinding, why_not_rewindable
+
+# A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
+LENGTHS = (3, 7, 15)
+MOST_DRAFTED = SLACK
+
+
+def speculate(*, lengths: Sequence[int] = LENGTHS) -> Speculation:
+    """What ``generate(custom_generate=...)`` takes to verify several tokens in one forward, where that pays.
+
+    >>> speculation = torch_mesh.speculate()
+    >>> model.generate(**inputs, custom_generate=speculation)
+
+    Drafts are what followed when the text ended like this before, in the prompt or since (prompt lookup). ``lengths`` are how many tokens
+    may be drafted at a time, 1 to 15; what is best, or no draft at all, is found by measuring as the text goes on, and what was found is kept for
+    the next text: make one for a model, and use it again. With ``torch_mesh.compile`` each length is a graph.
+    Tokens are those of plain decoding, greedy and sampled, as far as a row of a forward has the same bits whatever comes with it: docs/speculation.md.
+
+    One text at a time, by greedy search or sampling, with a cache that can go back; other calls raise ValueError. For a model that does so
+    in every ``generate`` see ``MeshConfig.speculation``.
+
+    Raises ValueError for ``lengths`` that are not.
+    """
+    given = list(lengths)
+    if not given or not all(type(each) is int and 1 <= each <= MOST_DRAFTED for each in given):
+        raise ValueError(f"lengths={lengths!r} are not numbers of drafted tokens: give some of 1 to {MOST_DRAFTED}.")
+    return Speculation(Controller(sorted(set(given))))
+
+
+class Speculation:
+    """What ``speculate`` makes. ``drafter``: of the tokens of a text, who drafts for it; ``clock``: seconds, as ``time.perf_counter`` has them."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        drafter: Callable[[list[int]], Lookup] = Lookup,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._controller = controller
+        self._drafter = drafter
+        self._clock = clock
+        self._ran: set[Any] = set()  # kinds of forwards that there have been
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """As ``generate`` calls it. Raises ValueError for what cannot be speculated on."""
+        if reason := why_not(model, input_ids, generation_config, synced_gpus, model_kwargs):
+            raise ValueError(f"torch_mesh.speculate cannot take this call: {reason}. Leave custom_generate out.")
+        return self.decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer=_lost_streamer() if streamer is None else streamer,
+            **model_kwargs,
+        )
+
+    def decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What transformers' ``_sample`` does, of a call that ``why_not`` has nothing against."""
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        text.add(outputs.logits[:, -1])
+        del outputs  # the logits of a whole prompt may be in it
+        with model._optimize_model_for_decode(), self._steps(model, text, generation_config, model_kwargs) as step:
+            while not text.finished:
+                model_kwargs = step(model_kwargs)
+        return text.result(model_kwargs["past_key_values"])
+
+    @contextmanager
+    def _steps(
+        self, model: Any, text: _Text, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+        compiles = model._valid_auto_compile_criteria(model_kwargs, generation_config)
+        forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
+        cache = model_kwargs["past_key_values"]
+        rewinding = Rewinding(cache)
+        fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
+        drafter = self._drafter(text.ids[0].tolist())
+        tally = tally_of(model)
+        pool = _Pool(model)
+        self._controller.begin()
+
+        def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+            begin, waited, read = self._clock(), *pool.counts()
+            room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
+            length = text.ids.shape[1]
+            most = min(MOST_DRAFTED, text.most_length - length - 1, *room)
+            drafted = drafter.draft(self._controller.choose(most))
+            logits = _forward(model, forward, text.ids, drafted, model_kwargs)
+            try:
+                tokens = text.add_while(drafted, logits)
+            finally:  # a streamer or a criterion may end it, and the cache be used again
+                rewinding.take_back(len(drafted) + 1 - (text.ids.shape[1] - length))
+            drafter.extend(tokens)
+            kind = (len(drafted), compiles and cache.layers[0].max_cache_len)  # what is compiled anew
+            seconds = self._clock() - begin if kind in self._ran else None
+            self._ran.add(kind)
+            self._controller.observe(len(drafted), len(tokens) - 1, seconds)
+            waited_since, read_since = pool.counts()
+            tally.add(len(drafted), len(tokens), seconds, waited_since - waited, read_since - read)
+            return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
+
+        try:
+            yield step
+        finally:
+            rewinding.finish()
+
+
+class _Text:
+    """The tokens of one text, and what is to be done with each."""
+
+    def __init__(
+        self, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
+    ) -> None:
+        self.ids = ids
+        self.finished = False
+        self.most_length: int = stopping_criteria.max_length or sys.maxsize
+        self._process = logits_processor
+        self._stop = stopping_criteria
+        self._streamer = streamer
+        self._samples: bool = generation_config.do_sample
+        self._as_dict: bool = generation_config.return_dict_in_generate
+        self._scores: Any = () if self._as_dict and generation_config.output_scores else None
+        self._logits: Any = () if self._as_dict and generation_config.output_logits else None
+
+    def add(self, row: Tensor) -> int:
+        """The next token, of logits [1, vocabulary]."""
+        logits = row.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        scores = self._process(self.ids, logits)
+        if self._scores is not None:
+            self._scores += (scores,)
+        if self._logits is not None:
+            self._logits += (logits,)
+        if self._samples:
+            token = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            token = torch.argmax(scores, dim=-1)
+        self.ids = torch.cat([self.ids, token[:, None]], dim=-1)
+        self.finished = bool(self._stop(self.ids, self._scores).all())
+        if self._streamer is not None:
+            self._streamer.put(token.cpu())
+        return int(token)
+
+    def add_while(self, drafted: Sequence[int], logits: Tensor) -> list[int]:
+        """The tokens of logits [1, drafted + 1, vocabulary], up to the first that was not drafted."""
+        tokens: list[int] = []
+        for row in range(len(drafted) + 1):
+            tokens.append(self.add(logits[:, row]))
+            if self.finished or row == len(drafted) or tokens[row] != drafted[row]:
+                break
+        return tokens
+
+    def result(self, cache: Any) -> Any:
+        """What ``generate`` returns."""
+        if self._streamer is not None:
+            self._streamer.end()
+        if not self._as_dict:
+            return self.ids
+        ids: Any = self.ids
+        return GenerateDecoderOnlyOutput(sequences=ids, scores=self._scores, logits=self._logits, past_key_values=cache)
+
+
+class _Pool:
+    """What the pools of a model, if it has any, have done so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._engines = list(
+            {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()
+        )
+
+    def counts(self) -> tuple[float, int]:
+        """Seconds that forwards had nothing to compute, and bytes read."""
+        counted = [engine.stats() for engine in self._engines]
+        stalls = sum(int(each["stall_nanoseconds"].sum()) for each in counted)
+        return stalls / 1e9, sum(int(each["bytes_read"].sum()) for each in counted)
+
+
+def _forward(model: Any, forward: Any, ids: Tensor, drafted: Sequence[int], model_kwargs: dict[str, Any]) -> Tensor:
+    """Logits [1, drafted + 1, vocabulary] behind the last token of ``ids`` and each of those that are drafted."""
+    rows = len(drafted) + 1
+    if drafted:
+        ids = torch.cat([ids, ids.new_tensor([drafted])], dim=-1)
+        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=len(drafted))
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = rows
+    return forward(**inputs, return_dict=True).logits[:, -rows:]
+
+
+def why_not(
+    model: Any, input_ids: Tensor, generation_config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> str:
+    """Why a call of ``generate`` cannot be speculated on; empty: it can."""
+    name = type(model).__name__
+    mode = generation_config.get_generation_mode()
+    if reason := why_never(model):
+        return reason
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"it is for greedy search and sampling, and this is {mode.value.replace('_', ' ')}"
+    if input_ids.shape[0] != 1:
+        return f"it is for one text at a time, and here are {input_ids.shape[0]}"
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "a prompt of embeddings has no tokens to look up"
+    if synced_gpus:
+        return "its forwards are not as many in each process as synced_gpus wants"
+    if generation_config.return_dict_in_generate and (
+        generation_config.output_attentions or generation_config.output_hidden_states
+    ):
+        return "a forward of several tokens has not the attentions and hidden states of each by itself"
+    cache = model_kwargs.get("past_key_values")
+    if cache is None:
+        return (
+            "it needs a cache, and use_cache=False leaves none"
+            if not generation_config.use_cache
+            else f"{name} keeps no cache that it knows"
+        )
+    return why_not_rewindable(cache)
+
+
+def why_never(model: Any) -> str:
+    """Why no call of this model's ``generate`` can be; empty: some can."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} has an encoder and a decoder"
+    if getattr(model, "_is_stateful", False):
+        return f"{name} has a state for all tokens so far (linear attention), which cannot go back to an earlier one"
+    return ""
+
+
+def _lost_streamer() -> Any:
+    """That of the call: transformers (5.23) hands none to a custom_generate, and whoever reads from it would wait for ever."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None

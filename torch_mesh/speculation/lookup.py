@@ -1,0 +1,37 @@
+"""Drafts that cost nothing: what followed the last time that the text ended like this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# The longest ending that is looked up, and the shortest: of two tokens most are chance.
+_LONGEST, _SHORTEST = 5, 3
+
+
+class Lookup:
+    """The endings of a text and what followed each, after prompt lookup decoding (Apoorv Saxena, 2023), for generated text too."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self._tokens: list[int] = []
+        self._followed: dict[tuple[int, ...], int] = {}  # the place behind the last time, for each run of tokens
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Adds to the text."""
+        text = self._tokens
+        for token in tokens:
+            for size in range(_SHORTEST, min(_LONGEST, len(text)) + 1):
+                self._followed[tuple(text[-size:])] = len(text)
+            text.append(token)
+
+    def draft(self, length: int) -> Sequence[int]:
+        """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
+        text = self._tokens
+        for size in range(min(_LONGEST, len(text)), _SHORTEST - 1, -1):
+            place = self._followed.get(tuple(text[-size:]))
+            if place is not None:
+                drafted: list[int] = []
+                for i in range(place, place + length):
+                    drafted.append(text[i] if i < len(text) else drafted[i - len(text)])
+                return drafted
+        return ()

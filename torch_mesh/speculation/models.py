@@ -1,0 +1,91 @@
+"""``MeshConfig.speculation``: a model whose own ``generate`` speculates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.generation import GenerationMixin
+
+from ..config import MeshConfig
+from ..errors import UnsupportedModelError
+from ..modules import change_class
+from .decoding import Speculation, speculate, why_never, why_not
+from .rewinding import why_not_rewindable
+
+
+class SpeculatingModel(nn.Module):
+    """Mixed into the class of a model that generates: greedy search and sampling of one text speculate, all else is transformers'.
+
+    ``generate`` looks its modes up in the class of the model, and calls them when it has prepared all that they need.
+    """
+
+    _mesh_speculation: Speculation
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments: Any = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.is_assistant or why_not(self, input_ids, generation_config, synced_gpus, model_kwargs):
+            theirs: Any = super()
+            return theirs._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        return self._mesh_speculation.decode(self, *arguments, streamer=streamer, **model_kwargs)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, [super().extra_repr(), "speculation=lookup"]))
+
+
+def check_speculation(model: nn.Module, config: MeshConfig) -> None:
+    """Raises UnsupportedModelError if ``config`` asks for speculation and ``model`` cannot have it."""
+    if config.speculation == "off":
+        return
+    name = type(model).__name__
+    reason = _why_not(model)
+    if reason:
+        raise UnsupportedModelError(
+            f"speculation={config.speculation!r} cannot be had for {name}: {reason}. Leave speculation at 'off'."
+        )
+
+
+def _why_not(model: nn.Module) -> str:
+    if not isinstance(model, GenerationMixin):
+        return "it has no generate of transformers' own"
+    generates: Any = model
+    if reason := why_never(generates):
+        return reason
+    if not generates._supports_default_dynamic_cache():
+        return "its cache is its own, and does not say how to go back to an earlier token"
+    return why_not_rewindable(DynamicCache(config=generates.config.get_text_config(decoder=True)))
+
+
+def take_speculation(model: nn.Module, config: MeshConfig) -> None:
+    """Lets ``model.generate`` speculate, if ``config`` asks for it. See ``check_speculation``."""
+    if config.speculation != "off":
+        change_class(model, _speculating_class(type(model)))
+        vars(model)["_mesh_speculation"] = speculate()
+
+
+def undo_speculation(model: nn.Module) -> None:
+    """Gives a model that speculates its own class back."""
+    if isinstance(model, SpeculatingModel):
+        change_class(model, type(model).__bases__[1])
+        vars(model).pop("_mesh_speculation", None)
+
+
+def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Of the same name: transformers writes it into config.json, and takes it from there."""
+    if cls not in _speculating_classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _speculating_classes[cls] = type(cls.__name__, (SpeculatingModel, cls), names)
+    return _speculating_classes[cls]
+
+
+_speculating_classes: dict[type[nn.Module], type[nn.Module]] = {}

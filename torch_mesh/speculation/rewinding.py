@@ -1,0 +1,73 @@
+"""Caches that go back to before tokens that were drafted in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticLayer,
+)
+
+from ..compiled_steps import SteadySlidingLayer
+
+
+def why_not_rewindable(cache: Any) -> str:
+    """Why ``cache`` cannot go back; empty: it can."""
+    if not isinstance(cache, DynamicCache | StaticCache):
+        return f"a {type(cache).__name__} does not say how to go back to an earlier token"
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            return "its linear attention has one state for all tokens so far, which cannot go back to an earlier one"
+        if isinstance(layer, BaseQuantizedLayer):
+            return "a quantised cache cannot go back to an earlier token"
+        if not _goes_back(layer):
+            hint = " (torch_mesh.compile gives one that does)" if getattr(layer, "is_sliding", False) else ""
+            return f"a cache of {type(layer).__name__} does not go back to an earlier token{hint}"
+    return ""
+
+
+def _goes_back(layer: Any) -> bool:
+    if isinstance(layer, StaticLayer):
+        return type(layer) is StaticLayer or isinstance(layer, SteadySlidingLayer)
+    return isinstance(layer, DynamicLayer | DummyLayer) and layer.is_croppable
+
+
+class Rewinding:
+    """A cache while tokens are drafted into it. After each forward ``take_back`` is called, with 0 too; at the end ``finish``.
+
+    To be made behind the prompt: a layer with a window keeps all tokens of a forward as long as they may have to go.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        layers: list[Any] = cache.layers
+        self._layers = layers
+        sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        # Of which somebody else wants the past, and more of it than transformers' crop leaves.
+        self._recorded = {id(layer) for layer in sliding if layer.record_past}
+        self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
+        for layer in self._recording:
+            layer.activate_past_recording()
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the last ``tokens``."""
+        for layer in self._layers:
+            if isinstance(layer, SteadySlidingLayer):
+                layer.take_back(tokens)
+            elif isinstance(layer, StaticLayer):
+                layer.cumulative_length.sub_(tokens)
+            elif id(layer) in self._recorded:
+                if tokens:
+                    layer.keys, layer.values = layer.keys[..., :-tokens, :], layer.values[..., :-tokens, :]
+                    layer.cumulative_length -= tokens
+            else:
+                layer.crop(-tokens)
+
+    def finish(self) -> None:
+        for layer in self._recording:
+            layer.record_past = False
