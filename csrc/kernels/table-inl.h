@@ -14,6 +14,7 @@
 #include "kernels/panel_products-inl.h"
 #include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
+#include "kernels/quantise_group-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -90,7 +91,10 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           multiply_square,
           low_rank_in,
           low_rank_out,
-          {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group}};
+          {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group},
+          {GroupQuantiser{}, quantiser_of<Int8Codes>(), quantiser_of<Int4Codes>(),
+           quantiser_of<Lut4Codes>()},
+          feed_forward};
 }
 
 }  // namespace

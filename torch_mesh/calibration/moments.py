@@ -1,0 +1,92 @@
+"""The second moments of what an expert's projections see, and what packing makes of them.
+
+Rows count by the square of their routing weight, as their errors do in the layer's output. An expert that few of a text's tokens reached is not known by them: its
+moments are those of its own rows and, as if they were ``PRIOR`` x inputs further rows, those of all the layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import MeshError
+
+# By perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
+DAMPING = 0.1
+PRIOR = 1.0
+METHOD = f"ldlq damping={DAMPING} prior={PRIOR}"  # changes with whatever changes records
+_AT_ONCE = 4096  # rows in fp32
+_SAMPLE = 512  # of a layer's rows, for what its experts that did not see them would make of them
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Of one projection, as ``torch.ops.torch_mesh.pack_calibrated`` takes them: feedback fp32 [inputs, inputs], importance fp32 [inputs]."""
+
+    feedback: torch.Tensor
+    importance: torch.Tensor
+
+
+class Moments:
+    """The mean of w x^T x over weighted rows x, by which a product's squared error is measured."""
+
+    def __init__(self, inputs: int) -> None:
+        self._sum = torch.zeros(inputs, inputs)
+        self._weight = 0.0
+        self.rows = 0
+
+    def add(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """``rows`` [n, inputs], ``weights`` [n]."""
+        scaled = rows.float() * weights.sqrt().unsqueeze(-1)
+        self._sum.addmm_(scaled.T, scaled)
+        self._weight += float(weights.sum())
+        self.rows += len(rows)
+
+    def mean(self) -> torch.Tensor:
+        """fp32 [inputs, inputs]; zeros where no row counts."""
+        return self._sum / self._weight if self._weight > 0 else self._sum
+
+
+def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
+    """An expert's moments where it saw ``own.rows`` rows and a layer's are ``shared``."""
+    prior = PRIOR * len(shared)
+    share = own.rows / (own.rows + prior)
+    return torch.lerp(shared, own.mean(), share)
+
+
+def in_batches(
+    rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, use: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Calls ``use(rows in fp32, their weights)`` for a bounded number of the ``chosen`` rows at a time."""
+    for some, own in zip(chosen.split(_AT_ONCE), weights.split(_AT_ONCE), strict=True):
+        use(rows[some].float(), own)
+
+
+def sample_of(count: int) -> torch.Tensor:
+    """Evenly spaced rows among ``count``."""
+    return torch.linspace(0, count - 1, min(count, _SAMPLE)).long()
+
+
+def feedback_of(moments: torch.Tensor) -> InputMoments:
+    """The factors of H = M D M^T, H being damped ``moments``: M^T and D, see csrc/kernels/pack_calibrated.h.
+
+    Damping is a share of the median power of the inputs: a few that are a thousand times as strong as all others, which large models have, would make the mean
+    their own. Raises MeshError for moments that are not finite.
+    """
+    power = moments.diagonal()
+    if not bool(torch.isfinite(power).all()):  # what is not finite elsewhere is not in squares either
+        raise MeshError("the text makes hidden states that are not finite, or too large to be squared in fp32")
+    some = power[power > 0]
+    if not len(some):  # nothing is known: every input counts alike
+        return InputMoments(torch.zeros_like(moments), torch.ones_like(power))
+    damped = moments.clone()
+    damped.diagonal().add_(DAMPING * some.median())
+    # H = R R^T with R upper triangular, from the factor of H with its inputs in reverse.
+    factor, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if bool(failed):
+        factor = torch.linalg.cholesky(damped.flip(0, 1).double()).float()
+    upper = factor.flip(0, 1)
+    scale = upper.diagonal()
+    return InputMoments((upper / scale).T.contiguous(), scale.square())
