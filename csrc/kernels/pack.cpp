@@ -66,10 +66,14 @@ void check_rounds(Format format) {
 
 void check_calibrates(Format format) {
   check_rounds(format);
-  if (format != Format::kBf16) return;
-  throw Error(ErrorKind::kInvalid,
-              "calibration is for formats that round much, and bf16 is none; allowed: int8, int4, "
-              "lut4");
+  if (calibration_step(format) > 0) return;
+  std::string allowed;
+  for (int i = 0; i < kFormats; ++i) {
+    if (calibration_step(static_cast<Format>(i)) == 0) continue;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(i)));
+  }
+  throw Error(ErrorKind::kInvalid, std::string("calibration is for formats that round much, and ") +
+                                       format_name(format) + " is none; allowed: " + allowed);
 }
 
 // Packs each projection by pack_block(matrix, view, first row, block), then the biases.

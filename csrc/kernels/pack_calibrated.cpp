@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/kernel_table.h"
 #include "kernels/weight_panel.h"
 
 namespace torch_mesh {
@@ -103,6 +104,10 @@ class Block {
 };
 
 }  // namespace
+
+int32_t calibration_step(Format format) {
+  return kernel_table().quantisers[static_cast<int>(format)].step;
+}
 
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,
                            const MatrixView& view, const InputMoments& moments, int32_t first_row,

@@ -16,7 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/kernel_table.h"
+#include "kernels/expert_ffn.h"
 #include "kernels/matrix_view.h"
 #include "store/record.h"
 
@@ -31,6 +31,9 @@ struct ExpertMoments {
   InputMoments hidden;        // of what gate and up see
   InputMoments intermediate;  // of what down sees
 };
+
+// Inputs whose codes a format chooses together; 0: calibration is not for it.
+int32_t calibration_step(Format format);
 
 // One block of 64 columns, whose first one is `first_row` of the view.
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,

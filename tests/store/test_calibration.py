@@ -19,6 +19,7 @@ from tiny_checkpoints import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
+from torch_mesh import _C
 from torch_mesh.calibration import collecting, packing
 from torch_mesh.calibration.collecting import collect, text_sequences
 from torch_mesh.calibration.rows import LayerRows, RowFiles
@@ -28,7 +29,7 @@ from torch_mesh.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert
 from torch_mesh.store.inspect import describe
-from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
+from torch_mesh.store.manifest import CALIBRATED, FORMAT_VERSIONS, MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import verify
 
 TOKENS = 1024
@@ -237,7 +238,7 @@ def test_texts_that_will_not_do(tmp_path: Path, mesh_tiny: Path, prose: str) -> 
     short.write_text("The sea was calm.")
     with pytest.raises(MeshError, match=r"short.txt makes \d+ tokens, and calibration needs 256"):
         convert(mesh_tiny, destination, "int4", calibrate=short)
-    with pytest.raises(MeshError, match="makes 100 tokens"):
+    with pytest.raises(ValueError, match="100 tokens are too few to calibrate on: give 256 at least"):
         convert(mesh_tiny, destination, "int4", calibrate=prose, calibrate_tokens=100)
     short.write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(MeshError, match="not text in UTF-8"):
@@ -246,6 +247,16 @@ def test_texts_that_will_not_do(tmp_path: Path, mesh_tiny: Path, prose: str) -> 
     with pytest.raises(MeshError, match="has no tokenizer"):
         convert(tmp_path / "mute", destination, "int4", calibrate=prose)
     assert not destination.exists() and not (tmp_path / ".store.partial").exists()
+
+
+def test_tokens_without_a_text(tmp_path: Path, mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--calibrate-tokens", "999"]
+    assert main(arguments) == 2
+    assert "give --calibrate TEXT" in capsys.readouterr().err
+
+
+def test_the_formats_are_those_that_packing_takes() -> None:
+    assert CALIBRATED == tuple(weights for weights in FORMAT_VERSIONS if _C.calibration_step(weights) > 0)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

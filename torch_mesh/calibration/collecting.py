@@ -28,8 +28,12 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
     """The first ``tokens`` tokens of a text as int64 [sequences, length], one document after the other, by the tokenizer of ``source``.
 
     ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. What is left of the tokens and shorter than the others is dropped. Raises MeshError
-    for a text that is too short, and where there is no tokenizer; OSError for a file that cannot be read.
+    for a text that is too short, and where there is no tokenizer; ValueError for too few ``tokens``; OSError for a file that cannot be read.
     """
+    if tokens < FEWEST_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens are too few to calibrate on: give {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more."
+        )
     documents = read_documents([text])
     tokenizer = open_tokenizer(source)
     ids: list[int] = []

@@ -16,7 +16,7 @@ from ..errors import MeshError
 # By perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
 DAMPING = 0.1
 PRIOR = 1.0
-METHOD = f"ldlq damping={DAMPING} prior={PRIOR}"  # changes with whatever changes records
+METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR}"  # changes with whatever changes records
 _AT_ONCE = 4096  # rows in fp32
 _SAMPLE = 512  # of a layer's rows, for what its experts that did not see them would make of them
 
@@ -69,8 +69,9 @@ def sample_of(count: int) -> torch.Tensor:
     return torch.linspace(0, count - 1, min(count, _SAMPLE)).long()
 
 
-def feedback_of(moments: torch.Tensor) -> InputMoments:
-    """The factors of H = M D M^T, H being damped ``moments``: M^T and D, see csrc/kernels/pack_calibrated.h.
+def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
+    """The factors of H = M D M^T, H being damped ``moments``: M^T and the diagonal of D, see csrc/kernels/pack_calibrated.h. M has unit blocks of
+    ``step`` inputs on its diagonal, as a format wants it that chooses the codes of so many together (``_C.calibration_step``).
 
     Damping is a share of the median power of the inputs: a few that are a thousand times as strong as all others, which large models have, would make the mean
     their own. Raises MeshError for moments that are not finite.
@@ -89,4 +90,18 @@ def feedback_of(moments: torch.Tensor) -> InputMoments:
         factor = torch.linalg.cholesky(damped.flip(0, 1).double()).float()
     upper = factor.flip(0, 1)
     scale = upper.diagonal()
-    return InputMoments((upper / scale).T.contiguous(), scale.square())
+    single = InputMoments((upper / scale).T.contiguous(), scale.square())
+    return single if step == 1 else _in_steps(single, step)
+
+
+def _in_steps(single: InputMoments, step: int) -> InputMoments:
+    """Of factors for one input at a time, those for ``step`` inputs: M B^-1 and the diagonal of B D B^T, B being the blocks of M on its diagonal."""
+    inputs = len(single.importance)
+    feedback, importance = single.feedback.clone(), single.importance.clone()
+    for first in range(0, inputs, step):
+        own = slice(first, first + step)
+        block = torch.tril(single.feedback[own, own], -1)  # B^T without its diagonal, which is 1
+        block.diagonal().fill_(1)
+        feedback[own] = torch.linalg.solve_triangular(block, feedback[own], upper=False, unitriangular=True)
+        importance[own] = single.importance[own] @ block.square()
+    return InputMoments(feedback, importance)

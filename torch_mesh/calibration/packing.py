@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .. import _C
 from ..errors import MeshError
 from ..families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
 from ..store.checkpoint import CheckpointExperts
@@ -84,7 +85,9 @@ class Calibrator:
                     "over others: convert it without",
                 )
         try:
-            hidden, intermediate = self._layer_seen(layer).moments(self._layers[layer], expert, tensors)
+            hidden, intermediate = self._layer_seen(layer).moments(
+                self._layers[layer], expert, tensors, _C.calibration_step(self._weights)
+            )
         except MeshError as problem:
             raise MeshError(f"{self._layers[layer].path}, expert {expert}: {problem}") from None
         return pack_calibrated(tensors, hidden, intermediate, self._weights, self._group_size)
@@ -135,8 +138,10 @@ class _SeenLayer:
         in_batches(rows.hidden, torch.arange(len(ones)), ones, every.add)
         self._shared = every.mean()
 
-    def moments(self, layer: ExpertsLayer, expert: int, tensors: ExpertTensors) -> tuple[InputMoments, InputMoments]:
-        """Of what gate and up see, and of what down sees."""
+    def moments(
+        self, layer: ExpertsLayer, expert: int, tensors: ExpertTensors, step: int
+    ) -> tuple[InputMoments, InputMoments]:
+        """Of what gate and up see, and of what down sees, for a format that chooses the codes of ``step`` inputs together."""
         tokens, choice = (self._rows.ids == expert).nonzero(as_tuple=True)
         routing = self._rows.weights[tokens, choice].square()
         hidden, intermediate = Moments(layer.hidden), Moments(layer.intermediate)
@@ -153,8 +158,8 @@ class _SeenLayer:
         of_sample = Moments(layer.intermediate)
         of_sample.add(seen_by_down(self._sample), torch.ones(len(self._sample)))
         return (
-            feedback_of(blended(hidden, self._shared)),
-            feedback_of(blended(intermediate, of_sample.mean())),
+            feedback_of(blended(hidden, self._shared), step),
+            feedback_of(blended(intermediate, of_sample.mean()), step),
         )
 
 

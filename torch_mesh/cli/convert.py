@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-tokens",
         type=positive,
-        default=CALIBRATE_TOKENS,
         metavar="N",
-        help="how many tokens of it to run at most (default: %(default)s)",
+        help=f"how many tokens of it to run at most (default: {CALIBRATE_TOKENS})",
     )
     add_store_arguments(parser, "a model", calibrates=True)
     parser.set_defaults(run=run)
@@ -45,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts; returns the exit code."""
+    if arguments.calibrate is None and arguments.calibrate_tokens is not None:
+        raise ValueError("--calibrate-tokens is of a text: give --calibrate TEXT with it")
     folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
     with progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.group_size,
             name=None if os.path.exists(arguments.source) else arguments.source,
             calibrate=arguments.calibrate,
-            calibrate_tokens=arguments.calibrate_tokens,
+            calibrate_tokens=arguments.calibrate_tokens or CALIBRATE_TOKENS,
             force=arguments.force,
             workers=arguments.threads,
             progress=progress,
