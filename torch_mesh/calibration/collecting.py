@@ -19,6 +19,7 @@ from .rows import LayerRows, RowFiles
 FEWEST_TOKENS = 256
 _LENGTH = 1024  # of a sequence, at most
 _TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
+_LONGEST_TOKEN = 64  # characters, on average: of a large file no more is tokenised than is run
 
 _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
@@ -38,7 +39,8 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
     tokenizer = open_tokenizer(source)
     ids: list[int] = []
     for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
+        left = tokens - len(ids)
+        ids += tokenizer(document[: _LONGEST_TOKEN * left], verbose=False)["input_ids"]
         if len(ids) >= tokens:
             break
     if not ids and any(documents):

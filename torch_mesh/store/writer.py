@@ -383,8 +383,11 @@ class _Conversion:
         counter = _Counter(self._plan, self._record_bytes, files, 0 if scratch is None else scratch.bytes, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
-        if scratch is not None and not self._has_all_records():
-            scratch.prepare(self._folder, counter.add)
+        if scratch is not None:
+            prepared = counter.done + scratch.bytes
+            if not self._has_all_records():
+                scratch.prepare(self._folder, counter.add)
+            counter.add(prepared - counter.done)  # it may be less than was asked for
         with _Workers(workers) as packing, _Workers(1) as syncing:
             try:
                 self._collect(packing.run(self._tasks(records, files)), syncing, counter)
@@ -595,14 +598,14 @@ class _Counter:
     ) -> None:
         records = plan.shape.layers * plan.shape.experts * record_bytes
         self._total = records + sum(file.size for file in files) + scratch_bytes
-        self._done = 0
+        self.done = 0
         self._progress = progress
         self.add(0)
 
     def add(self, count: int) -> None:
-        self._done += count
+        self.done += count
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self.done, self._total)
 
 
 def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
