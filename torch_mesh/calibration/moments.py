@@ -1,7 +1,8 @@
 """The second moments of what an expert's projections see, and what packing makes of them.
 
 Rows count by the square of their routing weight, as their errors do in the layer's output. An expert that few of a text's tokens reached is not known by them: its
-moments are those of its own rows and, as if they were ``PRIOR`` x inputs further rows, those of all the layer's.
+moments are those of its own rows and, as if they were ``PRIOR`` x inputs further rows, those of all the layer's, doubted: with ``DOUBT`` of the median power added to each
+input's own, so that less is made of what inputs have in common: a text of another kind than the expert is for then does less harm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..errors import MeshError
 # By perplexity of examples/mesh-tiny at 2 to 4 bits, benchmarks/calibration.py: docs/decisions/0057.
 DAMPING = 0.1
 PRIOR = 1.0
-METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR}"  # changes with whatever changes records
+DOUBT = 1.0
+METHOD = f"ldlq 1 damping={DAMPING} prior={PRIOR} doubt={DOUBT}"  # changes with whatever changes records
 _AT_ONCE = 4096  # rows in fp32
 _SAMPLE = 512  # of a layer's rows, for what its experts that did not see them would make of them
 
@@ -53,7 +55,21 @@ def blended(own: Moments, shared: torch.Tensor) -> torch.Tensor:
     """An expert's moments where it saw ``own.rows`` rows and a layer's are ``shared``."""
     prior = PRIOR * len(shared)
     share = own.rows / (own.rows + prior)
-    return torch.lerp(shared, own.mean(), share)
+    return torch.lerp(_with_power(shared, DOUBT), own.mean(), share)
+
+
+def _with_power(moments: torch.Tensor, share: float) -> torch.Tensor:
+    """``moments`` with a share of the inputs' median power added to the power of each.
+
+    The median, since a few inputs that are a thousand times as strong as all others, which large models have, would make the mean their own. Inputs that are always zero do
+    not count for it.
+    """
+    power = moments.diagonal()
+    some = power[power > 0]
+    added = moments.clone()
+    if len(some):
+        added.diagonal().add_(share * some.median())
+    return added
 
 
 def in_batches(
@@ -73,17 +89,14 @@ def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
     """The factors of H = M D M^T, H being damped ``moments``: M^T and the diagonal of D, see csrc/kernels/pack_calibrated.h. M has unit blocks of
     ``step`` inputs on its diagonal, as a format wants it that chooses the codes of so many together (``_C.calibration_step``).
 
-    Damping is a share of the median power of the inputs: a few that are a thousand times as strong as all others, which large models have, would make the mean
-    their own. Raises MeshError for moments that are not finite.
+    Raises MeshError for moments that are not finite.
     """
     power = moments.diagonal()
     if not bool(torch.isfinite(power).all()):  # what is not finite elsewhere is not in squares either
         raise MeshError("the text makes hidden states that are not finite, or too large to be squared in fp32")
-    some = power[power > 0]
-    if not len(some):  # nothing is known: every input counts alike
+    if not bool((power > 0).any()):  # nothing is known: every input counts alike
         return InputMoments(torch.zeros_like(moments), torch.ones_like(power))
-    damped = moments.clone()
-    damped.diagonal().add_(DAMPING * some.median())
+    damped = _with_power(moments, DAMPING)
     # H = R R^T with R upper triangular, from the factor of H with its inputs in reverse.
     factor, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if bool(failed):
