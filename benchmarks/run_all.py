@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 OWN = (
     "error.py",
     "perplexity.py",
+    "calibration.py",
     "op_overhead.py",
     "attention_op.py",
     "decode_op.py",

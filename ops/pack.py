@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: one expert to its record and back."""
+"""``pack``, ``pack_calibrated`` and ``unpack``: one expert to its record and back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def _(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    torch._check(up.dim() == 2 and down.dim() == 2, lambda: "up and down must be matrices")
+    intermediate, hidden = up.shape
+    bytes_ = _C.record_bytes(format, group_size, hidden, intermediate, gate is not None, up_bias is not None)
+    return torch.empty(bytes_, dtype=torch.uint8)
+
+
+@torch.library.register_fake("torch_mesh::pack_calibrated")
+def _(
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    hidden_feedback: Tensor,
+    hidden_importance: Tensor,
+    intermediate_feedback: Tensor,
+    intermediate_importance: Tensor,
     format: str,
     group_size: int,
 ) -> Tensor:

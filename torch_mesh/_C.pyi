@@ -24,6 +24,9 @@ def record_layout(
     that is not there is at -1.
     """
 
+def calibration_step(format: str) -> int:
+    """Inputs whose codes ``torch.ops.torch_mesh.pack_calibrated`` chooses together; 0 for a format that it does not take."""
+
 def tokens_per_chunk(
     format: str,
     group_size: int,

@@ -278,6 +278,16 @@ class ExpertsLayer:
         return weight.t() if self.is_transposed else weight
 
 
+def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """What down sees, [rows, intermediate], by an experts module's own gate or activation. ``gate_up`` is what its experts' gate, in the first half, and
+    up make of their rows; of experts without a gate up alone. What the decorator has not put there is as in most families."""
+    if not getattr(module, "has_gate", True):
+        return module.act_fn(gate_up)
+    if not getattr(module, "is_concatenated", True):  # its own gate wants its own column order
+        gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+    return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else moe._default_apply_gate(module, gate_up)
+
+
 class InPool:
     """Base of the classes that patched experts modules have: what says that a layer's weights are in a pool."""
 

@@ -293,9 +293,8 @@ class _OfStore(_Opened):
 
     def other_records(self, weights: str) -> Records:
         manifest = self._store.manifest
-        source = f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}"
         name, make = self._store.folder.resolve().name, functools.partial(convert_store, self._store)
-        return self._made(make, source, name, other_config(self.config, weights))
+        return self._made(make, manifest.values_fingerprint, name, other_config(self.config, weights))
 
 
 def _find_origin(

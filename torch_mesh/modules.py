@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers.integrations import moe
 
 from .adapters.factors import Factors
-from .families import ExpertsLayer, InPool
+from .families import ExpertsLayer, InPool, apply_gate
 from .foresight.lookahead import NextLayer
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
@@ -175,19 +174,12 @@ class MeshExperts(PackedModule, InPool):
             return (out.float() + added).to(out.dtype)
 
         rows = project(hidden_states[order // top_k], 0, self._mesh_pool.geometry.gate_up_features)
-        rows = project(self._activate(rows), 1, hidden_states.size(-1))
+        rows = project(apply_gate(self, rows), 1, hidden_states.size(-1))
         if self.has_post_expert_norm:
             rows = self.post_expert_norm(rows)
         products = rows.float() * weights[order].unsqueeze(-1)
         by_token = products[torch.argsort(order)].view(*top_k_index.shape, products.size(-1))
         return by_token.sum(dim=1).to(hidden_states.dtype)
-
-    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if not self.has_gate:
-            return self.act_fn(gate_up)
-        if not self.is_concatenated:  # the module's own gate wants its own column order
-            gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-        return self._apply_gate(gate_up) if hasattr(self, "_apply_gate") else moe._default_apply_gate(self, gate_up)
 
     @property
     def mesh_no_lookahead(self) -> str:

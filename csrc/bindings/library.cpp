@@ -107,6 +107,14 @@ TORCH_LIBRARY(torch_mesh, m) {
   m.def(
       "pack(Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
       "Tensor? down_bias, str format, int group_size) -> Tensor");
+  // The same with each input's rounding errors fed to those behind it: feedback [inputs, inputs],
+  // of which the part left of the diagonal counts, and importance [inputs], both fp32, of what gate
+  // and up see (hidden) and of what down sees (csrc/kernels/pack_calibrated.h).
+  m.def(
+      "pack_calibrated(Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, "
+      "Tensor? down_bias, Tensor hidden_feedback, Tensor hidden_importance, Tensor "
+      "intermediate_feedback, Tensor intermediate_importance, str format, int group_size) -> "
+      "Tensor");
   // -> float gate_up [halves * intermediate, hidden] with gate first, down, and their biases (empty
   // where there are none).
   m.def(

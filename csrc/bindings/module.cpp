@@ -19,6 +19,7 @@
 #include "io/mapped_files.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pack_calibrated.h"
 #include "residency/memory/topology.h"
 #include "residency/policies/policy.h"
 
@@ -110,6 +111,10 @@ void define(py::module_& m) {
   m.def("features", features);
   define_of_layout(m, "record_bytes", record_bytes);
   define_of_layout(m, "record_layout", record_layout);
+  m.def(
+      "calibration_step",
+      [](const std::string& format) { return calibration_step(format_from_name(format)); },
+      py::arg("format"));
   define_of_layout(m, "tokens_per_chunk", chunk_tokens, py::arg("top_k"), py::arg("workspace"));
   m.attr("MOST_THREADS") = kMostThreads;
   m.attr("LONGEST_TIMEOUT") = kLongestTimeout;

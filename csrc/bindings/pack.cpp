@@ -1,6 +1,7 @@
-// pack and unpack.
+// pack, pack_calibrated and unpack.
 #include "kernels/pack.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -9,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "store/record.h"
 
@@ -33,26 +35,75 @@ RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidd
                             bias);
 }
 
+// An expert as it is given, its views and the layout of its record.
+struct GivenExpert {
+  RecordLayout layout;
+  ExpertViews views;
+
+  GivenExpert(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
+              const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+              const OptionalTensor& down_bias, c10::string_view format, int64_t group_size) {
+    TORCH_CHECK_VALUE(up.dim() == 2 && down.dim() == 2, "up and down must be matrices; got ",
+                      up.sizes(), " and ", down.sizes());
+    const bool bias = up_bias.has_value();
+    TORCH_CHECK_VALUE(
+        bias == down_bias.has_value() && (gate_bias.has_value() == (bias && gate.has_value())),
+        "either all projections have a bias or none has");
+    const int64_t intermediate = up.size(0), hidden = up.size(1);
+    layout = layout_of(format, group_size, hidden, intermediate, gate.has_value(), bias);
+    views = {.gate = view(gate, {intermediate, hidden}, "gate"),
+             .up = view(up, {intermediate, hidden}, "up"),
+             .down = view(down, {hidden, intermediate}, "down"),
+             .gate_bias = view(gate_bias, {intermediate}, "gate_bias"),
+             .up_bias = view(up_bias, {intermediate}, "up_bias"),
+             .down_bias = view(down_bias, {hidden}, "down_bias")};
+  }
+
+  at::Tensor new_record() const {
+    return at::empty({layout.bytes}, at::TensorOptions().dtype(at::kByte));
+  }
+};
+
+std::byte* bytes_of(const at::Tensor& record) {
+  return reinterpret_cast<std::byte*>(record.mutable_data_ptr());
+}
+
 at::Tensor pack(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
                 const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                 const OptionalTensor& down_bias, c10::string_view format, int64_t group_size) {
-  TORCH_CHECK_VALUE(up.dim() == 2 && down.dim() == 2, "up and down must be matrices; got ",
-                    up.sizes(), " and ", down.sizes());
-  const bool bias = up_bias.has_value();
-  TORCH_CHECK_VALUE(
-      bias == down_bias.has_value() && (gate_bias.has_value() == (bias && gate.has_value())),
-      "either all projections have a bias or none has");
-  const int64_t intermediate = up.size(0), hidden = up.size(1);
-  const RecordLayout layout =
-      layout_of(format, group_size, hidden, intermediate, gate.has_value(), bias);
-  const ExpertViews views{.gate = view(gate, {intermediate, hidden}, "gate"),
-                          .up = view(up, {intermediate, hidden}, "up"),
-                          .down = view(down, {hidden, intermediate}, "down"),
-                          .gate_bias = view(gate_bias, {intermediate}, "gate_bias"),
-                          .up_bias = view(up_bias, {intermediate}, "up_bias"),
-                          .down_bias = view(down_bias, {hidden}, "down_bias")};
-  at::Tensor record = at::empty({layout.bytes}, at::TensorOptions().dtype(at::kByte));
-  pack_record(layout, views, reinterpret_cast<std::byte*>(record.mutable_data_ptr()));
+  const GivenExpert expert(gate, up, down, gate_bias, up_bias, down_bias, format, group_size);
+  at::Tensor record = expert.new_record();
+  pack_record(expert.layout, expert.views, bytes_of(record));
+  return record;
+}
+
+void check_moments(const at::Tensor& tensor, at::IntArrayRef shape, const char* what) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat &&
+                        tensor.sizes() == shape && tensor.is_contiguous(),
+                    what, " must be contiguous fp32 on the CPU of shape ", shape, "; got ",
+                    tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
+}
+
+at::Tensor pack_calibrated(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
+                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                           const OptionalTensor& down_bias, const at::Tensor& hidden_feedback,
+                           const at::Tensor& hidden_importance,
+                           const at::Tensor& intermediate_feedback,
+                           const at::Tensor& intermediate_importance, c10::string_view format,
+                           int64_t group_size) {
+  const GivenExpert expert(gate, up, down, gate_bias, up_bias, down_bias, format, group_size);
+  const int64_t hidden = expert.layout.hidden, intermediate = expert.layout.intermediate;
+  check_moments(hidden_feedback, {hidden, hidden}, "hidden_feedback");
+  check_moments(hidden_importance, {hidden}, "hidden_importance");
+  check_moments(intermediate_feedback, {intermediate, intermediate}, "intermediate_feedback");
+  check_moments(intermediate_importance, {intermediate}, "intermediate_importance");
+  const ExpertMoments moments{
+      {hidden_feedback.const_data_ptr<float>(), hidden_importance.const_data_ptr<float>()},
+      {intermediate_feedback.const_data_ptr<float>(),
+       intermediate_importance.const_data_ptr<float>()}};
+  at::Tensor record = expert.new_record();
+  pack_record(expert.layout, expert.views, moments, bytes_of(record), torch_runtime(),
+              at::get_num_threads(), kernel_table());
   return record;
 }
 
@@ -83,5 +134,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> unpack(
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
   m.impl("pack", torch_mesh::pack);
+  m.impl("pack_calibrated", torch_mesh::pack_calibrated);
   m.impl("unpack", torch_mesh::unpack);
 }

@@ -99,6 +99,31 @@ struct PlainProducts {
   float* sums;        // [count][kBlockColumns]
 };
 
+// A group of 64 columns while its codes are chosen, part by part. One object serves all groups of a
+// block in turn, zeroed before the first: what has to go from a group to the next may stay in it.
+struct QuantisedGroup {
+  int32_t depth;
+  const float* importance;                   // [depth] what the squared error of an input costs
+  alignas(64) float scale[kBlockColumns];    // as it will be stored
+  alignas(64) float inverse[kBlockColumns];  // 0 where the scale is
+  alignas(64) float zero[kBlockColumns];     // of lut4
+  alignas(64) float codes[kMaxGroup * kBlockColumns];
+};
+
+// Rounds groups to a format so that what one input's rounding got wrong can still change the
+// targets of those behind it (pack_calibrated.h). Targets and values are [inputs][kBlockColumns].
+struct GroupQuantiser {
+  // Inputs whose codes are chosen together, a divisor of every group size; 0: the format has none.
+  int32_t step;
+  // Chooses the scales, for all targets of the group as they stand before its first step.
+  void (*begin)(const float* targets, QuantisedGroup& group);
+  // Chooses the codes of inputs [k, k + step) of the group, and says what they stand for.
+  // `targets` are theirs, and behind them those of the group's further inputs as they stand so far.
+  void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values);
+  // Writes scales and words.
+  void (*finish)(const QuantisedGroup& group, std::byte* to);
+};
+
 struct KernelTable {
   const char* name;
 
@@ -151,6 +176,12 @@ struct KernelTable {
                  std::byte* block);
   };
   PackTrellis pack_trellis[kFormats - static_cast<int>(Format::kTcq2)];
+
+  GroupQuantiser quantisers[kFormats];  // by Format
+  // targets[row] += sum of feedback[row * stride + i] * errors[i] over `count` errors; rows of
+  // kBlockColumns.
+  void (*feed_forward)(const float* errors, int32_t count, const float* feedback, int64_t stride,
+                       int32_t rows, float* targets);
 };
 
 extern const KernelTable kScalarTable;

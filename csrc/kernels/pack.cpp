@@ -7,51 +7,12 @@
 
 #include "base/error.h"
 #include "kernels/kernel_table.h"
+#include "kernels/pack_calibrated.h"
 #include "kernels/pack_codes.h"
+#include "kernels/weight_panel.h"
 
 namespace torch_mesh {
 namespace {
-
-const std::byte* element(const MatrixView& view, int64_t row, int64_t column) {
-  const int64_t index = row * view.row_stride + column * view.column_stride;
-  return static_cast<const std::byte*>(view.data) + index * scalar_bytes(view.type);
-}
-
-// `count` elements that are `stride` apart, at most kMaxGroup.
-void load_line(const KernelTable& table, const std::byte* from, ScalarType type, int64_t stride,
-               int32_t count, float* floats) {
-  if (stride == 1) return table.to_floats(from, type, count, floats);
-  alignas(64) std::byte line[kMaxGroup * 4];
-  const int64_t bytes = scalar_bytes(type);
-  for (int32_t i = 0; i < count; ++i) {
-    std::memcpy(line + i * bytes, from + i * stride * bytes, static_cast<size_t>(bytes));
-  }
-  table.to_floats(line, type, count, floats);
-}
-
-// The part of a matrix that one call packs, transposed to [depth][kBlockColumns] and zero-padded.
-struct Panel {
-  alignas(64) float values[kMaxGroup * kBlockColumns];
-
-  void load(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
-            int32_t column, int32_t columns, int32_t depth) {
-    std::memset(values, 0, sizeof(float) * static_cast<size_t>(depth) * kBlockColumns);
-    // Lines run along the direction in which memory does.
-    if (view.row_stride == 1) {
-      for (int32_t c = 0; c < columns; ++c) {
-        load_line(table, element(view, row, column + c), view.type, 1, rows,
-                  values + c * kBlockColumns);
-      }
-      return;
-    }
-    float line[kMaxGroup];
-    for (int32_t r = 0; r < rows; ++r) {
-      load_line(table, element(view, row + r, column), view.type, view.column_stride, columns,
-                line);
-      for (int32_t c = 0; c < columns; ++c) values[c * kBlockColumns + r] = line[c];
-    }
-  }
-};
 
 int32_t at_most(int32_t value, int32_t limit) { return value < limit ? value : limit; }
 
@@ -60,11 +21,11 @@ void pack_groups(const KernelTable& table, const PackedMatrix& matrix, const Mat
   const int32_t depth = matrix.format == Format::kBf16 ? kBlockColumns : matrix.group_size;
   const int64_t step = matrix.block_bytes / (matrix.depth_padded / depth);
   const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
-  Panel panel;
+  alignas(64) float panel[kMaxGroup * kBlockColumns];
   for (int32_t k = 0; k < matrix.depth_padded; k += depth) {
     const int32_t columns = at_most(matrix.depth - k, depth);
-    panel.load(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth);
-    table.pack_group[static_cast<int>(matrix.format)](panel.values, depth, block);
+    load_panel(table, view, first_row, rows, k, columns > 0 ? columns : 0, depth, panel);
+    table.pack_group[static_cast<int>(matrix.format)](panel, depth, block);
     block += step;
   }
 }
@@ -84,10 +45,8 @@ class TrellisPacker {
     const int32_t rows = at_most(matrix.columns - first_row, kBlockColumns);
     for (int32_t k = 0; k < matrix.depth_padded; k += matrix.group_size) {
       const int32_t columns = at_most(matrix.depth - k, matrix.group_size);
-      Panel piece;
-      piece.load(table_, view, first_row, rows, k, columns > 0 ? columns : 0, matrix.group_size);
-      std::memcpy(panel_.data() + int64_t{k} * kBlockColumns, piece.values,
-                  sizeof(float) * static_cast<size_t>(matrix.group_size) * kBlockColumns);
+      load_panel(table_, view, first_row, rows, k, columns > 0 ? columns : 0, matrix.group_size,
+                 panel_.data() + int64_t{k} * kBlockColumns);
     }
     void* scratch = scratch_.data();
     size_t room = scratch_.size();
@@ -112,7 +71,7 @@ void pack_bias(const KernelTable& table, const MatrixView& view, int32_t count, 
   for (int32_t i = 0; i < count; i += kMaxGroup) {
     float line[kMaxGroup];
     const int32_t part = at_most(count - i, kMaxGroup);
-    load_line(table, element(view, i, 0), view.type, view.row_stride, part, line);
+    load_column(table, view, i, 0, part, line);
     std::memcpy(to + int64_t{4} * i, line, sizeof(float) * static_cast<size_t>(part));
   }
 }
@@ -141,6 +100,18 @@ void check_rounds(Format format) {
               std::string("nothing is rounded to ") + format_name(format) +
                   ", which holds the codes of a checkpoint as they are; allowed for other weights: "
                   "bf16, int8, int4, lut4, tcq2, tcq3");
+}
+
+void check_calibrates(Format format) {
+  check_rounds(format);
+  if (calibration_step(format) > 0) return;
+  std::string allowed;
+  for (int i = 0; i < kFormats; ++i) {
+    if (calibration_step(static_cast<Format>(i)) == 0) continue;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(i)));
+  }
+  throw Error(ErrorKind::kInvalid, std::string("calibration is for formats that round much, and ") +
+                                       format_name(format) + " is none; allowed: " + allowed);
 }
 
 // Packs each projection by pack_block(matrix, view, first row, block), then the biases.
@@ -180,6 +151,35 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
   pack_projections(layout, views, record, table,
                    [&](const PackedMatrix& matrix, const MatrixView& view, int32_t first_row,
                        std::byte* block) { pack_block(table, matrix, view, first_row, block); });
+}
+
+void pack_record(const RecordLayout& layout, const ExpertViews& views, const ExpertMoments& moments,
+                 std::byte* record, const Runtime& runtime, int32_t threads,
+                 const KernelTable& table) {
+  check_calibrates(layout.format);
+  check_views(layout, views);
+  struct Task {
+    const PackedMatrix* matrix;
+    const MatrixView* view;
+    int32_t first_row;
+    std::byte* block;
+  };
+  std::vector<Task> tasks;
+  pack_projections(
+      layout, views, record, table,
+      [&](const PackedMatrix& matrix, const MatrixView& view, int32_t first_row, std::byte* block) {
+        tasks.push_back({&matrix, &view, first_row, block});
+      });
+  parallel_for(runtime, static_cast<int64_t>(tasks.size()), threads,
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const Task& task = tasks[static_cast<size_t>(i)];
+                   const bool is_down = task.matrix == &layout.down;
+                   pack_calibrated_block(table, *task.matrix, *task.view,
+                                         is_down ? moments.intermediate : moments.hidden,
+                                         task.first_row, task.block);
+                 }
+               });
 }
 
 void pack_record(const RecordLayout& layout, const ExpertCodes& codes, std::byte* record) {

@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/runtime.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/matrix_view.h"
+#include "kernels/pack_calibrated.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -17,6 +19,12 @@ namespace torch_mesh {
 // or present and not part of the layout, and for a format that is made of codes.
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record);
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
+                 const KernelTable& table);
+
+// The same with the errors of products, not of weights, made small: pack_calibrated.h. A weight
+// that is not finite takes its whole column with it. Throws Error(kInvalid) for bf16, too.
+void pack_record(const RecordLayout& layout, const ExpertViews& views, const ExpertMoments& moments,
+                 std::byte* record, const Runtime& runtime, int32_t threads,
                  const KernelTable& table);
 
 // The same of codes and scales, none of which changes. Throws Error(kInvalid) for what the layout's

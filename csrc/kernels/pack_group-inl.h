@@ -77,13 +77,23 @@ struct Fit {
   Floats gain;
 };
 
+// What the squared error of input k of the group costs: the same for all, or importance[k].
+struct Flat {
+  Floats operator()(int32_t, Floats value) const { return value; }
+};
+struct Weighted {
+  const float* importance;
+  Floats operator()(int32_t k, Floats value) const { return value * broadcast(importance[k]); }
+};
+
 // How many candidates are fitted in one pass: their chains of additions overlap.
 constexpr int kTogether = 2;
 
 // The least-squares scales for the integers that kTogether candidates give. |x - s q|^2 = |x|^2 -
 // (2 s xq - s^2 qq): the gain is what a scale takes off.
-template <typename Grid>
-inline void fit_scales(const Columns& columns, int first, Fit (&fits)[kTogether]) {
+template <typename Grid, typename Cost>
+inline void fit_scales(const Columns& columns, const Cost& cost, int first,
+                       Fit (&fits)[kTogether]) {
   Floats inverse[kTogether], xq[kTogether], qq[kTogether];
   for (int i = 0; i < kTogether; ++i) {
     inverse[i] = broadcast(Grid::candidate(first + i)) / columns.amax;
@@ -93,8 +103,9 @@ inline void fit_scales(const Columns& columns, int first, Fit (&fits)[kTogether]
     const Floats x = columns.row(k);
     for (int i = 0; i < kTogether; ++i) {
       const Floats q = quantise<Grid>(x, inverse[i]);
-      xq[i] = multiply_add(x, q, xq[i]);
-      qq[i] = multiply_add(q, q, qq[i]);
+      const Floats costly = cost(k, q);
+      xq[i] = multiply_add(x, costly, xq[i]);
+      qq[i] = multiply_add(q, costly, qq[i]);
     }
   }
   for (int i = 0; i < kTogether; ++i) {
@@ -103,13 +114,13 @@ inline void fit_scales(const Columns& columns, int first, Fit (&fits)[kTogether]
   }
 }
 
-template <typename Grid>
-inline Floats best_scale(const Columns& columns) {
+template <typename Grid, typename Cost = Flat>
+inline Floats best_scale(const Columns& columns, const Cost& cost = {}) {
   static_assert(Grid::kCandidates % kTogether == 0);
   Fit best{to_bf16(columns.amax * broadcast(1.0f / Grid::candidate(0))), broadcast(-1.0f)};
   for (int first = 0; first < Grid::kCandidates; first += kTogether) {
     Fit fits[kTogether];
-    fit_scales<Grid>(columns, first, fits);
+    fit_scales<Grid>(columns, cost, first, fits);
     for (const Fit& fit : fits) {
       const Mask better = less(best.gain, fit.gain);
       best.scale = select(better, fit.scale, best.scale);
@@ -142,11 +153,12 @@ inline Words byte_of_word(Words value, int byte) {
   }
 }
 
-// Values k .. k + 3 in the bytes of a word, each plus `offset`.
-inline Words four_bytes(const Columns& columns, int32_t k, uint32_t offset) {
+// Codes k .. k + 3 in the bytes of a word, each plus `offset`.
+template <typename Codes>
+inline Words four_bytes(const Codes& codes, int32_t k, uint32_t offset) {
   Words word = broadcast_word(0);
   for (int byte = 0; byte < 4; ++byte) {
-    const Words value = to_integers(columns.row(k + byte));
+    const Words value = to_integers(codes.row(k + byte));
     word = word | byte_of_word(add_words(value, broadcast_word(offset)), byte);
   }
   return word;
@@ -156,26 +168,31 @@ inline void store_scale(std::byte* group, int32_t column, const Columns& columns
   store_uint16(reinterpret_cast<uint16_t*>(group) + column, bf16_bits(scale * columns.restore));
 }
 
-inline void store_nibbles(std::byte* group, int32_t column, const Columns& columns,
-                          uint32_t offset) {
+template <typename Codes>
+inline void store_nibbles(std::byte* group, int32_t column, const Codes& codes, uint32_t offset) {
   std::byte* words = group + kBlockColumns * 2;
-  for (int32_t k = 0; k < columns.depth; k += 8) {
-    const Words low = four_bytes(columns, k, offset);
-    const Words high = four_bytes(columns, k + 4, offset);
+  for (int32_t k = 0; k < codes.depth; k += 8) {
+    const Words low = four_bytes(codes, k, offset);
+    const Words high = four_bytes(codes, k + 4, offset);
     store_words(words + (k / 8 * kBlockColumns + column) * 4, low | shift_left<4>(high));
   }
 }
 
-inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group) {
+template <typename Codes>
+inline void store_bytes_of(std::byte* group, int32_t column, const Codes& codes) {
   std::byte* words = group + kBlockColumns * 2;
+  for (int32_t k = 0; k < codes.depth; k += 4) {
+    store_words(words + (k / 4 * kBlockColumns + column) * 4, four_bytes(codes, k, 0));
+  }
+}
+
+inline void pack_int8_group(const float* panel, int32_t depth, std::byte* group) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Columns columns(panel + c, depth);
     const Floats scale = best_scale<Int8Grid>(columns);
     quantise_columns<Int8Grid>(columns, scale);
     store_scale(group, c, columns, scale);
-    for (int32_t k = 0; k < depth; k += 4) {
-      store_words(words + (k / 4 * kBlockColumns + c) * 4, four_bytes(columns, k, 0));
-    }
+    store_bytes_of(group, c, columns);
   }
 }
 

@@ -55,15 +55,17 @@ inline void keep_better(Lut4Fit& best, const Lut4Fit& fit) {
 }
 
 // The least-squares scale for the levels that `inverse` and the chosen zero give.
-inline Lut4Fit fit_lut4(const Columns& columns, Floats inverse, uint32_t choice) {
+template <typename Cost>
+inline Lut4Fit fit_lut4(const Columns& columns, const Cost& cost, Floats inverse, uint32_t choice) {
   const Floats zero = broadcast(static_cast<float>(lut4_zero(choice)));
   Floats xq = broadcast(0.0f), qq = broadcast(0.0f);
   for (int32_t k = 0; k < columns.depth; ++k) {
     const Floats x = columns.row(k);
     const Words code = nearest_codes(multiply_add(x, inverse, zero));
     const Floats q = look_up(kLut4Tree.levels, code) - zero;
-    xq = multiply_add(x, q, xq);
-    qq = multiply_add(q, q, qq);
+    const Floats costly = cost(k, q);
+    xq = multiply_add(x, costly, xq);
+    qq = multiply_add(q, costly, qq);
   }
   const Floats scale = with_choice(xq / qq, choice);
   return {scale, zero, scale * (xq + xq - scale * qq)};
@@ -73,7 +75,8 @@ inline Lut4Fit fit_lut4(const Columns& columns, Floats inverse, uint32_t choice)
 // group's ends: more of them or repeating the fit gains less than 0.5 %.
 constexpr float kLut4Shares[] = {0.78f, 0.85f, 0.92f, 0.99f};
 
-inline Lut4Fit best_lut4(const Columns& columns) {
+template <typename Cost = Flat>
+inline Lut4Fit best_lut4(const Columns& columns, const Cost& cost = {}) {
   Floats low = columns.amax, high = broadcast(0.0f) - low;
   for (int32_t k = 0; k < columns.depth; ++k) {
     high = maximum(high, columns.row(k));
@@ -89,7 +92,7 @@ inline Lut4Fit best_lut4(const Columns& columns) {
           maximum(up * broadcast(1 / (kLut4Levels[15] - zero)), down * broadcast(1 / zero));
       const Floats inverse = broadcast(sign) / reaching;
       for (const float share : kLut4Shares) {
-        keep_better(best, fit_lut4(columns, inverse * broadcast(1 / share), choice));
+        keep_better(best, fit_lut4(columns, cost, inverse * broadcast(1 / share), choice));
       }
     }
   }

@@ -15,6 +15,7 @@
 #include "kernels/panel_products-inl.h"
 #include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
+#include "kernels/quantise_group-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -124,7 +125,10 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           low_rank_out,
           {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group},
           {{trellis_scratch<Tcq2>, pack_trellis_block<Tcq2>},
-           {trellis_scratch<Tcq3>, pack_trellis_block<Tcq3>}}};
+           {trellis_scratch<Tcq3>, pack_trellis_block<Tcq3>}},
+          {GroupQuantiser{}, quantiser_of<Int8Codes>(), quantiser_of<Int4Codes>(),
+           quantiser_of<Lut4Codes>()},
+          feed_forward};
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "base/error.h"
+#include "engine_fixture.h"
 #include "error_of.h"
 #include "kernels_fixture.h"
 
@@ -387,6 +388,119 @@ TEST(Pack, RefusesViewsThatDoNotFitTheLayout) {
   views = gated.views();
   views.down_bias = {gated.down_bias.data(), ScalarType::kFloat32, 1, 1};
   EXPECT_THROW(pack_record(gated.layout, views, record.data()), Error);
+}
+
+// M^T of no meaning, small enough that errors do not grow.
+struct RandomMoments {
+  std::vector<float> hidden, hidden_importance, intermediate, intermediate_importance;
+  ExpertMoments moments;
+
+  RandomMoments(const RecordLayout& layout, Random& random, float share)
+      : hidden(random.normals(int64_t{layout.hidden} * layout.hidden, share)),
+        hidden_importance(importance(layout.hidden, random)),
+        intermediate(random.normals(int64_t{layout.intermediate} * layout.intermediate, share)),
+        intermediate_importance(importance(layout.intermediate, random)),
+        moments{{hidden.data(), hidden_importance.data()},
+                {intermediate.data(), intermediate_importance.data()}} {}
+
+  static std::vector<float> importance(int32_t count, Random& random) {
+    std::vector<float> values = random.normals(count);
+    for (float& value : values) value = value * value + 0.01f;
+    return values;
+  }
+};
+
+Bytes pack_by(const Weights& weights, const ExpertMoments& moments, const KernelTable& table,
+              int32_t threads = 1) {
+  Bytes record(weights.layout.bytes);
+  pack_record(weights.layout, weights.views(), moments, record.data(), thread_runtime(), threads,
+              table);
+  return record;
+}
+
+constexpr Format kCalibratedFormats[] = {Format::kInt8, Format::kInt4, Format::kLut4};
+
+TEST(PackCalibrated, EveryTableAndThreadPacksTheSameBits) {
+  Random random;
+  for (Format format : kCalibratedFormats) {
+    for (int32_t group : {32, 64, 128}) {
+      const Shape shape{format, group, 290, 75, true, true};
+      Weights weights(shape.layout(), random);
+      for (int32_t k = 0; k < shape.hidden; ++k) weights.gate[k] = 0;
+      const RandomMoments random_moments(shape.layout(), random, 0.05f);
+      const Bytes expected = pack_by(weights, random_moments.moments, kScalarTable);
+      for (const KernelTable* table : all_tables()) {
+        for (int32_t threads : {1, 3}) {
+          EXPECT_TRUE(pack_by(weights, random_moments.moments, *table, threads) == expected)
+              << table->name << " " << name_of(shape);
+        }
+      }
+    }
+  }
+}
+
+TEST(PackCalibrated, WithNothingToFeedItIsPlainPacking) {
+  Random random;
+  for (Format format : kCalibratedFormats) {
+    for (int32_t group : {32, 64, 128}) {
+      for (bool gated : {true, false}) {
+        const Shape shape{format, group, 256, 128, gated, true};
+        const Weights weights(shape.layout(), random);
+        RandomMoments nothing(shape.layout(), random, 0.0f);
+        std::fill(nothing.hidden_importance.begin(), nothing.hidden_importance.end(), 1.0f);
+        std::fill(nothing.intermediate_importance.begin(), nothing.intermediate_importance.end(),
+                  1.0f);
+        EXPECT_TRUE(pack_by(weights, nothing.moments, kernel_table()) ==
+                    weights.pack(kernel_table()))
+            << name_of(shape);
+      }
+    }
+  }
+}
+
+// A format that chooses the codes of four inputs together: int4 without feedback among them.
+constexpr int32_t kTogether = 4;
+void quantise_together(const float* targets, int32_t k, QuantisedGroup& group, float* values) {
+  const GroupQuantiser& one = kernel_table().quantisers[static_cast<int>(Format::kInt4)];
+  for (int32_t i = 0; i < kTogether; ++i) {
+    one.quantise(targets + i * kBlockColumns, k + i, group, values + i * kBlockColumns);
+  }
+}
+
+TEST(PackCalibrated, StepsOfSeveralInputsFeedThoseBehindThem) {
+  Random random;
+  KernelTable table = kernel_table();
+  GroupQuantiser& quantiser = table.quantisers[static_cast<int>(Format::kInt4)];
+  quantiser.step = kTogether;
+  quantiser.quantise = quantise_together;
+  for (int32_t group : {32, 64, 128}) {
+    const Shape shape{Format::kInt4, group, 203, 75};
+    const Weights weights(shape.layout(), random);
+    RandomMoments given(shape.layout(), random, 0.05f);
+    const Bytes together = pack_by(weights, given.moments, table);
+    EXPECT_FALSE(together == pack_by(weights, given.moments, kernel_table()));
+    for (auto [feedback, inputs] : {std::pair{&given.hidden, shape.hidden},
+                                    std::pair{&given.intermediate, shape.intermediate}}) {
+      for (int32_t k = 0; k < inputs; ++k) {
+        for (int32_t j = k / kTogether * kTogether; j < k; ++j) {
+          (*feedback)[static_cast<size_t>(k * inputs + j)] = 0;
+        }
+      }
+    }
+    EXPECT_TRUE(together == pack_by(weights, given.moments, kernel_table())) << name_of(shape);
+  }
+}
+
+TEST(PackCalibrated, IsForFormatsThatRoundMuch) {
+  Random random;
+  for (Format format : {Format::kBf16, Format::kMxfp4}) {
+    const Shape shape{format, 0, 64, 64};
+    const Weights weights(shape.layout(), random);
+    const RandomMoments moments(shape.layout(), random, 0.0f);
+    const std::string error =
+        error_of([&] { pack_by(weights, moments.moments, kernel_table()); }).what();
+    EXPECT_NE(error.find("int8, int4, lut4"), std::string::npos) << error;
+  }
 }
 
 TEST(RecordLayout, HasTheSizesOfTheFormat) {

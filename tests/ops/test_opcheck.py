@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 SPEC = Spec(layers=2)
 TOKENS, TOP_K = 5, 3
-SAMPLES = 50
+SAMPLES = 51
 MUTATING = {
     "experts_deferred",
     "experts_fallback",
@@ -38,7 +38,7 @@ FUNCTIONAL = {
     "grouped_low_rank_backward",
 }
 ON_A_DEVICE = {"experts_split"}  # functional too; tests/gpu has its samples
-WITHOUT_POOL = {"pack", "unpack", "pack_linear", "unpack_linear"}
+WITHOUT_POOL = {"pack", "pack_calibrated", "unpack", "pack_linear", "unpack_linear"}
 
 
 def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]:
@@ -93,10 +93,15 @@ def _samples(pool: TinyPool, low: TinyPool) -> list[tuple[str, tuple[Any, ...]]]
         ("route", (torch.randn(TOKENS, SPEC.experts), ids, handle, 0.5, 1)),
         ("pack", (gate, up, down, None, None, None, "int8", 32)),
         ("pack", (None, up.bfloat16(), down.bfloat16(), None, torch.randn(40), torch.randn(72), "bf16", 32)),
+        ("pack_calibrated", (gate, up, down, None, None, None, *_moments(72), *_moments(40), "int4", 32)),
         ("unpack", (pool.weights.records[0][0], *SPEC.record_layout)),
         *_linear_samples(x),
         *_attention_samples(),
     ]
+
+
+def _moments(inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(inputs, inputs) * 0.05, torch.rand(inputs)
 
 
 def _linear_samples(x: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:

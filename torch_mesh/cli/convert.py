@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from torch_mesh.cli.options import positive
 from torch_mesh.cli.stores import add_store_arguments, said_of_store
-from torch_mesh.store.convert import convert
+from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.manifest import OF_CODES, WEIGHTS
 from torch_mesh.store.progress import progress_bar
@@ -25,12 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="format of the experts' weights; auto: the one that holds the checkpoint's as they are, or is nearest to them",
     )
-    add_store_arguments(parser, "a model")
+    parser.add_argument(
+        "--calibrate",
+        metavar="TEXT",
+        help='pack int8, int4 or lut4 by what this text shows the experts: plain text, or .jsonl with a "text" in each line, of the kind that the model will read. The model '
+        "is run on it first",
+    )
+    parser.add_argument(
+        "--calibrate-tokens",
+        type=positive,
+        metavar="N",
+        help=f"how many tokens of it to run at most (default: {CALIBRATE_TOKENS})",
+    )
+    add_store_arguments(parser, "a model", calibrates=True)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts; returns the exit code."""
+    if arguments.calibrate is None and arguments.calibrate_tokens is not None:
+        raise ValueError("--calibrate-tokens is of a text: give --calibrate TEXT with it")
     folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
     with progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
@@ -39,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.weights,
             arguments.group_size,
             name=None if os.path.exists(arguments.source) else arguments.source,
+            calibrate=arguments.calibrate,
+            calibrate_tokens=arguments.calibrate_tokens or CALIBRATE_TOKENS,
             force=arguments.force,
             workers=arguments.threads,
             progress=progress,

@@ -40,6 +40,8 @@ def _print_table(held: dict[str, Any]) -> None:
     table.add_row("kind", held["kind"] + (f", format {held['format_version']}" if held["kind"] == "store" else ""))
     table.add_row("source", held["source"])
     table.add_row("weights", held["weights"] + group)
+    if calibration := held["calibration"]:
+        table.add_row("calibrated", f"on {calibration['tokens']} tokens, {calibration['text'][:8]}")
     table.add_row("layers", f"{held['layers']}: {_span(held['modules'])}")
     table.add_row("experts per layer", f"{held['experts']}, {held['top_k']} of them per token")
     table.add_row(

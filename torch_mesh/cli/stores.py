@@ -11,8 +11,8 @@ from torch_mesh.store.manifest import GROUP_SIZES
 from torch_mesh.store.writer import Written
 
 
-def add_store_arguments(parser: argparse.ArgumentParser, model: str) -> None:
-    """``model``: what the help calls the one that the store is made of."""
+def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates: bool = False) -> None:
+    """``model``: what the help calls the one that the store is made of; ``calibrates``: the command has --calibrate."""
     parser.add_argument(
         "--group-size",
         type=int,
@@ -24,7 +24,10 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str) -> None:
     parser.add_argument(
         "--token", help=f"for {model} on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
     )
-    parser.add_argument("--threads", type=positive, help="experts packed at a time (default: one per processor)")
+    calibrating = "; with --calibrate one, on all threads" if calibrates else ""
+    parser.add_argument(
+        "--threads", type=positive, help=f"experts packed at a time (default: one per processor{calibrating})"
+    )
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")
     parser.set_defaults(interrupted="interrupted; the same command continues where it stopped")
 

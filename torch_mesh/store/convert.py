@@ -8,6 +8,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,7 @@ from torch_mesh.store.checkpoint import (
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
+    CALIBRATED,
     GROUP_SIZES,
     MAX_FILE_BYTES,
     OF_CODES,
@@ -37,6 +39,13 @@ from torch_mesh.store.rest import dense_files, files_beside, rest_of_checkpoint,
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import Progress, StorePlan, Written, write_folder, write_store
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torch_mesh.calibration.packing import Calibrator
+
+CALIBRATE_TOKENS = 16384
+
 
 def convert(
     source: str | os.PathLike[str],
@@ -45,6 +54,8 @@ def convert(
     group_size: int = 64,
     *,
     name: str | None = None,
+    calibrate: str | os.PathLike[str] | None = None,
+    calibrate_tokens: int = CALIBRATE_TOKENS,
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -55,8 +66,12 @@ def convert(
     ``weights`` is 'bf16', 'int8', 'int4' or 'lut4', 'auto', which is what is nearest to the source, or the format that holds its codes as they
     are; ``group_size`` (32, 64 or 128) is for the integers that it names; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
+    ``calibrate`` names a text (a plain file, or .jsonl with a ``text`` in each line): the checkpoint is run on its first ``calibrate_tokens`` tokens, in the memory
+    that running it takes, and int8, int4 or lut4 records are packed so that what experts made of it keeps its values. Until the store is written that takes
+    layers x tokens x hidden x 2 bytes of its disk. Experts are then packed one at a time, on all of torch's threads, unless ``workers`` says otherwise.
+
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
-    that is something else, and a disk without room.
+    that is something else, and a disk without room; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer.
     """
     source, destination = Path(source), Path(destination)
     if weights in WEIGHTS:
@@ -77,6 +92,16 @@ def convert(
     weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     if asked == "bf16" and not _fits_bf16(experts):
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
+    calibrator = None
+    if calibrate is not None:
+        calibrator = _calibrator(experts, model, calibrate, calibrate_tokens, weights, group_size)
+        workers = workers or 1
+
+    def pack(layer: int, expert: int) -> torch.Tensor:
+        if calibrator is not None:
+            return calibrator.pack(layer, expert)
+        return pack_from_checkpoint(experts, layer, expert, weights, group_size)
+
     plan = StorePlan(
         shape=experts.shape,
         modules=experts.modules,
@@ -84,9 +109,10 @@ def convert(
         group_size=group_size,
         source_name=name or source_name(source),
         source_fingerprint=fingerprint,
+        calibration=None if calibrator is None else calibrator.calibration,
     )
     records = (
-        (layer, expert, functools.partial(pack_from_checkpoint, experts, layer, expert, weights, group_size))
+        (layer, expert, functools.partial(pack, layer, expert))
         for layer in range(experts.shape.layers)
         for expert in range(experts.shape.experts)
     )
@@ -100,7 +126,29 @@ def convert(
         progress=progress,
         max_file_bytes=max_file_bytes,
         check_source=functools.partial(check_unchanged, source, fingerprint),
+        scratch=None if calibrator is None else calibrator.scratch,
     )
+
+
+def _calibrator(
+    experts: CheckpointExperts,
+    model: PreTrainedModel,
+    text: str | os.PathLike[str],
+    tokens: int,
+    weights: str,
+    group_size: int,
+) -> Calibrator:
+    if weights not in CALIBRATED:
+        why = "rounds little" if weights == "bf16" else "holds a checkpoint's codes as they are"
+        allowed = ", ".join(map(repr, CALIBRATED))
+        raise ValueError(f"weights={weights!r} {why}, and there is nothing to calibrate: give one of {allowed}.")
+    if experts.kept is not None and experts.own_records == (weights, group_size):
+        raise ValueError(
+            f"{experts.folder} has {weights} codes in groups of {group_size}, which are kept as they are: convert it without calibration."
+        )
+    from torch_mesh.calibration.packing import Calibrator  # which opens models, which may convert
+
+    return Calibrator(experts, model, os.fspath(text), tokens, weights, group_size)
 
 
 def convert_model(
@@ -168,7 +216,7 @@ def convert_store(
         weights=weights,
         group_size=group_size,
         source_name=manifest.source_name,
-        source_fingerprint=f"{manifest.source_fingerprint} {manifest.weights} {manifest.group_size}",
+        source_fingerprint=manifest.values_fingerprint,
     )
     records = (
         (layer, expert, functools.partial(_pack_from_store, store, layer, expert, weights, group_size))

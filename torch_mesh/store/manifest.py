@@ -56,6 +56,7 @@ FORMAT_VERSIONS = {
 }
 DENSE_WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that linear layers outside the experts can be rounded to
 WEIGHTS = (*DENSE_WEIGHTS, "tcq3", "tcq2")  # that experts can be rounded to
+CALIBRATED = ("int8", "int4", "lut4")  # of these, what calibration is for
 OF_CODES = tuple(
     name for name in FORMAT_VERSIONS if name not in WEIGHTS
 )  # that a quantised checkpoint's codes fit as they are
@@ -116,6 +117,16 @@ class OtherFile:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What the records of a calibrated store were packed by, docs/decisions/0057."""
+
+    text: str  # BLAKE2b-128 of the token ids, int64
+    tokens: int
+    sequence_length: int
+    method: str  # of packing, with its numbers
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``checksums`` is uint64 [layers, experts], XXH3-64 over store id, layer, expert and the record's bytes."""
 
@@ -130,6 +141,13 @@ class Manifest:
     record_files: tuple[RecordFile, ...]
     other_files: tuple[OtherFile, ...]
     checksums: npt.NDArray[np.uint64]
+    calibration: Calibration | None = None
+
+    @property
+    def values_fingerprint(self) -> str:
+        """Of the values that the records stand for: of what is made of them."""
+        calibrated = "" if self.calibration is None else f" {self.calibration.text} {self.calibration.method}"
+        return f"{self.source_fingerprint} {self.weights} {self.group_size}{calibrated}"
 
     def place(self, layer: int, expert: int) -> tuple[int, int]:
         """Index in ``record_files`` and offset of a record."""
@@ -143,6 +161,8 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest file's text. Its last key is a digest of all that stands before."""
         table: dict[str, object] = {"format_version": FORMAT_VERSIONS[self.weights], **asdict(self)}
+        if self.calibration is None:  # as manifests were before there was one
+            del table["calibration"]
         table["store_id"] = self.store_id.hex()
         table["checksums"] = [" ".join(f"{value:016x}" for value in row) for row in self.checksums.tolist()]
         table["digest"] = _digest(table)
@@ -295,8 +315,10 @@ def _parse_manifest(path: Path, table: object) -> Manifest:
         raise store_error(path, f"is a JSON {type(table).__name__}, not an object")
     _check_version(path, table)
     keys = {field.name for field in fields(Manifest)} | {"format_version", "digest"}
-    if set(table) != keys:
-        raise store_error(path, f"lacks {sorted(keys - set(table))} and has the unknown {sorted(set(table) - keys)}")
+    if set(table) | {"calibration"} != keys:
+        raise store_error(
+            path, f"lacks {sorted(keys - {'calibration'} - set(table))} and has the unknown {sorted(set(table) - keys)}"
+        )
     if table["digest"] != _digest(table):
         raise store_error(path, "was changed after it was written: its digest is another")
     try:
@@ -359,6 +381,18 @@ def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
         record_files=record_files,
         other_files=other_files,
         checksums=_typed_checksums(table["checksums"], shape),
+        calibration=_typed_calibration(table["calibration"]) if "calibration" in table else None,
+    )
+
+
+def _typed_calibration(table: dict[str, Any]) -> Calibration:
+    if set(table) != {field.name for field in fields(Calibration)}:
+        raise ValueError("'calibration' has other keys than it should")
+    return Calibration(
+        text=_hex_bytes(table["text"], 16).hex(),
+        tokens=_integer(table, "tokens", 1, 1 << 40),
+        sequence_length=_integer(table, "sequence_length", 1, 1 << 40),
+        method=_string(table, "method"),
     )
 
 

@@ -41,6 +41,7 @@ from torch_mesh.store.manifest import (
     FORMAT_VERSIONS,
     MANIFEST_NAME,
     MAX_FILE_BYTES,
+    Calibration,
     Manifest,
     OtherFile,
     Shape,
@@ -78,6 +79,7 @@ class StorePlan:
     group_size: int  # 0 for bf16
     source_name: str
     source_fingerprint: str
+    calibration: Calibration | None = None
 
     @property
     def record_bytes(self) -> int:
@@ -86,12 +88,21 @@ class StorePlan:
     def identity(self) -> dict[str, Any]:
         table = asdict(self)
         del table["source_name"]  # a folder may move
+        if self.calibration is None:
+            del table["calibration"]
         if isinstance(self.shape.activation, tuple):  # as it comes back from the journal
             table["shape"]["activation"] = list(self.shape.activation)
         return {"format_version": FORMAT_VERSIONS[self.weights], **table, "modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
-        mine = (self.shape, self.modules, self.weights, self.group_size, self.source_fingerprint)
+        mine = (
+            self.shape,
+            self.modules,
+            self.weights,
+            self.group_size,
+            self.source_fingerprint,
+            self.calibration,
+        )
         shape = manifest.shape
         if shape.activation is None:  # perhaps one that was not fused yet when the same records were written
             shape = replace(shape, activation=self.shape.activation)
@@ -101,7 +112,21 @@ class StorePlan:
             manifest.weights,
             manifest.group_size,
             manifest.source_fingerprint,
+            manifest.calibration,
         )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Files that records are made with, which the unfinished folder has and the store has not.
+
+    ``prepare(folder, done)`` makes them, or continues what an earlier run began, before the first record is made; ``done`` is told of bytes that are there.
+    ``names`` are all that it may leave, ``bytes`` what they take at most.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    prepare: Callable[[Path, Callable[[int], None]], None]
 
 
 @dataclass(frozen=True)
@@ -133,13 +158,15 @@ def write_store(
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     check_source: Callable[[], None] = lambda: None,
+    scratch: Scratch | None = None,
 ) -> Written:
     """Writes the store of ``plan`` to ``folder``, or continues what an earlier run of the same plan began.
 
     ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on ``workers`` threads
     (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``private`` says that no
     other process knows of ``folder``, so that no lock is needed, which some file systems do not have. ``check_source``
-    is called when everything is read, and raises if that was not of one piece: then no store comes of it.
+    is called when everything is read, and raises if that was not of one piece: then no store comes of it. ``scratch`` is prepared before the first
+    record, if one is still to be made.
 
     A link is followed: what it leads to is written or replaced. A store of this plan that is there already is only looked at.
 
@@ -175,6 +202,7 @@ def write_store(
             if not _is_finished(partial, plan):
                 record_files = plan_record_files(plan.shape, plan.modules, plan.record_bytes, bytes(16), max_file_bytes)
                 total = sum(file.size for file in files) + sum(file.bytes for file, _ in record_files)
+                total += 0 if scratch is None else scratch.bytes
                 present = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) if partial.is_dir() else 0
                 check_free_space(partial.parent, total, present, " or smaller weights")
                 with (
@@ -183,7 +211,9 @@ def write_store(
                     ),
                     contextlib.closing(_Conversion(partial, plan, max_file_bytes)) as conversion,
                 ):
-                    conversion.run(records, files, workers or len(os.sched_getaffinity(0)), progress, check_source)
+                    conversion.run(
+                        records, files, workers or len(os.sched_getaffinity(0)), progress, check_source, scratch
+                    )
             _move_into_place(partial, folder)
     return Written(existing or open_store(folder), existed=existing is not None)
 
@@ -346,11 +376,18 @@ class _Conversion:
         workers: int,
         progress: Progress | None,
         check_source: Callable[[], None],
+        scratch: Scratch | None,
     ) -> None:
-        self._remove_leftovers(files)
-        counter = _Counter(self._plan, self._record_bytes, files, progress)
+        names = () if scratch is None else scratch.names
+        self._remove_leftovers(files, names)
+        counter = _Counter(self._plan, self._record_bytes, files, 0 if scratch is None else scratch.bytes, progress)
         self._open_record_files()
         self._drop_damaged_records(counter)
+        if scratch is not None:
+            prepared = counter.done + scratch.bytes
+            if not self._has_all_records():
+                scratch.prepare(self._folder, counter.add)
+            counter.add(prepared - counter.done)  # it may be less than was asked for
         with _Workers(workers) as packing, _Workers(1) as syncing:
             try:
                 self._collect(packing.run(self._tasks(records, files)), syncing, counter)
@@ -360,11 +397,17 @@ class _Conversion:
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         check_source()
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
         self._write_manifest(files)
 
-    def _remove_leftovers(self, files: Sequence[NewFile]) -> None:
+    def _has_all_records(self) -> bool:
+        shape = self._plan.shape
+        return len(self._journal.records) == shape.layers * shape.experts
+
+    def _remove_leftovers(self, files: Sequence[NewFile], others: Iterable[str]) -> None:
         """What an earlier run left and this one does not continue."""
-        continued = {file.name for file in files} | {file.name for file, _ in self._files}
+        continued = {file.name for file in files} | {file.name for file, _ in self._files} | set(others)
         for path in self._folder.iterdir():
             kept = self._journal.resumed and path.name in continued and not path.is_symlink()
             if path.name != _JOURNAL_NAME and not kept:
@@ -498,6 +541,7 @@ class _Conversion:
             record_files=tuple(file for file, _ in self._files),
             other_files=tuple(journal.files[file.name] for file in files),
             checksums=checksums,
+            calibration=plan.calibration,
         )
         unfinished = self._folder / f"{MANIFEST_NAME}.new"
         with unfinished.open("w", encoding="utf-8") as stream:
@@ -544,16 +588,24 @@ class _Workers(contextlib.AbstractContextManager["_Workers"]):
 
 
 class _Counter:
-    def __init__(self, plan: StorePlan, record_bytes: int, files: Sequence[NewFile], progress: Progress | None) -> None:
-        self._total = plan.shape.layers * plan.shape.experts * record_bytes + sum(file.size for file in files)
-        self._done = 0
+    def __init__(
+        self,
+        plan: StorePlan,
+        record_bytes: int,
+        files: Sequence[NewFile],
+        scratch_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        records = plan.shape.layers * plan.shape.experts * record_bytes
+        self._total = records + sum(file.size for file in files) + scratch_bytes
+        self.done = 0
         self._progress = progress
         self.add(0)
 
     def add(self, count: int) -> None:
-        self._done += count
+        self.done += count
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self.done, self._total)
 
 
 def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""What commands that run a model share: the model, its tokenizer, text for it."""
+"""What all share that run a model on a text: the model, its tokenizer, the text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_mesh.config import MeshConfig
-from torch_mesh.errors import MeshError
-from torch_mesh.store.gguf import is_gguf
+from .config import MeshConfig
+from .errors import MeshError
+from .store.gguf import is_gguf
 
 _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 

@@ -1,0 +1,43 @@
+// Packing that keeps what products give rather than the weights: what the rounding of one input's
+// weights got wrong is made up for by the inputs behind it.
+//
+// With H the second moments of a projection's inputs, H = M D M^T with M unit upper triangular and
+// D diagonal, the squared error of the product x (W - Q)^T summed over all inputs is, for each
+// column,
+//   sum over k of D[k] * (target[k] - q[k])^2,  target[k] = w[k] + sum over j < k of
+//   M[j][k] * (w[j] - q[j])
+// so that each q[k] in turn is rounded to its target (LDLQ, arXiv 2307.13304, which gives what GPTQ
+// does, arXiv 2210.17323, without an inverse).
+//
+// A format that chooses the codes of several inputs together (GroupQuantiser::step) wants M with
+// unit blocks of that size on its diagonal, and of D's blocks the diagonal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/expert_ffn.h"
+#include "kernels/matrix_view.h"
+#include "store/record.h"
+
+namespace torch_mesh {
+
+struct InputMoments {
+  const float* feedback;    // M^T, [depth][depth]; only what is left of its diagonal is read
+  const float* importance;  // D, [depth]
+};
+
+struct ExpertMoments {
+  InputMoments hidden;        // of what gate and up see
+  InputMoments intermediate;  // of what down sees
+};
+
+// Inputs whose codes a format chooses together; 0: calibration is not for it.
+int32_t calibration_step(Format format);
+
+// One block of 64 columns, whose first one is `first_row` of the view.
+void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,
+                           const MatrixView& view, const InputMoments& moments, int32_t first_row,
+                           std::byte* block);
+
+}  // namespace torch_mesh

@@ -1,0 +1,54 @@
+#include "kernels/weight_panel.h"
+
+#include <cstring>
+
+namespace torch_mesh {
+namespace {
+
+const std::byte* element(const MatrixView& view, int64_t row, int64_t column) {
+  const int64_t index = row * view.row_stride + column * view.column_stride;
+  return static_cast<const std::byte*>(view.data) + index * scalar_bytes(view.type);
+}
+
+// `count` elements that are `stride` apart, at most kMaxGroup.
+void load_line(const KernelTable& table, const std::byte* from, ScalarType type, int64_t stride,
+               int32_t count, float* floats) {
+  if (stride == 1) return table.to_floats(from, type, count, floats);
+  alignas(64) std::byte line[kMaxGroup * 4];
+  const int64_t bytes = scalar_bytes(type);
+  for (int32_t i = 0; i < count; ++i) {
+    std::memcpy(line + i * bytes, from + i * stride * bytes, static_cast<size_t>(bytes));
+  }
+  table.to_floats(line, type, count, floats);
+}
+
+}  // namespace
+
+void load_row(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
+              int32_t count, float* floats) {
+  load_line(table, element(view, row, column), view.type, view.column_stride, count, floats);
+}
+
+void load_column(const KernelTable& table, const MatrixView& view, int32_t row, int32_t column,
+                 int32_t count, float* floats) {
+  load_line(table, element(view, row, column), view.type, view.row_stride, count, floats);
+}
+
+void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
+                int32_t column, int32_t columns, int32_t depth, float* panel) {
+  std::memset(panel, 0, sizeof(float) * static_cast<size_t>(depth) * kBlockColumns);
+  // Lines run along the direction in which memory does.
+  if (view.row_stride == 1) {
+    for (int32_t c = 0; c < columns; ++c) {
+      load_column(table, view, row, column + c, rows, panel + c * kBlockColumns);
+    }
+    return;
+  }
+  float line[kMaxGroup];
+  for (int32_t r = 0; r < rows; ++r) {
+    load_row(table, view, row + r, column, columns, line);
+    for (int32_t c = 0; c < columns; ++c) panel[c * kBlockColumns + r] = line[c];
+  }
+}
+
+}  // namespace torch_mesh

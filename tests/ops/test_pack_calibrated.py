@@ -1,0 +1,203 @@
+"""pack_calibrated: the error of products is small where that of weights is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tiny_pools import ops
+from torch import Tensor
+
+from torch_mesh import _C
+from torch_mesh.calibration import moments
+from torch_mesh.calibration.moments import InputMoments, Moments, feedback_of
+
+FORMATS = ("int8", "int4", "lut4")
+BLOCK_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class Expert:
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    seen: Tensor  # by gate and up, [rows, hidden]
+    seen_by_down: Tensor
+
+    @classmethod
+    def random(cls, hidden: int, intermediate: int, *, gated: bool = True) -> Expert:
+        def matrix(rows: int, columns: int) -> Tensor:
+            return torch.randn(rows, columns)
+
+        gate = matrix(intermediate, hidden) if gated else None
+        return cls(
+            gate,
+            matrix(intermediate, hidden),
+            matrix(hidden, intermediate),
+            _correlated(hidden),
+            _correlated(intermediate),
+        )
+
+    @property
+    def gate_up(self) -> Tensor:
+        return self.up if self.gate is None else torch.cat([self.gate, self.up])
+
+    def pack(self, weights: str, group_size: int) -> tuple[Tensor, Tensor]:
+        """gate_up and down of its plain record."""
+        return self._unpack(ops.pack(*self._parts(), weights, group_size), weights, group_size)
+
+    def pack_calibrated(
+        self, weights: str, group_size: int, hidden: InputMoments, inner: InputMoments
+    ) -> tuple[Tensor, Tensor]:
+        return self._unpack(self.record(weights, group_size, hidden, inner), weights, group_size)
+
+    def record(self, weights: str, group_size: int, hidden: InputMoments, inner: InputMoments) -> Tensor:
+        given = (hidden.feedback, hidden.importance, inner.feedback, inner.importance)
+        return ops.pack_calibrated(*self._parts(), *given, weights, group_size)
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.gate, self.up, self.down, None, None, None
+
+    def _unpack(self, record: Tensor, weights: str, group_size: int) -> tuple[Tensor, Tensor]:
+        intermediate, hidden = self.up.shape
+        return ops.unpack(record, weights, group_size, hidden, intermediate, self.gate is not None, False)[:2]
+
+
+def _correlated(inputs: int) -> Tensor:
+    """Rows whose inputs have a few causes in common and powers of their own."""
+    causes = torch.randn(2 * inputs + 64, max(1, inputs // 4)) @ torch.randn(max(1, inputs // 4), inputs)
+    return (causes + torch.randn(len(causes), inputs)) * torch.rand(inputs).add(0.1)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    own = Moments(rows.shape[1])
+    own.add(rows, torch.ones(len(rows)))
+    return own.mean()
+
+
+def _error(rows: Tensor, weights: Tensor, packed: Tensor) -> float:
+    exact = rows.double() @ weights.double().T
+    return float((rows.double() @ packed.double().T - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int, gated: bool) -> None:
+    for hidden, intermediate in ((192, 136), (320, 64)):
+        expert = Expert.random(hidden, intermediate, gated=gated)
+        plain = expert.pack(weights, group_size)
+        factors = feedback_of(_mean(expert.seen)), feedback_of(_mean(expert.seen_by_down))
+        calibrated = expert.pack_calibrated(weights, group_size, *factors)
+        for rows, exact, old, new in zip(
+            (expert.seen, expert.seen_by_down), (expert.gate_up, expert.down), plain, calibrated, strict=True
+        ):
+            assert _error(rows, exact, new) < 0.9 * _error(rows, exact, old)
+
+
+def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
+    """fp64 [hidden, groups] of down, as the record has them (csrc/store/record.h)."""
+    intermediate, hidden = expert.up.shape
+    layout = _C.record_layout("int4", group_size, hidden, intermediate, expert.gate is not None, False)
+    groups = layout["down_block_bytes"] // layout["group_bytes"]
+    blocks = -(-hidden // BLOCK_COLUMNS)
+    down = record[layout["down_offset"] :][: blocks * layout["down_block_bytes"]].view(blocks, groups, -1)
+    scales = down[..., : 2 * BLOCK_COLUMNS].contiguous().view(torch.bfloat16)
+    return scales.transpose(1, 2).flatten(0, 1)[:hidden].double()
+
+
+def _gptq(weights: Tensor, damped: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """GPTQ (arXiv 2210.17323) as it is published, by the Cholesky factor of the inverse, in fp64 and with given scales."""
+    left, upper = weights.double().clone(), torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
+    quantised = torch.empty_like(left)
+    for k in range(left.shape[1]):
+        scale = scales[:, k // group_size]
+        quantised[:, k] = (left[:, k] / scale).round().clamp(-8, 7) * scale
+        error = (left[:, k] - quantised[:, k]) / upper[k, k]
+        left[:, k:] -= error[:, None] * upper[k, k:]
+    return quantised
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_it_is_gptq(group_size: int) -> None:
+    for hidden, intermediate in ((100, 200), (64, 33)):
+        expert = Expert.random(hidden, intermediate)
+        mean = _mean(expert.seen_by_down)
+        factors = feedback_of(_mean(expert.seen)), feedback_of(mean)
+        record = expert.record("int4", group_size, *factors)
+        damped = mean.double() + moments.DAMPING * mean.diagonal().median() * torch.eye(intermediate)
+        expected = _gptq(expert.down, damped, _scales(expert, record, group_size), group_size)
+        found = expert.pack_calibrated("int4", group_size, *factors)[1].double()
+        # A value between two codes may fall either way, and what follows in its row with it.
+        same = torch.isclose(found, expected, rtol=1e-5, atol=1e-7).float().mean()
+        assert same > 0.95
+        assert _error(expert.seen_by_down, expert.down, found) == pytest.approx(
+            _error(expert.seen_by_down, expert.down, expected), rel=0.02
+        )
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
+    expert = Expert.random(128, 256)
+    plain = expert.pack(weights, 64)
+    factors = feedback_of(torch.zeros(128, 128)), feedback_of(torch.zeros(256, 256))
+    for old, new in zip(plain, expert.pack_calibrated(weights, 64, *factors), strict=True):
+        assert torch.equal(old, new)
+    factors = feedback_of(torch.eye(128)), feedback_of(torch.eye(256))  # inputs that have nothing in common
+    for exact, old, new in zip(
+        (expert.gate_up, expert.down), plain, expert.pack_calibrated(weights, 64, *factors), strict=True
+    ):
+        assert (new - exact).norm() < 1.001 * (old - exact).norm()
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_inputs_that_are_always_zero(weights: str) -> None:
+    expert = Expert.random(96, 70)
+    seen = expert.seen.clone()
+    seen[:, 10:80] = 0
+    nothing = feedback_of(torch.zeros(70, 70))
+    gate_up, down = expert.pack_calibrated(weights, 32, feedback_of(_mean(seen)), nothing)
+    assert torch.isfinite(gate_up).all()
+    assert torch.equal(down, expert.pack_calibrated(weights, 32, feedback_of(_mean(expert.seen)), nothing)[1])
+    assert _error(seen, expert.gate_up, gate_up) < 0.2
+
+
+@pytest.mark.parametrize("step", [1, 4, 16])
+def test_the_factors_give_the_moments_back(step: int) -> None:
+    inputs = 50
+    mean = _mean(_correlated(inputs))
+    damped = mean.double() + moments.DAMPING * mean.diagonal().median() * torch.eye(inputs)
+    factors = feedback_of(mean, step)
+    block = torch.arange(inputs) // step
+    together = (block == block.unsqueeze(1)).double()
+    lower = torch.tril(factors.feedback, -1).double()
+    assert step == 1 or (lower * together).abs().max() < 1e-5, "errors are fed to inputs that are chosen together"
+    unit = torch.linalg.inv(lower * (1 - together) + torch.eye(inputs))  # of M^T
+    blocks = unit.T @ damped @ unit
+    assert torch.allclose(blocks * (1 - together), torch.zeros(()).double(), atol=1e-3 * float(damped.abs().max()))
+    assert torch.allclose(blocks.diagonal(), factors.importance.double(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("hidden", {"feedback": torch.zeros(72, 71)}, r"hidden_feedback must be contiguous fp32 .* \[72, 72\]"),
+        ("hidden", {"importance": torch.zeros(72, dtype=torch.float64)}, "hidden_importance must be .*; got Double"),
+        ("inner", {"feedback": torch.zeros(40, 80)[:, ::2]}, "intermediate_feedback must be contiguous"),
+        ("inner", {"importance": torch.zeros(41)}, r"intermediate_importance must be .* \[40\]"),
+    ],
+)
+def test_wrong_moments(name: str, change: dict[str, Tensor], message: str) -> None:
+    given = {"hidden": feedback_of(torch.eye(72)), "inner": feedback_of(torch.eye(40))}
+    for part, value in change.items():
+        given[name] = InputMoments(**(vars(given[name]) | {part: value}))
+    with pytest.raises(ValueError, match=message):
+        Expert.random(72, 40).record("int4", 32, given["hidden"], given["inner"])
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_formats_that_calibration_is_not_for(weights: str) -> None:
+    factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
+    with pytest.raises(ValueError, match="int8, int4, lut4"):
+        Expert.random(64, 64).record(weights, 0, *factors)

@@ -1,0 +1,108 @@
+"""Running a checkpoint on a text and keeping what its experts see, in the memory that running it takes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import MeshConfig
+from ..errors import MeshError, UnsupportedModelError
+from ..families import InPool
+from ..opening import open_model, open_tokenizer, read_documents
+from .rows import LayerRows, RowFiles
+
+FEWEST_TOKENS = 256
+_LENGTH = 1024  # of a sequence, at most
+_TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
+_LONGEST_TOKEN = 64  # characters, on average: of a large file no more is tokenised than is run
+
+_Argument = tuple[str, int]
+_ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
+
+
+def text_sequences(source: Path, text: str, tokens: int, longest: int | None) -> torch.Tensor:
+    """The first ``tokens`` tokens of a text as int64 [sequences, length], one document after the other, by the tokenizer of ``source``.
+
+    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. What is left of the tokens and shorter than the others is dropped. Raises MeshError
+    for a text that is too short, and where there is no tokenizer; ValueError for too few ``tokens``; OSError for a file that cannot be read.
+    """
+    if tokens < FEWEST_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens are too few to calibrate on: give {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more."
+        )
+    documents = read_documents([text])
+    tokenizer = open_tokenizer(source)
+    ids: list[int] = []
+    for document in documents:
+        left = tokens - len(ids)
+        ids += tokenizer(document[: _LONGEST_TOKEN * left], verbose=False)["input_ids"]
+        if len(ids) >= tokens:
+            break
+    if not ids and any(documents):
+        raise MeshError(f"{source} has no tokenizer that knows text: transformers' makes no tokens of {text}")
+    ids = ids[:tokens]
+    if len(ids) < FEWEST_TOKENS:
+        raise MeshError(
+            f"{text} makes {len(ids)} tokens, and calibration needs {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more: give a longer text"
+        )
+    length = min(_LENGTH, len(ids), longest or _LENGTH)
+    count = len(ids) // length
+    return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+
+
+def collect(
+    source: Path, sequences: torch.Tensor, files: RowFiles, folder: Path, done: Callable[[int], None]
+) -> list[int]:
+    """Runs the checkpoint ``source`` on ``sequences`` and writes what its experts see to ``files`` in ``folder``; returns each layer's rows.
+
+    Continues behind the sequences that an earlier run has completed. ``done`` is told of bytes as they are written, at first of those that are there.
+    """
+    finished = files.resume(folder)
+    if finished < len(sequences):
+        files.complete(folder, finished)  # all files are there from now on
+    done(sum(files.rows(folder)) * files.row_bytes)
+    if finished == len(sequences):
+        return files.rows(folder)
+    model = open_model(source, MeshConfig(weights="auto"))  # as the checkpoint has them, whatever the environment says
+    try:
+        count = len({module._mesh_layer for module in _experts_of(model)})
+        if count != files.layers:
+            raise UnsupportedModelError(
+                f"{source} opens as {type(model).__name__} with {count} layers of experts, and its files have {files.layers}: convert it without calibration"
+            )
+        with _watched(model, lambda layer, rows: done(files.append(folder, layer, rows))), torch.inference_mode():
+            for batch in sequences[finished:].split(max(1, _TOKENS_AT_ONCE // sequences.shape[1])):
+                model.base_model(input_ids=batch.to(model.device), use_cache=False)  # no logits, which nobody needs
+                finished += len(batch)
+                files.complete(folder, finished)
+    finally:
+        for module in _experts_of(model):
+            module._mesh_pool.close()
+        del model
+        gc.collect()
+    return files.rows(folder)
+
+
+def _experts_of(model: Any) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, InPool))
+
+
+@contextmanager
+def _watched(model: Any, see: Callable[[int, LayerRows], None]) -> Iterator[None]:
+    """Shows ``see`` what enters each layer's experts."""
+
+    def look(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        x, ids, weights = (named[name] if name in named else positional[place] for name, place in _ARGUMENTS)
+        see(module._mesh_layer, LayerRows(ids.cpu(), weights.cpu(), x.reshape(-1, x.shape[-1]).cpu()))
+
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in _experts_of(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
