@@ -1,6 +1,6 @@
 """A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and the order in which they run.
 
-Activations are bf16 and sums fp32; weights keep every bit of their format, since integers, FP8 and FP4 are exact in bf16 and the
+Activations are bf16 and sums fp32; weights keep every bit of their format, since integers, levels, FP8 and FP4 are exact in bf16 and the
 scale multiplies a group's sum. So integer formats round less here than on the CPU, which quantises activations too. The order of
 every sum follows from shapes alone: split products are added split by split, a token's experts choice by choice.
 
@@ -63,8 +63,14 @@ _step = triton.constexpr_function(launches.depth_step)
 
 @triton.constexpr_function
 def _places(FORMAT):
-    """Values in a word."""
-    return {"bf16": 2, "fp8": 2, "int8": 4, "int8_fp16": 4}.get(FORMAT, 8)
+    """Values in a word, or in a window of ``_windows``."""
+    return {"bf16": 2, "fp8": 2, "int8": 4, "int8_fp16": 4, "tcq2": 4, "tcq3": 4}.get(FORMAT, 8)
+
+
+@triton.constexpr_function
+def _code_bits(FORMAT):
+    """Of a trellis (csrc/store/trellis.h); 0 for what is none."""
+    return {"tcq2": 2, "tcq3": 3}.get(FORMAT, 0)
 
 
 @triton.constexpr_function
@@ -94,12 +100,38 @@ def _number(ACTIVATION, name):
     return kind if name == "kind" else float(given.get(name, {"alpha": 1, "offset": 0}.get(name, "inf")))
 
 
+@triton.constexpr_function
+def _four_levels(TABLE, first):
+    """Those of nibbles ``first`` and after, a byte each. The tables of csrc/store/record.h and trellis.h."""
+    table = {
+        "lut4": (0, 7, 12, 16, 20, 23, 26, 29, 32, 35, 38, 42, 46, 51, 56, 63),
+        "tcq2 first": (26, 23, 12, 17, 12, 32, 38, 21, 16, 21, 32, 8, 23, 14, 28, 1),
+        "tcq2 second": (25, 12, 17, 18, 10, 3, 8, 14, 5, 12, 17, 8, 2, 0, 14, 22),
+        "tcq3 first": (22, 23, 13, 9, 30, 13, 5, 22, 13, 32, 29, 15, 2, 17, 23, 36),
+        "tcq3 second": (12, 9, 0, 18, 26, 8, 23, 13, 7, 18, 3, 12, 20, 15, 14, 6),
+    }[TABLE]
+    return sum(table[first + place] << (8 * place) for place in range(4))
+
+
 @triton.jit
-def _level(nibble):
-    """kLut4Levels of csrc/store/record.h, four to a word: a table in memory would cost a read for each weight."""
-    low = tl.where(nibble < 4, 0x100C0700, 0x1D1A1714)
-    high = tl.where(nibble < 12, 0x2A262320, 0x3F38332E)
+def _level(nibble, TABLE: tl.constexpr):
+    """Four to a word: a table in memory would cost a read for each weight."""
+    low = tl.where(nibble < 4, _four_levels(TABLE, 0), _four_levels(TABLE, 4))
+    high = tl.where(nibble < 12, _four_levels(TABLE, 8), _four_levels(TABLE, 12))
     return (tl.where(nibble < 8, low, high) >> (nibble % 4 * 8)) & 255
+
+
+@triton.jit
+def _trellis_level(window, j, FORMAT: tl.constexpr):
+    """Of the ``j``-th of a window's codes, above kTrellisZero."""
+    newest = window >> (14 + 2 * j)  # L(j) or T(j) of csrc/store/trellis.h
+    older = window >> (10 + 2 * j)  # the same of j - 2
+    if FORMAT == "tcq2":
+        newest ^= window >> (6 + 2 * j)  # L(j - 4)
+        return _level(newest & 15, "tcq2 first") + _level(older & 15, "tcq2 second") - 32
+    else:
+        older ^= window >> j  # H(j)
+        return _level(newest & 15, "tcq3 first") + _level(older & 15, "tcq3 second") - 32
 
 
 @triton.jit
@@ -124,12 +156,14 @@ def _values(words, place, FORMAT: tl.constexpr):
         return ((words >> (place * 16)) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == "fp8":
         return _small_float(words.to(tl.int32) << (8 - place * 8), 1, 0x3F80)
+    elif _code_bits(FORMAT) > 0:
+        return _trellis_level(words, place, FORMAT).to(tl.float32)
     elif _places(FORMAT) == 4:
         return ((words << (24 - place * 8)) >> 24).to(tl.float32)
     else:
         nibble = (words >> (place % 4 * 8 + place // 4 * 4)) & 15
         if FORMAT == "lut4":
-            return _level(nibble).to(tl.float32)
+            return _level(nibble, "lut4").to(tl.float32)
         elif _scale_words(FORMAT) == 16:  # FP4
             return _small_float(nibble << 12, 3, 0x0E00)
         else:
@@ -161,18 +195,80 @@ def _steps(block, block_words, depth, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _inside_step(FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """(where its words are [words of a column, 64], where the next step begins)."""
+def _step_length(FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """From where a step begins to where the next one does."""
+    SCALES: tl.constexpr = _scale_words(FORMAT)
+    WORDS: tl.constexpr = _step(FORMAT, GROUP) // _places(FORMAT)
+    if _code_bits(FORMAT) > 0:
+        return SCALES + GROUP * 2 * _code_bits(FORMAT)
+    elif SCALES > 0:
+        return WORDS * 64 + _step(FORMAT, GROUP) // GROUP * SCALES
+    else:
+        return WORDS * 64
+
+
+@triton.jit
+def _words(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Those of step ``index``, which begins at ``step``, or a trellis' windows: [depth of a step / values in a word, 64]."""
     PLACES: tl.constexpr = _places(FORMAT)
     SCALES: tl.constexpr = _scale_words(FORMAT)
-    WORDS: tl.constexpr = _step(FORMAT, GROUP) // PLACES
-    at = tl.arange(0, WORDS)
-    offsets = at * 64
-    length = WORDS * 64
-    if SCALES > 0:
-        offsets += (at // (GROUP // PLACES) + 1) * SCALES
-        length += WORDS // (GROUP // PLACES) * SCALES
-    return offsets[:, None] + tl.arange(0, 64)[None, :], length
+    if _code_bits(FORMAT) > 0:
+        return _windows(block, index, block_words, FORMAT, GROUP)
+    else:
+        at = tl.arange(0, _step(FORMAT, GROUP) // PLACES)
+        offsets = at * 64
+        if SCALES > 0:
+            offsets += (at // (GROUP // PLACES) + 1) * SCALES
+        return tl.load(step + offsets[:, None] + tl.arange(0, 64)[None, :])
+
+
+@triton.jit
+def _stream_bytes(block, index, back, block_words, LOWEST: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Of group ``index``, or ``back`` words of 16 inputs before it in the ring: a stream's upper bits, int32 [GROUP / 16, 4, 64].
+
+    ``LOWEST``: tcq3's lowest bits of the 32 inputs around each 16.
+    """
+    WORDS: tl.constexpr = GROUP // 16
+    length = _step_length(FORMAT, GROUP)
+    count = block_words // length * WORDS
+    word = (index * WORDS + tl.arange(0, WORDS) - back + count) % count
+    line = word % WORDS
+    if LOWEST:
+        line = line // 2 * 3 + 2
+    elif FORMAT == "tcq3":
+        line = line // 2 * 3 + line % 2
+    columns = tl.arange(0, 64)
+    part = columns // 16 * (GROUP * _code_bits(FORMAT) // 2) + columns % 16
+    at = word // WORDS * length + _scale_words(FORMAT) + line * 16
+    words = tl.load(block + at[:, None] + part[None, :])
+    return (words[:, None, :] >> (tl.arange(0, 4) * 8)[None, :, None]) & 255
+
+
+@triton.jit
+def _windows(block, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """All codes that the inputs 16 w + 4 j + s of a word w and stream s depend on, in row 4 w + s: int32 [GROUP / 4, 64].
+
+    From bit 16 on there are the word's own upper bits, from bit 8 those before; below are tcq2's before these, or tcq3's seven lowest bits.
+    """
+    own = _stream_bytes(block, index, 0, block_words, False, FORMAT, GROUP)
+    before = _stream_bytes(block, index, 1, block_words, False, FORMAT, GROUP)
+    if FORMAT == "tcq2":
+        low = _stream_bytes(block, index, 2, block_words, False, FORMAT, GROUP)
+    else:
+        lowest = _stream_bytes(block, index, 2, block_words, True, FORMAT, GROUP)
+        lowest |= _stream_bytes(block, index, 0, block_words, True, FORMAT, GROUP) << 8
+        second = tl.arange(0, GROUP // 16) % 2  # of the two words that share lowest bits
+        low = (lowest >> (5 + second * 4)[:, None, None]) & 127
+    return tl.reshape(own << 16 | before << 8 | low, (GROUP // 4, 64))
+
+
+@triton.jit
+def _depth_of(word, place, FORMAT: tl.constexpr):
+    """Which value of a step stands at ``place`` of a word or window."""
+    if _code_bits(FORMAT) > 0:
+        return word // 4 * 16 + place * 4 + word % 4
+    else:
+        return word * _places(FORMAT) + place
 
 
 @triton.jit
@@ -296,15 +392,14 @@ def _row_times_block(row, depth, block, block_words, first, last, FORMAT: tl.con
     STEP: tl.constexpr = _step(FORMAT, GROUP)
     words_at = tl.arange(0, STEP // PLACES)
     steps = _steps(block, block_words, depth, FORMAT)
-    offsets, length = _inside_step(FORMAT, GROUP)
     total = tl.zeros((STEP // PLACES, 64), tl.float32)
     for index in range(first, last):
-        step = steps + index * length
-        words = tl.load(step + offsets)
+        step = steps + index * _step_length(FORMAT, GROUP)
+        words = _words(block, step, index, block_words, FORMAT, GROUP)
         apart = _apart(step, FORMAT, GROUP)
         part = tl.zeros((STEP // PLACES, 64), tl.float32)
         for place in tl.static_range(PLACES):
-            k = index * STEP + words_at * PLACES + place
+            k = index * STEP + _depth_of(words_at, place, FORMAT)
             x = _from_bits(tl.load(row + k, mask=k < depth, other=0))
             part += x[:, None] * _factors(words, place, apart, FORMAT)
         if _has_step_scale(FORMAT, GROUP):
@@ -327,7 +422,11 @@ def _unpacked(words, apart, FORMAT: tl.constexpr, STEP: tl.constexpr):
     elif _places(FORMAT) == 4:
         even = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 2, apart, FORMAT))
         odd = tl.join(_operand(words, 1, apart, FORMAT), _operand(words, 3, apart, FORMAT))
-        return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (STEP, 64))
+        if _code_bits(FORMAT) > 0:
+            streams = tl.reshape(tl.join(even, odd), (STEP // 16, 4, 64, 2, 2))
+            return tl.reshape(tl.permute(streams, (0, 3, 4, 1, 2)), (STEP, 64))
+        else:
+            return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (STEP, 64))
     else:
         fours = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 4, apart, FORMAT))
         after = tl.join(_operand(words, 2, apart, FORMAT), _operand(words, 6, apart, FORMAT))
@@ -346,11 +445,10 @@ def _rows_times_block(
     STEP: tl.constexpr = _step(FORMAT, GROUP)
     inside = tl.arange(0, STEP)
     first = _steps(block, block_words, depth, FORMAT)
-    offsets, length = _inside_step(FORMAT, GROUP)
     total = tl.zeros((ROWS, 64), tl.float32)
     for index in range(steps):
-        step = first + index * length
-        words = tl.load(step + offsets)
+        step = first + index * _step_length(FORMAT, GROUP)
+        words = _words(block, step, index, block_words, FORMAT, GROUP)
         values = _unpacked(words, _apart(step, FORMAT, GROUP), FORMAT, STEP)
         k = index * STEP + inside
         x = tl.load(rows[:, None] + k[None, :], mask=here[:, None] & (k < depth)[None, :], other=0)

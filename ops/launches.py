@@ -23,13 +23,15 @@ class Launch:
 # card's memory busy.
 _FOUR_BITS = "int4", "lut4", "int4_fp16", "mxfp4", "nvfp4"
 _EIGHT_BITS = "int8", "int8_fp16", "fp8"
+_TRELLIS = "tcq3", "tcq2"  # whose windows are as many as words of eight bits
 FEW: dict[str, Launch] = {
     "bf16": Launch(4, 3),
     **dict.fromkeys(_EIGHT_BITS, Launch(4, 3)),
     **dict.fromkeys(_FOUR_BITS, Launch(2, 4)),
+    **dict.fromkeys(_TRELLIS, Launch(4, 3)),
 }
 # Many rows: an expert's rows in tiles, through the tensor cores.
-MANY: dict[str, Launch] = {"bf16": Launch(4, 4), **dict.fromkeys((*_EIGHT_BITS, *_FOUR_BITS), Launch(4, 3))}
+MANY: dict[str, Launch] = {"bf16": Launch(4, 4), **dict.fromkeys((*_EIGHT_BITS, *_FOUR_BITS, *_TRELLIS), Launch(4, 3))}
 ELEMENTWISE = Launch(4, 1)
 
 _FEW_PROGRAMS = 1024  # four on each of an H100's multiprocessors, twice

@@ -57,7 +57,7 @@ def _split(pool: TinyPool, x: Tensor, ids: Tensor, weights: Tensor, sentinels: b
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "tcq2", "tcq3"])
 def test_any_split_gives_the_cpus_output_within_rounding(open_pool: OpenPool, weights: str, tokens: int) -> None:
     pool = open_pool(Spec(weights=weights), slots=4)
     x = torch.randn(tokens, pool.spec.hidden)
@@ -290,6 +290,7 @@ def test_a_prompt_streams_what_its_costs_say(open_pool: OpenPool, weights: str) 
     [
         ("bf16", "int4"),
         ("int4", "fp8"),
+        ("tcq3", "tcq2"),
         pytest.param("int4", "int8", marks=pytest.mark.slow),
         pytest.param("lut4", "bf16", marks=pytest.mark.slow),
     ],

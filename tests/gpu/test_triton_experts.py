@@ -29,7 +29,9 @@ Experts = Callable[[Spec], TinyExperts]
 TOLERANCE = 0.006
 
 FORMATS = [Spec(weights="bf16")] + [
-    Spec(weights=weights, group_size=group) for weights in ("int8", "int4", "lut4") for group in (32, 64, 128)
+    Spec(weights=weights, group_size=group)
+    for weights in ("int8", "int4", "lut4", "tcq2", "tcq3")
+    for group in (32, 64, 128)
 ]
 # Records of a checkpoint's codes. Where the depth is no multiple of 128, fp8's last scale is of half a group.
 OF_CODES = [
@@ -52,6 +54,10 @@ ODD = [
     Spec(weights="int4", hidden=264, intermediate=72, group_size=128, experts=2, bias=True),
     Spec(weights="lut4", hidden=41, intermediate=70, group_size=32, gated=False),
     Spec(weights="int4", hidden=65, intermediate=70, group_size=32, bias=True, activation="swigluoai"),
+    Spec(weights="tcq2", hidden=65, intermediate=1, group_size=32, gated=False),
+    Spec(weights="tcq2", hidden=264, intermediate=130, group_size=128, experts=2, bias=True),
+    Spec(weights="tcq3", hidden=129, intermediate=31, group_size=64, experts=3),
+    Spec(weights="tcq3", hidden=65, intermediate=70, group_size=32, bias=True, activation="swigluoai"),
 ]
 SPLIT = [
     Spec(weights="bf16", hidden=136, intermediate=130, experts=3, bias=True),
@@ -61,6 +67,8 @@ SPLIT = [
     Spec(weights="int8", hidden=136, intermediate=130, group_size=32, experts=3, bias=True, activation="swigluoai"),
     Spec(weights="nvfp4", hidden=136, intermediate=130, experts=3),
     Spec(weights="fp8", group_size=128, hidden=264, intermediate=200, experts=3, gated=False),
+    Spec(weights="tcq2", hidden=264, intermediate=136, group_size=64, experts=3),
+    Spec(weights="tcq3", hidden=136, intermediate=200, group_size=32, experts=3),
 ]
 
 
@@ -134,7 +142,8 @@ def _take_any_codes(experts: TinyExperts) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "group"),
-    [("mxfp4", 32), ("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("fp8", 32), ("int8_fp16", 32), ("int4_fp16", 128)],
+    [("mxfp4", 32), ("nvfp4", 16), ("fp8", 128), ("fp8", 0), ("fp8", 32), ("int8_fp16", 32), ("int4_fp16", 128)]
+    + [(weights, group) for weights in ("tcq2", "tcq3") for group in (32, 64, 128)],
 )
 def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, group: int) -> None:
     """Rows of the identity times the down projection, in both paths: its weights."""
@@ -183,7 +192,7 @@ def test_split_products_agree_with_float64(experts_of: Experts, spec: Spec) -> N
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4", "int8", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3"])
 def test_agrees_with_the_cpu(open_pool: OpenPool, weights: str, tokens: int) -> None:
     pool = open_pool(Spec(weights=weights), in_memory=True)
     x = torch.randn(tokens, pool.spec.hidden)
@@ -286,7 +295,7 @@ def test_an_expert_repeated_within_a_token_counts_each_time(experts_of: Experts)
         assert relative_error(out, experts.reference(x[:tokens].bfloat16(), ids[:tokens], weights[:tokens])) < TOLERANCE
 
 
-@pytest.mark.parametrize("weights", ["int8", "mxfp4", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "mxfp4", "fp8", "tcq2", "tcq3"])
 def test_nothing_to_do_gives_zeros(experts_of: Experts, weights: str) -> None:
     layer = device_layer(experts_of(Spec(weights=weights)), range(8))
     for tokens, top_k in ((0, 3), (4, 0)):

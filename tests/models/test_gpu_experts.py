@@ -21,6 +21,7 @@ import torch
 from decode_steps import DecodeSteps
 from quantised import KINDS, write_quantised
 from tiny_models import TINY_MODELS
+from tiny_pools import relative_error
 from torch_mesh.ops import device as devices
 from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -81,7 +82,14 @@ def _random_mask() -> torch.Tensor:
 
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize(
-    ("family", "weights"), [("Qwen3MoeExperts", "bf16"), ("Qwen3MoeExperts", "int8"), ("GptOssExperts", "bf16")]
+    ("family", "weights"),
+    [
+        ("Qwen3MoeExperts", "bf16"),
+        ("Qwen3MoeExperts", "int8"),
+        ("Qwen3MoeExperts", "tcq2"),
+        ("GptOssExperts", "bf16"),
+        ("GptOssExperts", "tcq3"),
+    ],
 )
 def test_a_model_gives_the_logits_of_the_cpu(family: str, weights: str) -> None:
     original, ids = _build(family), _ids()
@@ -395,6 +403,20 @@ def test_another_format_on_the_card(weights: str, there: str, resident: float, c
     if weights == "bf16":
         torch_mesh.unpatch(model)
         assert all(torch.equal(model.state_dict()[name], value) for name, value in original.state_dict().items())
+
+
+@pytest.mark.usefixtures("card", "cache")
+@pytest.mark.parametrize("there", ["tcq2", "tcq3"])
+def test_all_experts_on_the_card_in_a_trellis_give_the_logits_of_such_a_model(there: str) -> None:
+    original, ids = _build(), _ids()
+    expected = _logits(torch_mesh.patch(copy.deepcopy(original), weights=there), ids)
+    gpu = {"experts": EXPERTS, "weights": there}
+    model = torch_mesh.patch(copy.deepcopy(original), resident=0.5, weights="int4", gpu=gpu)
+    assert _on_card(model, original, there) == EXPERTS * LAYERS
+    assert (
+        torch.isclose(_logits(model, ids), expected, rtol=0.05, atol=0.05 * expected.std().item()).float().mean() > 0.8
+    )
+    assert relative_error(expected, _logits(original, ids)) > 0.1, "nothing of int4 or bf16 would pass"
 
 
 @pytest.mark.usefixtures("card")
