@@ -98,7 +98,7 @@ def searches(name: str) -> tuple[bool, ...]:
 
 
 def peer_bits(name: str) -> float:
-    return ggml.round_trip(name, np.ones((1, 256), dtype=np.float32), None)[1]
+    return ggml.round_trip(name, np.ones((1, 256), dtype=np.float32), np.ones(256, dtype=np.float32))[1]
 
 
 def relative_error(weights: Weights, round_trip: RoundTrip) -> float:

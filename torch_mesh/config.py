@@ -236,7 +236,7 @@ class MeshConfig(QuantizationConfigMixin):
     group_size: int = _field(
         64,
         one_of(*GROUP_SIZES),
-        'How many weights share a scale along the input. Ignored for bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is `"auto"` for one.',
+        'How many weights share a scale along the input. Take 128 for tcq3 and tcq2. Ignored for bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is `"auto"` for one.',
         of_checkpoint=True,
     )
     store: str | None = _field(

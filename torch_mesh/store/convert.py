@@ -139,9 +139,15 @@ def _calibrator(
     group_size: int,
 ) -> Calibrator:
     if weights not in CALIBRATED:
-        why = "rounds little" if weights == "bf16" else "holds a checkpoint's codes as they are"
+        why = (
+            "holds a checkpoint's codes as they are, and there is nothing to calibrate"
+            if weights in OF_CODES
+            else "rounds little, and there is nothing to calibrate"
+            if weights == "bf16"
+            else "cannot be calibrated yet"
+        )
         allowed = ", ".join(map(repr, CALIBRATED))
-        raise ValueError(f"weights={weights!r} {why}, and there is nothing to calibrate: give one of {allowed}.")
+        raise ValueError(f"weights={weights!r} {why}: give one of {allowed}, or convert without calibration.")
     if experts.kept is not None and experts.own_records == (weights, group_size):
         raise ValueError(
             f"{experts.folder} has {weights} codes in groups of {group_size}, which are kept as they are: convert it without calibration."
