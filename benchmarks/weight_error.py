@@ -1,5 +1,5 @@
 """Claim: at equal bits per weight no format's error is larger than llama.cpp's: int4 against Q4_0, lut4 against Q4_K, int8
-against Q8_0, all in groups of 32; tcq2 against IQ2_XS, tcq3 against IQ3_XXS and Q3_K, with fewer bits.
+against Q8_0, all in groups of 32; tcq2 against IQ2_XS, which has more bits, and tcq3 against IQ3_XXS.
 
 The error is the root mean square of what is left after packing, relative to that of the weights; llama.cpp's quantisers run in
 its own library, in the same process, each with and without an importance matrix (of ones: it switches another search on),
@@ -65,7 +65,7 @@ FORMATS = (
     Format("tcq2", 128, "Q2_K"),
     Format("tcq2", 32, "IQ2_S"),
     Format("tcq3", 128, "IQ3_XXS", claims=True),
-    Format("tcq3", 128, "Q3_K", claims=True),
+    Format("tcq3", 128, "Q3_K"),
     Format("tcq3", 32, "IQ3_S"),
 )
 
