@@ -216,7 +216,7 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         one_of("auto", *WEIGHTS, *OF_CODES),
         'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). lut4 has the bytes of int4, a seventh less error and '
-        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and take minutes to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
+        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and take up to half an hour to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
         of_checkpoint=True,
     )
     dense: str = _field(

@@ -42,7 +42,7 @@ def read_documents(paths: Sequence[str]) -> list[str]:
     documents: list[str] = []
     for path in paths:
         try:
-            content = Path(path).read_text(encoding="utf-8")
+            content = Path(path).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise MeshError(f"{path} is not text in UTF-8: {error}") from error
         documents += _lines(path, content) if path.endswith(".jsonl") else [content]
@@ -50,7 +50,9 @@ def read_documents(paths: Sequence[str]) -> list[str]:
 
 
 def _lines(path: str, content: str) -> Iterator[str]:
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):  # other separators may stand in a string
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
         except (ValueError, TypeError, KeyError, RecursionError):

@@ -110,8 +110,8 @@ void check_calibrates(Format format) {
     if (calibration_step(static_cast<Format>(i)) == 0) continue;
     allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(i)));
   }
-  throw Error(ErrorKind::kInvalid, std::string("calibration is for formats that round much, and ") +
-                                       format_name(format) + " is none; allowed: " + allowed);
+  throw Error(ErrorKind::kInvalid, std::string("there is no calibration for ") +
+                                       format_name(format) + "; allowed: " + allowed);
 }
 
 // Packs each projection by pack_block(matrix, view, first row, block), then the biases.

@@ -22,7 +22,8 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
                  const KernelTable& table);
 
 // The same with the errors of products, not of weights, made small: pack_calibrated.h. A weight
-// that is not finite takes its whole column with it. Throws Error(kInvalid) for bf16, too.
+// that is not finite takes its whole column with it. Throws Error(kInvalid) for bf16 and trellises,
+// too.
 void pack_record(const RecordLayout& layout, const ExpertViews& views, const ExpertMoments& moments,
                  std::byte* record, const Runtime& runtime, int32_t threads,
                  const KernelTable& table);

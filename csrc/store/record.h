@@ -33,9 +33,9 @@
 // These have codes of two and three bits that say less than their weights (store/trellis.h), and
 // the words of 16 columns beside each other:
 //   tcq2:  [4][group/16][16] words; code j of stream s of 16 k-values is in bits 2j of byte s
-//   tcq3:  [4][group/32][3][16] words: two of the codes' upper bits, as tcq2's, of 16 k-values
-//   each,
-//          and one of their lowest bits, code j of stream s of 32 k-values in bit j of byte s
+//   tcq3:  [4][group/32][3][16] words: two with the codes' upper two bits, laid out as tcq2's, for
+//          16 k-values each, and one with their lowest bits: code j of stream s of 32 k-values in
+//          bit j of byte s
 #pragma once
 
 #include <cstddef>

@@ -196,8 +196,19 @@ def test_wrong_moments(name: str, change: dict[str, Tensor], message: str) -> No
         Expert.random(72, 40).record("int4", 32, given["hidden"], given["inner"])
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
+    """As the first token's do: what fp32 loses of their sums is more than the damping, and the matrix is no longer definite."""
+    for size in (300, 1000, 3000, 10000):
+        rows = torch.randn(64, 256) * 0.05
+        rows[:16] = rows[0]
+        rows[:16, torch.randperm(256)[:6]] = size * torch.tensor([1.0, -1, 1, -1, 1, 1])
+        factors = feedback_of(rows.T @ rows)
+        assert factors.feedback.isfinite().all() and factors.importance.isfinite().all()
+        assert (factors.importance > 0).all()
+
+
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "tcq2"])
 def test_formats_that_calibration_is_not_for(weights: str) -> None:
     factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
     with pytest.raises(ValueError, match="int8, int4, lut4"):
-        Expert.random(64, 64).record(weights, 0, *factors)
+        Expert.random(64, 64).record(weights, 32, *factors)

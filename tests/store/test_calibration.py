@@ -117,14 +117,13 @@ def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) 
     store = convert(source, tmp_path / "store", "int4", 32, calibrate="any").store
     plain = convert(source, tmp_path / "plain", "int4", 32).store
     assert list(verify(store)) == []
-    nearer = 0
+    changed = 0
     for layer, expert in store.records():
-        exact, calibrated, other = (stored_expert(each, layer, expert) for each in (plain, store, store))
-        assert torch.equal(calibrated.down, other.down)
+        exact, calibrated = (stored_expert(each, layer, expert) for each in (plain, store))
         if exact.up_bias is not None:
             assert torch.equal(calibrated.up_bias, exact.up_bias) and torch.equal(calibrated.down_bias, exact.down_bias)
-        nearer += not torch.equal(calibrated.up, exact.up)
-    assert nearer == store.manifest.shape.layers * store.manifest.shape.experts
+        changed += not torch.equal(calibrated.up, exact.up)
+    assert changed == store.manifest.shape.layers * store.manifest.shape.experts
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "store")
     assert torch.isfinite(model(input_ids=torch.randint(3, 128, (1, 8))).logits).all()
 

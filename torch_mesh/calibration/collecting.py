@@ -28,7 +28,7 @@ _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("t
 def text_sequences(source: Path, text: str, tokens: int, longest: int | None) -> torch.Tensor:
     """The first ``tokens`` tokens of a text as int64 [sequences, length], one document after the other, by the tokenizer of ``source``.
 
-    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. What is left of the tokens and shorter than the others is dropped. Raises MeshError
+    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. All have the same length; fewer tokens than there are sequences are dropped. Raises MeshError
     for a text that is too short, and where there is no tokenizer; ValueError for too few ``tokens``; OSError for a file that cannot be read.
     """
     if tokens < FEWEST_TOKENS:
@@ -50,8 +50,8 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
         raise MeshError(
             f"{text} makes {len(ids)} tokens, and calibration needs {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more: give a longer text"
         )
-    length = min(_LENGTH, len(ids), longest or _LENGTH)
-    count = len(ids) // length
+    count = -(-len(ids) // min(_LENGTH, longest or _LENGTH))
+    length = len(ids) // count
     return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
 
 

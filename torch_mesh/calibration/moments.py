@@ -98,10 +98,17 @@ def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
         return InputMoments(torch.zeros_like(moments), torch.ones_like(power))
     damped = _with_power(moments, DAMPING)
     # H = R R^T with R upper triangular, from the factor of H with its inputs in reverse.
-    factor, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    if bool(failed):
-        factor = torch.linalg.cholesky(damped.flip(0, 1).double()).float()
-    upper = factor.flip(0, 1)
+    reverse = damped.flip(0, 1)
+    factor, failed = torch.linalg.cholesky_ex(reverse)
+    # Where a few inputs are many times the others and depend on each other, what fp32 has rounded in their sums exceeds the damping. More of each
+    # input's own power makes up for it: with as much as there are inputs no matrix fails.
+    share = 2.0**-24
+    while bool(failed):
+        share *= 4
+        exact = reverse.double()
+        exact.diagonal().mul_(1 + share)
+        factor, failed = torch.linalg.cholesky_ex(exact)
+    upper = factor.float().flip(0, 1)
     scale = upper.diagonal()
     single = InputMoments((upper / scale).T.contiguous(), scale.square())
     return single if step == 1 else _in_steps(single, step)
