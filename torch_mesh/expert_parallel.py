@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .config import MeshConfig
-from .errors import LostRankError, UnsupportedModelError
+from .errors import LostRankError, MeshError, UnsupportedModelError
 from .families import ExpertsLayer, layers_left_alone
 from .memory import available_bytes
 
@@ -117,6 +117,10 @@ def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: Me
         named.append("gpu.experts places experts of a whole model")
     if config.lossy.modes:
         named.append(f"lossy ({config.lossy.modes}) would decide on each rank by what that rank has in memory")
+    if config.speculation != "off":
+        named.append(
+            "speculation drafts by each rank's own clock, and ranks must agree on how many tokens a forward has"
+        )
     if named:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be opened with ep_size={ranks}: {'; '.join(named)}. Change that, or open the model whole, without "
@@ -177,37 +181,58 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
                 f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. It needs 'ep_dispatch_experts', as the "
                 f"plans of transformers' own models have it: leave ep_plan out, or add {{{layer.kind!r}: 'ep_dispatch_experts'}}."
             )
+    failure = _Failure()
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         if forward is not None and getattr(module, "_is_hooked", False):
-            vars(module)["forward"] = _Watched(forward, path)
+            vars(module)["forward"] = _Watched(forward, path, failure)
+
+
+class _Failure:
+    """Whether a forward of this rank has ended early: its next collective would then meet another one of the other ranks."""
+
+    happened = False
 
 
 class _Watched:
     """A forward with collectives in it."""
 
-    def __init__(self, forward: Callable[..., Any], path: str) -> None:
+    def __init__(self, forward: Callable[..., Any], path: str, failure: _Failure) -> None:
         self._forward = forward
         self._path = path
+        self._failure = failure
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._failure.happened:
+            raise LostRankError(
+                f"{_this_rank()}: an earlier forward of this rank ended with an error, and the others wait within it. End all ranks, and start them "
+                "again."
+            )
         try:
             return self._forward(*args, **kwargs)
+        except (MeshError, KeyboardInterrupt):
+            self._failure.happened = True
+            raise
         except RuntimeError as error:
+            self._failure.happened = True
             if lost := _lost_rank(self._path, error):
                 raise lost from error
             raise
 
 
+def _this_rank() -> str:
+    return f"Rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
+
+
 def _lost_rank(where: str, error: RuntimeError) -> LostRankError | None:
     """None if it is something else that failed."""
-    if isinstance(error, LostRankError) or not (
+    if isinstance(error, MeshError) or not (  # what torch_mesh says of its own may name a path with that word in it
         isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
     ):
         return None
     first = str(error).splitlines()[0]
     return LostRankError(
-        f"Rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}, in {where}: another rank has ended, or has not answered "
+        f"{_this_rank()}, in {where}: another rank has ended, or has not answered "
         f"within the process group's time-out ({first}). None of them can go on: see what the others said first, end them all, and start "
         "them again."
     )

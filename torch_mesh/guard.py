@@ -108,6 +108,7 @@ class MemoryGuard:
             if engine in self._engines:
                 self._engines.remove(engine)
                 if not self._engines:
+                    self._sharing = 1
                     self._stop.set()
             return None if self._engines else self._thread
 

@@ -36,7 +36,7 @@ def expert_ranks(model: nn.Module) -> int:
 
     Raises UnsupportedModelError for any other way to divide it.
     """
-    sizes = _sizes(model)
+    sizes = divided_sizes(model)
     ranks = sizes.get("ep_size", 1)
     if ranks > 1 and sizes == {"tp_size": ranks, "ep_size": ranks}:
         return ranks
@@ -47,8 +47,8 @@ def expert_ranks(model: nn.Module) -> int:
     return 1
 
 
-def _sizes(model: nn.Module) -> dict[str, int]:
-    """Those above 1."""
+def divided_sizes(model: nn.Module) -> dict[str, int]:
+    """Those of its ``distributed_config`` that are above 1."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             given: Any = getattr(module.config, "distributed_config", None)
@@ -59,7 +59,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
 
 
 def _division(model: nn.Module) -> str:
-    if sizes := _sizes(model):
+    if sizes := divided_sizes(model):
         return ", ".join(f"{name}={size}" for name, size in sizes.items())
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":

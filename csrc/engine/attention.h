@@ -46,8 +46,8 @@ struct AttentionCall {
 };
 
 // out = softmax(scale * query · key^T + mask) · value, in fp32; zero where every key is masked. A
-// token's bits are those that it would have alone, and do not depend on `threads`. Throws
-// Error(kMemory). Safe from several threads at once.
+// token's bits are those that it would have alone over keys that begin with the same one, and do
+// not depend on `threads`. Throws Error(kMemory). Safe from several threads at once.
 void decode_attention(const AttentionCall& call, const Runtime& runtime, int32_t threads,
                       WorkspacePool& workspaces);
 

@@ -90,6 +90,9 @@ def test_models_that_cannot_use_torchs_own_say_so(name: str) -> None:
 
 def test_padding_is_masked() -> None:
     model = TINY_MODELS[MIXTRAL].build()
+    for module in model.modules():
+        if hasattr(module, "top_k"):  # all experts: rounding cannot tip a router
+            module.top_k = model.config.num_local_experts
     ids = torch.randint(3, 100, (2, 12))
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :5] = 0
@@ -97,7 +100,9 @@ def test_padding_is_masked() -> None:
     value = _steps(model, ids, mask)
     alone = _steps(model, ids[1:, 5:])
     by_token = (value[1:] - alone).norm(dim=-1) / alone.norm(dim=-1)
-    assert by_token.min() < 0.02 and by_token.median() < 0.3  # routers may tip
+    assert by_token.max() < 0.02
+    seeing = _steps(model, ids, torch.ones_like(mask))
+    assert (seeing[1:] - alone).norm() > 0.1 * alone.norm()
 
 
 def _uses_kernel(model: PreTrainedModel) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -525,3 +526,61 @@ def test_time_is_that_of_the_clock_it_is_given(original: PreTrainedModel, tokeni
     _generate(model, tokenizer(PROMPTS["rewriting"], return_tensors="pt"), custom_generate=speculation)
     lengths = torch_mesh.stats(model).speculation.lengths
     assert all(each.timed == each.forwards - 1 and each.seconds == 0.5 * each.timed for each in lengths.values())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_forward_that_fails_leaves_nothing_drafted(
+    original: PreTrainedModel, tokenizer: Any, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the last experts fail, every layer has the drafted tokens, and no layer is longer than another."""
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    answer = _generate(model, inputs)
+    keys: Any = (
+        DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=400)
+    )
+    last = [module for module in model.modules() if hasattr(module, "_mesh_pool")][-1]
+    forward, rows = type(last).forward, []
+
+    def fails(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self is last:
+            rows.append(len(x))
+            if rows[-1] == 8 and len(rows) > 3:
+                raise torch_mesh.ReadError("the disk is gone")
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(type(last), "forward", fails)
+    seen = KeptTokens()
+    with pytest.raises(torch_mesh.ReadError):
+        _generate(
+            model,
+            inputs,
+            custom_generate=knowing(answer, 7),
+            past_key_values=keys,
+            stopping_criteria=StoppingCriteriaList([seen]),
+        )
+    assert {int(layer.get_seq_length()) for layer in keys.layers} == {seen.count - 1}
+
+
+class KeptTokens(StoppingCriteria):
+    """How many tokens a text had when it ended, however it did."""
+
+    count = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.count = input_ids.shape[1]
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BaseQuantizedLayer", "DummyLayer"):
+        monkeypatch.delattr(f"transformers.cache_utils.{name}", raising=False)
+    source = importlib.util.find_spec("torch_mesh.speculation.rewinding")
+    assert source is not None and source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    source.loader.exec_module(module)
+    assert module.why_not_rewindable(DynamicCache()) == ""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
+    module.Rewinding(cache).go_back(1)
+    assert cache.get_seq_length() == 1

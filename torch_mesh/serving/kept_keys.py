@@ -181,7 +181,7 @@ class KeptKeys:
     def _keep(self, conversation: Conversation, tokens: Tensor) -> None:
         layers: list[Any] = conversation.cache.layers
         lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) != 1 or 0 in lengths:
+        if len(lengths) != 1 or 0 in lengths or min(lengths) > len(tokens):
             return  # it ended within a forward, or before the first of all
         conversation.shared &= min(lengths) == len(conversation.tokens)
         conversation.tokens = tokens[: min(lengths)].clone()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..compiled_steps import SLACK
 from ..modules import patched_modules
 from ..statistics.speculated import tally_of
+from ..undivided import divided_sizes
 from .controller import Controller
 from .lookup import Lookup
 from .rewinding import Rewinding, why_not_rewindable
@@ -31,6 +32,8 @@ from .rewinding import Rewinding, why_not_rewindable
 # A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
 LENGTHS = (3, 7, 15)
 MOST_DRAFTED = SLACK
+# Of steps with and without drafts, and 16 lengths of a cache that doubles.
+_GRAPHS = 16 * (1 + len(LENGTHS))
 
 
 def speculate(*, lengths: Sequence[int] = LENGTHS) -> Speculation:
@@ -122,7 +125,6 @@ class Speculation:
         compiles = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
         cache = model_kwargs["past_key_values"]
-        rewinding = Rewinding(cache)
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
         drafter = self._drafter(text.ids[0].tolist())
         tally = tally_of(model)
@@ -135,7 +137,12 @@ class Speculation:
             length = text.ids.shape[1]
             most = min(MOST_DRAFTED, text.most_length - length - 1, *room)
             drafted = drafter.draft(self._controller.choose(most))
-            logits = _forward(model, forward, text.ids, drafted, model_kwargs)
+            held = int(cache.get_seq_length())
+            try:
+                logits = _forward(model, forward, text.ids, drafted, model_kwargs)
+            except BaseException:  # some layers have the drafted tokens by now, or all
+                rewinding.go_back(held)
+                raise
             try:
                 tokens = text.add_while(drafted, logits)
             finally:  # a streamer or a criterion may end it, and the cache be used again
@@ -149,8 +156,12 @@ class Speculation:
             tally.add(len(drafted), len(tokens), seconds, waited_since - waited, read_since - read)
             return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
 
+        # A graph for each length and each length of the cache: more than torch would compile.
+        graphs: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, _GRAPHS)}
+        rewinding = Rewinding(cache)
         try:
-            yield step
+            with torch._dynamo.config.patch(**graphs) if compiles else nullcontext():
+                yield step
         finally:
             rewinding.finish()
 
@@ -273,6 +284,8 @@ def why_never(model: Any) -> str:
         return f"{name} has an encoder and a decoder"
     if getattr(model, "_is_stateful", False):
         return f"{name} has a state for all tokens so far (linear attention), which cannot go back to an earlier one"
+    if divided_sizes(model):
+        return f"{name} is divided among processes, whose clocks would draft different numbers of tokens"
     return ""
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import (
-    BaseQuantizedLayer,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -15,6 +13,10 @@ from transformers.cache_utils import (
 )
 
 from ..compiled_steps import SteadySlidingLayer
+
+# Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
+_QUANTISED: Any = getattr(cache_utils, "BaseQuantizedLayer", None) or cache_utils.QuantizedLayer
+_DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 def why_not_rewindable(cache: Any) -> str:
@@ -24,7 +26,7 @@ def why_not_rewindable(cache: Any) -> str:
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             return "its linear attention has one state for all tokens so far, which cannot go back to an earlier one"
-        if isinstance(layer, BaseQuantizedLayer):
+        if isinstance(layer, _QUANTISED):
             return "a quantised cache cannot go back to an earlier token"
         if not _goes_back(layer):
             hint = " (torch_mesh.compile gives one that does)" if getattr(layer, "is_sliding", False) else ""
@@ -35,7 +37,7 @@ def why_not_rewindable(cache: Any) -> str:
 def _goes_back(layer: Any) -> bool:
     if isinstance(layer, StaticLayer):
         return type(layer) is StaticLayer or isinstance(layer, SteadySlidingLayer)
-    return isinstance(layer, DynamicLayer | DummyLayer) and layer.is_croppable
+    return isinstance(layer, (DynamicLayer, _DUMMY) if _DUMMY else DynamicLayer) and layer.is_croppable
 
 
 class Rewinding:
@@ -57,16 +59,25 @@ class Rewinding:
     def take_back(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""
         for layer in self._layers:
-            if isinstance(layer, SteadySlidingLayer):
-                layer.take_back(tokens)
-            elif isinstance(layer, StaticLayer):
-                layer.cumulative_length.sub_(tokens)
-            elif id(layer) in self._recorded:
-                if tokens:
-                    layer.keys, layer.values = layer.keys[..., :-tokens, :], layer.values[..., :-tokens, :]
-                    layer.cumulative_length -= tokens
-            else:
-                layer.crop(-tokens)
+            self._take_back(layer, tokens)
+
+    def go_back(self, length: int) -> None:
+        """To ``length`` tokens, from wherever a forward that failed has left each layer."""
+        for layer in self._layers:
+            if layer.is_initialized and not (_DUMMY and isinstance(layer, _DUMMY)):
+                self._take_back(layer, max(int(layer.get_seq_length()) - length, 0))
+
+    def _take_back(self, layer: Any, tokens: int) -> None:
+        if isinstance(layer, SteadySlidingLayer):
+            layer.take_back(tokens)
+        elif isinstance(layer, StaticLayer):
+            layer.cumulative_length.sub_(tokens)
+        elif id(layer) in self._recorded:
+            if tokens:
+                layer.keys, layer.values = layer.keys[..., :-tokens, :], layer.values[..., :-tokens, :]
+                layer.cumulative_length -= tokens
+        else:
+            layer.crop(-tokens)
 
     def finish(self) -> None:
         for layer in self._recording:

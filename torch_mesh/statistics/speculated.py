@@ -126,7 +126,7 @@ class Tally:
         self._accepted += tokens - 1
 
     def counters(self) -> SpeculationCounters:
-        lengths = {length: DraftedCounters(**counts) for length, counts in self._lengths.items()}
+        lengths = {length: DraftedCounters(**counts) for length, counts in list(self._lengths.items())}
         return SpeculationCounters(lengths, self._drafted, self._accepted)
 
 
