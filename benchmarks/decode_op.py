@@ -17,7 +17,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import Report
+from harness import Report, Row
 from op_layer import CODES, EXPERTS, HIDDEN, TOP_K, TRELLIS, WEIGHTS_PER_EXPERT, ResidentLayer, random_expert
 
 from torch_mesh._C import features
@@ -73,6 +73,29 @@ def op_speeds(layers: dict[str, ResidentLayer], pairs: int) -> dict[str, list[fl
     return harness.interleave({name: op_speed(layer, experts_in_turn(0)) for name, layer in layers.items()}, pairs)
 
 
+def beside(
+    own: tuple[str, int],
+    its: tuple[str, int],
+    at_least: float,
+    threads: int,
+    expert: tuple[torch.Tensor, torch.Tensor],
+    pairs: int,
+    details: dict[str, Any],
+    in_weights: bool = False,
+) -> Row:
+    """A format with its group size beside another one's, in bytes or weights per second."""
+    layers = {"own": ResidentLayer(*own, threads, [expert]), "like": ResidentLayer(*its, threads, [expert])}
+    op_speeds(layers, pairs // 10)
+    speeds = op_speeds(layers, pairs)
+    if in_weights:
+        weights = {name: WEIGHTS_PER_EXPERT / layer.record_bytes for name, layer in layers.items()}
+        speeds = {name: [speed * weights[name] for speed in each] for name, each in speeds.items()}
+    name = f"{own[0]} (group {own[1]}), {threads} thread" + "s" * (threads > 1)
+    details[f"{own[0]} {own[1]}, {threads}"] = speeds
+    unit = "G weights/s" if in_weights else "GB/s"
+    return harness.paired_row(name, speeds["own"], unit, its[0], speeds["like"], at_least=at_least)
+
+
 def measure(options: Any) -> Report:
     generator = torch.Generator().manual_seed(options.seed)
     expert = random_expert(generator)
@@ -95,45 +118,11 @@ def measure(options: Any) -> Report:
             )
             report.details[f"{weights}, {threads}"] = speeds
         for weights, group_size, like, its_group, at_least in CODES:
-            layers = {
-                "codes": ResidentLayer(weights, group_size, threads, [expert]),
-                "like": ResidentLayer(like, its_group, threads, [expert]),
-            }
-            op_speeds(layers, options.pairs // 10)
-            speeds = op_speeds(layers, options.pairs)
-            report.add(
-                harness.paired_row(
-                    f"{weights} (group {group_size}), {threads} thread" + "s" * (threads > 1),
-                    speeds["codes"],
-                    "GB/s",
-                    like,
-                    speeds["like"],
-                    at_least=at_least,
-                )
-            )
-            report.details[f"{weights} {group_size}, {threads}"] = speeds
+            own, its = (weights, group_size), (like, its_group)
+            report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details))
         for weights, group_size, like, its_group, at_least, _ in TRELLIS:
-            layers = {
-                name: ResidentLayer(*its, threads, [expert])
-                for name, its in (("trellis", (weights, group_size)), ("like", (like, its_group)))
-            }
-            op_speeds(layers, options.pairs // 10)
-            speeds = op_speeds(layers, options.pairs)
-            rates = {
-                name: [speed / layers[name].record_bytes * WEIGHTS_PER_EXPERT for speed in speeds[name]]
-                for name in layers
-            }
-            report.add(
-                harness.paired_row(
-                    f"{weights} (group {group_size}), {threads} thread" + "s" * (threads > 1),
-                    rates["trellis"],
-                    "G weights/s",
-                    like,
-                    rates["like"],
-                    at_least=at_least,
-                )
-            )
-            report.details[f"{weights} {group_size}, {threads}"] = rates
+            own, its = (weights, group_size), (like, its_group)
+            report.add(beside(own, its, at_least, threads, expert, options.pairs, report.details, in_weights=True))
     report.notes += [
         f"medians of {options.pairs} interleaved pairs; bytes are those of the packed records, scales included",
         f"seed {options.seed}, kernels {features()['isa']}",

@@ -8,6 +8,15 @@ from torch import Tensor
 from torch_mesh import _C
 
 
+def _record(
+    gate: Tensor | None, up: Tensor, down: Tensor, up_bias: Tensor | None, format: str, group_size: int
+) -> Tensor:
+    torch._check(up.dim() == 2 and down.dim() == 2, lambda: "up and down must be matrices")
+    intermediate, hidden = up.shape
+    bytes_ = _C.record_bytes(format, group_size, hidden, intermediate, gate is not None, up_bias is not None)
+    return torch.empty(bytes_, dtype=torch.uint8)
+
+
 @torch.library.register_fake("torch_mesh::pack")
 def _(
     gate: Tensor | None,
@@ -19,10 +28,7 @@ def _(
     format: str,
     group_size: int,
 ) -> Tensor:
-    torch._check(up.dim() == 2 and down.dim() == 2, lambda: "up and down must be matrices")
-    intermediate, hidden = up.shape
-    bytes_ = _C.record_bytes(format, group_size, hidden, intermediate, gate is not None, up_bias is not None)
-    return torch.empty(bytes_, dtype=torch.uint8)
+    return _record(gate, up, down, up_bias, format, group_size)
 
 
 @torch.library.register_fake("torch_mesh::pack_calibrated")
@@ -40,10 +46,7 @@ def _(
     format: str,
     group_size: int,
 ) -> Tensor:
-    torch._check(up.dim() == 2 and down.dim() == 2, lambda: "up and down must be matrices")
-    intermediate, hidden = up.shape
-    bytes_ = _C.record_bytes(format, group_size, hidden, intermediate, gate is not None, up_bias is not None)
-    return torch.empty(bytes_, dtype=torch.uint8)
+    return _record(gate, up, down, up_bias, format, group_size)
 
 
 @torch.library.register_fake("torch_mesh::unpack")

@@ -15,6 +15,15 @@ struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = 4096;
 };
 
+// A Dot of nibbles that takes their two words of bytes as they have been unfolded.
+template <typename Dot>
+struct OfBytes : Dot {
+  static constexpr int32_t kWordsAtOnce = 2;
+  static typename Dot::Weights weights(const std::byte* words) {
+    return {load_words(words), load_words(words + kBlockColumns * 4)};
+  }
+};
+
 inline uint32_t word_at(const std::byte* from) {
   uint32_t word;
   __builtin_memcpy(&word, from, sizeof(word));

@@ -50,6 +50,14 @@ inline void store_byte(Words part, Words zeros, Floats scale, float* to) {
   store(to + kByte * kBlockColumns, words_to_floats(value) * scale);
 }
 
+// The four k-values of a part, one below the other.
+inline void store_part(Words part, Words zeros, Floats scale, float* to) {
+  store_byte<0>(part, zeros, scale, to);
+  store_byte<1>(part, zeros, scale, to);
+  store_byte<2>(part, zeros, scale, to);
+  store_byte<3>(part, zeros, scale, to);
+}
+
 template <typename Codes, typename Scales>
 inline void unfold_integers(const SquareOfBlock& from, float* square) {
   constexpr int32_t kPerWord = 4 * Codes::kParts;
@@ -70,10 +78,7 @@ inline void unfold_integers(const SquareOfBlock& from, float* square) {
         Words parts[Codes::kParts];
         Codes::operands(load_words(words + (j * kBlockColumns + c) * 4), parts);
         for (int p = 0; p < Codes::kParts; ++p, to += 4 * kBlockColumns) {
-          store_byte<0>(parts[p], zeros, scale, to);
-          store_byte<1>(parts[p], zeros, scale, to);
-          store_byte<2>(parts[p], zeros, scale, to);
-          store_byte<3>(parts[p], zeros, scale, to);
+          store_part(parts[p], zeros, scale, to);
         }
       }
     }
@@ -94,11 +99,7 @@ inline void unfold_trellis_square(const SquareOfBlock& from, float* square) {
       const Words zeros = broadcast_word(kTrellisZero);
       float* to = square + first * kBlockColumns + c;
       for (int32_t j = 0; j < deep / 4; ++j, to += 4 * kBlockColumns) {
-        const Words words = load_words(levels + (j * kBlockColumns + c) * 4);
-        store_byte<0>(words, zeros, scale, to);
-        store_byte<1>(words, zeros, scale, to);
-        store_byte<2>(words, zeros, scale, to);
-        store_byte<3>(words, zeros, scale, to);
+        store_part(load_words(levels + (j * kBlockColumns + c) * 4), zeros, scale, to);
       }
     }
   }

@@ -65,15 +65,8 @@ struct PairNibbleDot {
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
-// Two words of what PairNibbleDot makes of one.
 template <typename Levels>
-struct PairLevelDot : PairNibbleDot<Levels> {
-  static constexpr int32_t kWordsAtOnce = 2;
-  static typename PairNibbleDot<Levels>::Weights weights(const std::byte* words) {
-    return {load_words(words), load_words(words + kBlockColumns * 4)};
-  }
-};
-
+using PairLevelDot = OfBytes<PairNibbleDot<Levels>>;
 template <typename Nibbles>
 using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 

@@ -54,12 +54,7 @@ struct ScalarNibbleDot {
 };
 
 template <typename Levels>
-struct ScalarLevelDot : ScalarNibbleDot<Levels> {
-  static constexpr int32_t kWordsAtOnce = 2;
-  static typename ScalarNibbleDot<Levels>::Weights weights(const std::byte* words) {
-    return {load_words(words), load_words(words + kBlockColumns * 4)};
-  }
-};
+using ScalarLevelDot = OfBytes<ScalarNibbleDot<Levels>>;
 
 }  // namespace
 

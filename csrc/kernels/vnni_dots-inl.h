@@ -53,17 +53,13 @@ struct VnniNibbleDot {
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
-// Two words of what VnniNibbleDot makes of one. Their own sums are added to the others' at the end:
-// those of one row would wait for each other.
+// Two words' own sums are added to the others' at the end: those of one row would wait for each
+// other.
 template <typename Levels>
-struct VnniLevelDot : VnniNibbleDot<Levels> {
+struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
   using typename VnniNibbleDot<Levels>::Row;
   using typename VnniNibbleDot<Levels>::Weights;
-  static constexpr int32_t kWordsAtOnce = 2;
 
-  static Weights weights(const std::byte* words) {
-    return {load_words(words), load_words(words + kBlockColumns * 4)};
-  }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_words(sum, VnniNibbleDot<Levels>::add(broadcast_word(0), row, weights));
   }
