@@ -14,7 +14,7 @@ namespace {
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
 // Up to so many rows, weights as they stand cost less than packing them first.
-constexpr int32_t kMostPlainRows = kTileRows;
+constexpr int32_t kMostPlainRows = 32;
 
 using Bias = float[kBlockColumns];
 
