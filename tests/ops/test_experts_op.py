@@ -218,8 +218,9 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
         alone = torch.cat(
             [ops.experts(x[i : i + 1], ids[i : i + 1], gates[i : i + 1], pool.handle()) for i in range(33)]
         )
-        if weights in ("bf16", "fp8"):  # whose sums are floats
-            torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+        # Sums of floats differ in their order, and a hidden value may then be rounded the other way.
+        if weights in ("bf16", "fp8"):
+            assert relative_error(together, alone) < 1e-3
         else:
             assert torch.equal(together, alone), weights
 
