@@ -468,6 +468,12 @@ def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
     assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}) == []
     # Arithmetic slower than the disk decides as well.
     assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6}, max_error=0.3) == ["tcq3"]
+    # Where all fit, arithmetic alone counts, and what is within 5 % is as fast: then the least error.
+    everything = str(192 * RECORD)
+    least = {name: choice.expert_bytes * 1e3 for name, choice in choices_of(mesh_tiny, everything).items()}
+    assert chosen(mesh_tiny, everything, least) == ["bf16"]
+    assert chosen(mesh_tiny, everything, least | {"int8": 1.02 * least["int8"]}) == ["bf16"]
+    assert chosen(mesh_tiny, everything, least | {"int8": 1.2 * least["int8"]}) == ["int8"]
     for wrong in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="max_error"):
             chosen(mesh_tiny, little, max_error=wrong)

@@ -266,7 +266,7 @@ def _print_formats(planned: Plan) -> None:
     names = ("format", "bytes of the experts", "resident", "hit rate", "read per token", "tokens/s", "error of weights")
     table = Table(*names, title="The experts in other formats, in the same memory", title_justify="left")
     for choice in planned.format_choices:
-        group = f", groups of {choice.group_size}" if choice.group_size else ""
+        group = f" g{choice.group_size}" if choice.group_size else ""
         table.add_row(
             choice.weights + group,
             format_bytes(choice.all_experts_bytes),
