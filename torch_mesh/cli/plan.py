@@ -147,6 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print_table(planned, training)
         if planned.format_choices:
             _print_formats(planned)
+        elif arguments.max_error is not None:
+            Console().print("--max-error: there are no formats to compare here (docs/decisions/0059)")
     return 1 if planned.status == "too small" else 0
 
 
