@@ -7,7 +7,7 @@ given. What a model's own routing will do cannot be known beforehand: see ``expe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +57,23 @@ _SIMULATED_TOKENS = 256
 # tables of docs/decisions/0007.
 _PREFETCH_WAITING = 0.5
 _PREFETCH_READS = 1.5
+
+# Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
+# has it. bf16 is taken as exact, since checkpoints are mostly bf16.
+WEIGHT_ERROR: dict[str, dict[int, float]] = {
+    "bf16": {0: 0.0},
+    "int8": {32: 0.0050, 64: 0.0057, 128: 0.0063},
+    "int4": {32: 0.081, 64: 0.090, 128: 0.097},
+    "lut4": {32: 0.069, 64: 0.078, 128: 0.085},
+    "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
+    "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
+}
+
+# What a choice of formats may leave where nobody says: four bits in any groups, and not three.
+MAX_ERROR = 0.10
+
+# Of the fastest's speed: measuring a format's arithmetic varies by as much, and error is not worth so little.
+_AS_FAST = 0.95
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,23 @@ class DenseChoice:
 
 
 @dataclass(frozen=True)
+class FormatChoice:
+    """What the experts would be in a format, in the same memory."""
+
+    weights: str
+    group_size: int | None
+    expert_bytes: int
+    all_experts_bytes: int
+    slots: int
+    resident_share: float
+    hit_rate: HitRate
+    bytes_per_token: float  # read, without what prefetches read in vain
+    tokens_per_second: float
+    weight_error: float  # relative, of Gaussian weights; none for bf16
+    chosen: bool  # fastest of those within ``max_error``; of those within 5 % of its speed the one with the least error
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """What is different where ranks divide the experts. All else in a plan is then of one rank."""
 
@@ -152,6 +186,7 @@ class Plan:
     tokens_per_second_range: tuple[float, float] | None  # with the low and the high hit rate
     chunk_seconds: float | None  # that reading for one chunk of a prompt takes
     dense_choices: tuple[DenseChoice, ...]  # beside ``dense`` as it is; on a card there are none
+    format_choices: tuple[FormatChoice, ...]  # where ``format_speeds`` are given and there is a choice
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
@@ -170,6 +205,8 @@ def plan(
     overlap: float | None = None,
     card: tuple[int, int] | None = None,
     ranks: int = 1,
+    format_speeds: Mapping[str, float] | None = None,
+    max_error: float = MAX_ERROR,
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
@@ -181,11 +218,18 @@ def plan(
 
     ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds and the answer are of one of them.
 
+    ``format_speeds``: bytes per second of packed weights of experts in each format, computed for one token. With them and ``speeds`` the plan
+    compares these formats, and chooses the fastest whose error of weights is at most ``max_error`` (0.15 is 15 %). There is nothing to choose, and the
+    comparison is empty, for a store or a checkpoint that is quantised, with a hit rate that is known (it is of one format), ranks, a card or stand-ins,
+    and where ``resident`` is a share of the experts and not an amount of memory.
+
     With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
     Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, for what does not go
-    with ranks, and for a card where it is not known what the rest of the model takes.
+    with ranks, for a ``max_error`` outside of [0, 1], and for a card where it is not known what the rest of the model takes.
     """
+    if not 0 <= max_error <= 1:
+        raise ValueError(f"max_error={max_error} is a share of the weights between 0 and 1: give 0.15 for 15 %")
     sizes = find_sizes(folder, config)
     of_ranks = None
     if ranks > 1:
@@ -216,6 +260,10 @@ def plan(
         prefetch = config.prefetch != "off"
         used = shape.top_k if of_ranks is None else of_ranks.busiest
         seconds = [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
+    choices: tuple[FormatChoice, ...] = ()
+    comparable = gpu is None and of_ranks is None and config.lossy.fallback == "none" and hit_rate is None
+    if comparable and not is_store(folder) and not sizes.conversion and not isinstance(config.resident, float):
+        choices = tuple(_format_choices(sizes, config, available, speeds, format_speeds or {}, overlap))
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     return Plan(
         folder=str(folder),
@@ -242,6 +290,7 @@ def plan(
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
         dense_choices=() if gpu or of_ranks else tuple(_dense_choices(folder, config, rate, speeds)),
+        format_choices=_choose(choices, max_error),
     )
 
 
@@ -290,6 +339,69 @@ def _dense_choices(
         if rate is not None and speeds is not None:
             seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
         yield DenseChoice(dense, DENSE_ERROR[dense], sizes.dense_bytes, None if seconds is None else 1 / seconds)
+
+
+def _format_choices(
+    sizes: Sizes,
+    config: MeshConfig,
+    available: int | None,
+    speeds: Speeds | None,
+    format_speeds: Mapping[str, float],
+    overlap: float | None,
+) -> Iterator[FormatChoice]:
+    """Those of which enough fits."""
+    shape = sizes.shape
+    if speeds is None or sizes.dense_bytes_per_token is None:
+        return
+    for weights, experts_speed in format_speeds.items():
+        group = compared_group(weights, shape, config)
+        record = shape.record_bytes(weights, group)
+        same = (weights, group) == (sizes.weights, sizes.group_size or 0)
+        of_format = dataclasses.replace(
+            sizes,
+            weights=weights,
+            group_size=group or None,
+            expert_bytes=record,
+            all_experts_bytes=record * shape.layers * shape.experts,
+            staging_bytes=sizes.staging_bytes if same else 0,
+        )
+        slots, _, _ = _slots(of_format, config, available, on_gpu=0, gpu_pool=0)
+        if slots is None:
+            continue
+        share = slots / (shape.layers * shape.experts)
+        rate = _hit_rate(shape, share, None, overlap)
+        seconds = token_seconds(
+            of_format, dataclasses.replace(speeds, experts=experts_speed), rate.expected, config.prefetch != "off"
+        )
+        yield FormatChoice(
+            weights=weights,
+            group_size=of_format.group_size,
+            expert_bytes=record,
+            all_experts_bytes=of_format.all_experts_bytes,
+            slots=slots,
+            resident_share=share,
+            hit_rate=rate,
+            bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
+            tokens_per_second=1 / seconds,
+            weight_error=WEIGHT_ERROR[weights][group],
+            chosen=False,
+        )
+
+
+def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
+    """The group size that a format is compared in: the config's, 0 for bf16. For tcq3 and tcq2, where smaller groups buy little, 128, or 64 if that
+    pads the shape less and so takes fewer bytes."""
+    if weights in ("tcq3", "tcq2"):
+        return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
+    return checked_group_size(weights, config.group_size)
+
+
+def _choose(choices: tuple[FormatChoice, ...], max_error: float) -> tuple[FormatChoice, ...]:
+    allowed = [choice for choice in choices if choice.weight_error <= max_error]
+    fastest = max((choice.tokens_per_second for choice in allowed), default=0.0)
+    as_fast = [choice for choice in allowed if choice.tokens_per_second >= _AS_FAST * fastest]
+    best = min(as_fast, key=lambda choice: (choice.weight_error, -choice.tokens_per_second), default=None)
+    return tuple(dataclasses.replace(choice, chosen=choice is best) for choice in choices)
 
 
 def find_sizes(folder: Path, config: MeshConfig) -> Sizes:

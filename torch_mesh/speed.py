@@ -18,7 +18,7 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .dense import torch_emulates_bf16
-from .plan import Sizes, Speeds
+from .plan import WEIGHT_ERROR, Sizes, Speeds, compared_group
 from .store.manifest import Shape
 
 _SECONDS = 0.4  # for each of the measurements
@@ -48,6 +48,21 @@ def measure_speeds(
         layer_seconds=_SMALL_CALLS_PER_LAYER * _small_call_seconds(),
         measured=(*measured, "layer_seconds"),
     )
+
+
+def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = None) -> dict[str, float]:
+    """Bytes per second of packed experts of this shape, computed for one token, in each format that ``plan`` compares; ``memory`` is taken as given."""
+    speeds = {}
+    for weights in WEIGHT_ERROR:
+        group = compared_group(weights, sizes.shape, config)
+        of_format = dataclasses.replace(
+            sizes,
+            weights=weights,
+            group_size=group or None,
+            expert_bytes=sizes.shape.record_bytes(weights, group),
+        )
+        speeds[weights] = memory if memory is not None else _experts_speed(of_format)
+    return speeds
 
 
 def disk_speed(files: Sequence[Path], block: int) -> float | None:

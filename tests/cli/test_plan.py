@@ -424,3 +424,77 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
     assert unknown.returncode == 1 and "nor a model that the hub gives" in unknown.stderr
     assert list(tmp_path.rglob("*.safetensors")) == []
     server.shutdown()
+
+
+MADE_UP = Speeds(disk=1e8, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
+EQUALLY_FAST = dict.fromkeys(("bf16", "int8", "int4", "lut4", "tcq3", "tcq2"), 1e10)
+
+
+def choices_of(folder: Path, resident: str | float, formats: Mapping[str, float] = EQUALLY_FAST, **given: Any) -> Any:
+    config = MeshConfig(resident=resident, prefetch="off")
+    planned = plan(folder, config, speeds=MADE_UP, format_speeds=formats, **given)
+    return {choice.weights: choice for choice in planned.format_choices}
+
+
+def chosen(folder: Path, resident: str, formats: Mapping[str, float] = EQUALLY_FAST, **given: Any) -> list[str]:
+    return [name for name, choice in choices_of(folder, resident, formats, **given).items() if choice.chosen]
+
+
+def test_formats_are_compared_in_the_same_memory(mesh_tiny: Path) -> None:
+    memory = 48 * RECORD  # a quarter of the experts in bf16
+    choices = choices_of(mesh_tiny, str(memory))
+    assert list(choices) == list(EQUALLY_FAST)
+    for weights, group in (("bf16", 0), ("int4", 64), ("tcq2", 64)):  # 128 would pad columns of 64 inputs
+        choice, record = choices[weights], _C.record_bytes(weights, group, 192, 64, True, False)
+        slots = min(192, memory // record)
+        assert (choice.group_size or 0, choice.expert_bytes, choice.slots) == (group, record, slots)
+        hits = expected_hit_rate(slots / 192).expected
+        assert choice.bytes_per_token == pytest.approx((1 - hits) * 24 * record)
+    # A quarter of bf16 hits .535, by docs/decisions/0013.
+    assert choices["bf16"].hit_rate.expected == pytest.approx(0.535)
+    sizes = find_sizes(mesh_tiny, MeshConfig())
+    reading = 0.465 * 24 * RECORD / 1e8
+    dense = sizes.dense_bytes_per_token / 1e10 + 6e-6
+    assert choices["bf16"].tokens_per_second == pytest.approx(1 / (dense + reading))
+
+
+def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
+    little = str(12 * RECORD)
+    assert chosen(mesh_tiny, little) == ["lut4"]  # as many bytes as int4, and less error
+    assert chosen(mesh_tiny, little, max_error=0.15) == ["tcq3"]
+    assert chosen(mesh_tiny, little, max_error=0.3) == ["tcq2"]
+    assert chosen(mesh_tiny, little, max_error=0.01) == ["int8"]
+    assert chosen(mesh_tiny, little, max_error=0) == ["bf16"]
+    assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}) == []
+    # Arithmetic slower than the disk decides as well.
+    assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6}, max_error=0.3) == ["tcq3"]
+    # Where all fit, arithmetic alone counts, and what is within 5 % is as fast: then the least error.
+    everything = str(192 * RECORD)
+    least = {name: choice.expert_bytes * 1e3 for name, choice in choices_of(mesh_tiny, everything).items()}
+    assert chosen(mesh_tiny, everything, least) == ["bf16"]
+    assert chosen(mesh_tiny, everything, least | {"int8": 1.02 * least["int8"]}) == ["bf16"]
+    assert chosen(mesh_tiny, everything, least | {"int8": 1.2 * least["int8"]}) == ["int8"]
+    for wrong in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="max_error"):
+            chosen(mesh_tiny, little, max_error=wrong)
+
+
+def test_formats_are_not_compared_where_there_is_no_choice(mesh_tiny: Path, store: Path) -> None:
+    assert choices_of(store, "auto") == {}
+    assert choices_of(mesh_tiny, 0.25) == {}
+    assert choices_of(mesh_tiny, "auto", hit_rate=0.5) == {}
+
+
+def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = [str(mesh_tiny), "--memory", "8GiB", "--max-error"]
+    planned = run(capsys, *limited, "15%")
+    assert [choice["weights"] for choice in planned["format_choices"]] == list(EQUALLY_FAST)
+    assert sum(choice["chosen"] for choice in planned["format_choices"]) == 1
+    assert main(["plan", *limited, "0.15", *GIVEN]) == 0
+    assert "Fastest within --max-error: --weights" in capsys.readouterr().out
+    assert run(capsys, str(mesh_tiny))["format_choices"] == []
+    assert main(["plan", str(mesh_tiny), "--max-error", "15%", *GIVEN]) == 2
+    assert "give --memory" in capsys.readouterr().err
+    for wrong in ("15", "much", "-1%"):
+        with pytest.raises(SystemExit):
+            main(["plan", *limited, wrong])

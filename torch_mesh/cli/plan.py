@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )
     parser.add_argument("--memory", type=size, help="what the process may take in all (default: what it can take here)")
+    parser.add_argument(
+        "--max-error",
+        type=_share,
+        help="with --memory: how far weights may be off, such as 15%%, in the format that is named as the fastest (default: 10%%, which is four bits)",
+    )
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
     parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
@@ -94,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
     from torch_mesh.plan import find_sizes, plan
-    from torch_mesh.speed import measure_speeds
+    from torch_mesh.speed import measure_formats, measure_speeds
 
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:
         arguments.gpu_experts = "auto"
@@ -103,6 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.hit_rate is not None and not 0 <= arguments.hit_rate <= 1:
         raise ValueError(f"--hit-rate {arguments.hit_rate} must be in [0, 1]")
     _check_training(arguments)
+    if arguments.max_error is not None and (arguments.memory is None or arguments.train):
+        raise ValueError(
+            "--max-error chooses among formats for an amount of memory: give --memory, and leave --train out"
+        )
     with outline_folder(arguments.model) as (folder, present):
         sizes = find_sizes(folder, config)
         if not present:  # there is nothing to read
@@ -110,18 +119,36 @@ def run(arguments: argparse.Namespace) -> int:
         speeds = measure_speeds(sizes, config, disk=arguments.disk_speed, memory=arguments.memory_speed)
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
         training = None
+        formats = {}
+        if arguments.memory is not None and not arguments.train and speeds is not None and not config.gpu.experts:
+            formats = measure_formats(sizes, config, memory=arguments.memory_speed)
         if arguments.train:
             training = _training(arguments, folder, config, sizes, speeds)
             planned = training.plan
         else:
             ranks = arguments.ranks
-            planned = plan(folder, config, memory=arguments.memory, speeds=speeds, card=card, ranks=ranks, **rates)
+            if arguments.max_error is not None:
+                rates["max_error"] = arguments.max_error
+            planned = plan(
+                folder,
+                config,
+                memory=arguments.memory,
+                speeds=speeds,
+                card=card,
+                ranks=ranks,
+                format_speeds=formats,
+                **rates,
+            )
     if not present:
         planned = dataclasses.replace(planned, folder=arguments.model, sizes=sizes)
     if arguments.json:
         print(json.dumps(planned.to_dict() if training is None else planned.to_dict() | training.to_dict()))
     else:
         _print_table(planned, training)
+        if planned.format_choices:
+            _print_formats(planned)
+        elif arguments.max_error is not None:
+            Console().print("--max-error: there are no formats to compare here (docs/decisions/0059)")
     return 1 if planned.status == "too small" else 0
 
 
@@ -237,6 +264,30 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     Console().print(table)
 
 
+def _print_formats(planned: Plan) -> None:
+    names = ("format", "bytes of the experts", "resident", "hit rate", "read per token", "tokens/s", "error of weights")
+    table = Table(*names, title="The experts in other formats, in the same memory", title_justify="left")
+    for choice in planned.format_choices:
+        group = f" g{choice.group_size}" if choice.group_size else ""
+        table.add_row(
+            choice.weights + group,
+            format_bytes(choice.all_experts_bytes),
+            f"{choice.resident_share:.1%}",
+            f"{choice.hit_rate.expected:.0%}",
+            format_bytes(round(choice.bytes_per_token)),
+            f"{choice.tokens_per_second:.1f}",
+            f"{choice.weight_error:.1%}",
+            style="green" if choice.chosen else None,
+        )
+    Console().print(table)
+    chosen = next((choice for choice in planned.format_choices if choice.chosen), None)
+    if chosen is None:
+        Console().print("None of them is within --max-error: allow more, or give more memory.")
+        return
+    group = f" --group-size {chosen.group_size}" if chosen.group_size else ""
+    Console().print(f"Fastest within --max-error: [green]--weights {chosen.weights}{group}[/]", soft_wrap=True)
+
+
 def _add_training(table: Table, training: TrainingPlan) -> None:
     targets = ", ".join(training.targets)
     table.add_row("trains", f"rank {training.rank} on {escape(targets)}: {training.trained_parameters:,} parameters")
@@ -287,6 +338,16 @@ def _workspace(planned: Plan) -> str:
 
 def _bytes(value: int | None) -> str:
     return "unknown" if value is None else format_bytes(value)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 15% or 0.15")
+    return share
 
 
 def _speed(text: str) -> float:
