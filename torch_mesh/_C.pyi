@@ -281,6 +281,28 @@ class _DetailedStats(TypedDict):
 class Interpose:
     """What stands between an engine's reader and what carries its reads out; tests make one (``torch_mesh._testing.faults``)."""
 
+class Lender:
+    """Lends the slots of an engine made with ``lendable`` to up to ``workers`` processes of this user, see csrc/residency/lending/lender.h.
+
+    Raises ValueError for a path that is taken or too long, and for more workers than slots; ReadError where the system refuses the socket.
+    """
+
+    def __init__(self, engine: Engine, path: str, workers: int) -> None: ...
+    @property
+    def workers(self) -> int:
+        """Connected now."""
+
+    @property
+    def places(self) -> int:
+        """Slots that each of them may hold."""
+
+    @property
+    def refused(self) -> int:
+        """Connections that were ended for what they sent."""
+
+    def close(self) -> None:
+        """Closes the engine's pool and ends all loans. Idempotent."""
+
 class Engine:
     """The experts of one model: pool, reader and kernels. ``source=None`` keeps all records in memory (slots == layers * experts).
 
@@ -316,6 +338,9 @@ class Engine:
         early_layers: int = 0,
         early_experts: int = 0,
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
+        lendable: bool = False,  # its slots lie in shared memory, for a Lender
+        lender: str
+        | None = None,  # a socket at which a Lender lends slots: as many as it gives, whatever ``slots`` says
     ) -> None: ...
     @property
     def id(self) -> int: ...

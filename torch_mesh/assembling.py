@@ -32,6 +32,7 @@ from .other_format import Records, open_other
 from .packed_weight import device_of
 from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer
+from .sharing import check_shared
 from .speculation.models import check_speculation, take_speculation
 from .undivided import check_forwards
 from .undo import Undo, undone_on_error
@@ -102,6 +103,7 @@ class OfRecords(Origin):
 
 def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin) -> None:
     """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
+    check_shared(config, layers)
     check_attention(model, config)
     check_speculation(model, config)
     check_predictor(layers, config)

@@ -212,6 +212,12 @@ class MeshConfig(QuantizationConfigMixin):
         'How much of the experts stays in memory. `"auto"`: free memory less a margin; cgroup limits count. With '
         "[ranks](scaleout.md) it is that of each of them, and a share is of its own experts; those on one machine divide its free memory.",
     )
+    shared: str | None = _field(
+        None,
+        path("socket"),
+        "The socket of a [`torch-mesh share`](scaleout.md#one-pool-for-several-processes) of the same converted folder, which lends its experts: several "
+        "processes then have one pool together. `resident` is said there.",
+    )
     weights: str = _field(
         "auto",
         one_of("auto", *WEIGHTS, *OF_CODES),

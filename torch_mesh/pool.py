@@ -46,8 +46,10 @@ def pool_slots(
     """How many experts ``config.resident`` keeps, of ``stored_layers`` layers like ``layers``: of a rank, of its own ones.
 
     ``freed``: bytes that will be given back, but only when the pool is there; ``regained``: before. ``staging``: what will be taken beside it, as by the buffers that
-    raw records are read into.
+    raw records are read into. As many as there are where another process lends them, which says how many.
     """
+    if config.shared is not None:
+        return stored_layers * layers[0].num_experts
     share = layers[0].share
     return resident_slots(
         config.resident,
@@ -104,6 +106,11 @@ class ExpertPool:
         store: Store | None = None,
         share: Share | None = None,
     ) -> None:
+        if config.shared is not None and source is None:
+            raise ValueError(
+                f"shared={config.shared!r} lends the experts of a converted folder, and these weights are in memory only: open the folder with "
+                "from_pretrained."
+            )
         if fallback is None:
             config = config.replace(lossy={"fallback": "none"})  # every expert has a slot
         self.geometry = geometry
@@ -150,7 +157,9 @@ class ExpertPool:
             early_layers=config.residency.early_layers,
             early_experts=config.residency.early_experts,
             elsewhere=[] if elsewhere is None else elsewhere.flatten().tolist(),
+            lender=config.shared,
         )
+        self.slots = self.engine.describe_size()["slots"]
         log = None
         if config.stats.file is not None:
             last = layers - 1 if places is None else places[-1]
@@ -236,7 +245,9 @@ def least_slots(layers: Sequence[ExpertsLayer]) -> int:
 
 
 def _wants_guard(config: MeshConfig, source: _C.Source | None) -> bool:
-    wanted = config.residency.guard == "on" or (config.residency.guard == "auto" and config.resident == "auto")
+    wanted = config.residency.guard == "on" or (
+        config.residency.guard == "auto" and config.resident == "auto" and config.shared is None
+    )
     if wanted and source is None and config.residency.guard == "on":
         warnings.warn(
             "residency.guard='on' does nothing here: all experts are in memory and nowhere else. Name a store=, so that some can go.",

@@ -22,6 +22,8 @@
 #include "bindings/source.h"
 #include "io/reader.h"
 #include "kernels/kernel_table.h"
+#include "residency/lending/lender.h"
+#include "residency/lending/loan.h"
 
 namespace torch_mesh {
 namespace {
@@ -97,10 +99,22 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   options.timeout =
       milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);
   options.reader.backend = given.take<std::string>("io");
+  if (given.take<bool>("lendable", false)) options.sharing = Sharing::kShared;
   if (const auto* between = given.take<const PyInterpose*>("interpose", nullptr)) {
     options.reader.interpose = between->interpose;
   }
   return options;
+}
+
+// Slots as another process lends them.
+void borrow(const std::string& path, const Source& source, const Runtime& runtime,
+            PoolOptions& pool) {
+  pool.loan = std::make_shared<Loan>(path, source, pool.record_bytes, pool.timeout, runtime);
+  pool.slots = pool.loan->places();
+  if (pool.slots >= pool.least_slots) return;
+  invalid("the pool at " + path + " lends each worker " + std::to_string(pool.slots) +
+          " experts, and a token of this model needs " + std::to_string(pool.least_slots) +
+          "; start torch-mesh share with a larger --resident or fewer --workers");
 }
 
 // -- what Python asks -----------------------------------------------------------------------------
@@ -238,6 +252,35 @@ ByteArray read_record(const PyEngine& self, int32_t layer, int32_t expert) {
   return copy;
 }
 
+// torch_mesh._C.Lender: of an engine, which it keeps.
+class PyLender {
+ public:
+  PyLender(const PyEngine& engine, const std::string& path, int32_t workers)
+      : live_(engine.live()) {
+    const py::gil_scoped_release released;
+    lender_ = std::make_unique<Lender>(live_->engine->pool(), path, workers);
+  }
+  ~PyLender() { close(); }
+  PyLender(const PyLender&) = delete;
+  PyLender& operator=(const PyLender&) = delete;
+
+  const Lender& lender() const {
+    if (lender_ == nullptr) throw Error(ErrorKind::kClosed, "this lender is closed");
+    return *lender_;
+  }
+  void close() {
+    std::unique_ptr<Lender> lender = std::move(lender_);
+    std::shared_ptr<LiveEngine> live = std::move(live_);
+    const py::gil_scoped_release released;
+    lender.reset();
+    live.reset();
+  }
+
+ private:
+  std::shared_ptr<LiveEngine> live_;
+  std::unique_ptr<Lender> lender_;
+};
+
 // As a method of Python's.
 template <typename Result, typename... Arguments>
 auto method(Result (*function)(Engine&, Arguments...)) {
@@ -261,13 +304,18 @@ PyEngine::PyEngine(const py::kwargs& options) {
   const auto experts = given.take<int32_t>("experts");
   const auto* source = given.take<const PySource*>("source");
   const EngineOptions engine = engine_options_from(given);
-  const PoolOptions pool = pool_options_from(given, engine.layout.bytes);
+  PoolOptions pool = pool_options_from(given, engine.layout.bytes);
+  const auto lender = given.take<std::optional<std::string>>("lender", {});
   given.none_left();
 
   const Runtime& runtime = torch_runtime();
   py::gil_scoped_release released;
   check(engine, runtime, layers);
   std::unique_ptr<Pool> made;
+  if (lender) {
+    if (source == nullptr) invalid("a pool that is lent slots needs the source of its records");
+    borrow(*lender, source->source, runtime, pool);
+  }
   if (source == nullptr) {
     made = std::make_unique<Pool>(pool, runtime, layers, experts);
   } else {
@@ -344,6 +392,15 @@ void define_engine(py::module_& module) {
       .def("drain", method(+[](Engine& engine) { engine.pool().drain(); }))
       .def("close", &PyEngine::close, py::arg("wait") = true)
       .def("describe", method(describe));
+  py::class_<PyLender>(module, "Lender")
+      .def(py::init<const PyEngine&, const std::string&, int32_t>(), py::arg("engine"),
+           py::arg("path"), py::arg("workers"))
+      .def_property_readonly("workers",
+                             [](const PyLender& self) { return self.lender().borrowers(); })
+      .def_property_readonly("places", [](const PyLender& self) { return self.lender().places(); })
+      .def_property_readonly("refused",
+                             [](const PyLender& self) { return self.lender().refused(); })
+      .def("close", &PyLender::close);
 }
 
 }  // namespace torch_mesh

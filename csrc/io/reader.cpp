@@ -461,4 +461,12 @@ std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
                    table, done, std::move(notes));
 }
 
+std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
+                                         const ReaderOptions& options,
+                                         std::shared_ptr<const FileTable> files,
+                                         Reader::Done done) {
+  check(options, std::ssize(files->descriptors()), done);
+  return open_with(std::move(backend), options, std::move(files), done, {});
+}
+
 }  // namespace torch_mesh

@@ -128,6 +128,12 @@ class MappedFiles;
 std::unique_ptr<Reader> open_mapped_reader(const ReaderOptions& options,
                                            std::shared_ptr<MappedFiles> files, Reader::Done done);
 
+// Requests carried out by `backend`, whose chunks are options.chunk_bytes. `files` has those that
+// requests name.
+std::unique_ptr<Reader> open_reader_over(std::unique_ptr<Backend> backend,
+                                         const ReaderOptions& options,
+                                         std::shared_ptr<const FileTable> files, Reader::Done done);
+
 // What O_DIRECT on this file wants offsets, lengths and memory to be multiples of; 0 if the file
 // system does not say, -1 if it refuses O_DIRECT. Throws Error(kRead) for a file that cannot be
 // opened.

@@ -61,30 +61,44 @@ Claim::~Claim() {
   impl.core.end(state_);
 }
 
+// With the lock: what is ready by now.
+int32_t Claim::take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optional<Error>& error) {
+  std::array<HandedOut, 64> handed;
+  const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));
+  const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
+  if (state_.waiting > 0) impl.forget_lost(state_);
+  impl.core.advance(state_);
+  const int32_t count = impl.core.hand_out(state_, most, error);
+  for (int32_t i = 0; i < count; ++i) {
+    const auto [index, slot] = handed[i];
+    const ExpertId id = impl.core.id_of(state_.layer, state_.experts[index]);
+    ready[i] = {index, impl.memory->record(slot, id), impl.memory->node(slot)};
+  }
+  impl.carry_out();
+  return count;
+}
+
+int32_t Claim::try_next(std::span<ReadyExpert> ready) {
+  Pool::Impl& impl = *pool_.impl_;
+  impl.check_process();
+  std::optional<Error> error;
+  Pool::Impl::Lock lock(impl.mutex);
+  const int32_t count = take(impl, ready, error);
+  impl.flush(lock);
+  if (error) throw std::move(*error);
+  return count;
+}
+
 int32_t Claim::next(std::span<ReadyExpert> ready, int32_t team) {
   Pool::Impl& impl = *pool_.impl_;
   impl.check_process();
   if (ready.empty()) {
     throw Error(ErrorKind::kInvalid, "next() needs room for at least one expert");
   }
-  std::array<HandedOut, 64> handed;
-  const auto most = std::span(handed).first(std::min(ready.size(), handed.size()));
   Pool::Impl::Lock lock(impl.mutex);
   for (;;) {
     std::optional<Error> error;
-    int32_t count = 0;
-    {
-      const Stopwatch decision(impl.stats_of(state_.layer, state_.part.phase).decision_nanoseconds);
-      if (state_.waiting > 0) impl.forget_lost(state_);
-      impl.core.advance(state_);
-      count = impl.core.hand_out(state_, most, error);
-      for (int32_t i = 0; i < count; ++i) {
-        const auto [index, slot] = handed[i];
-        const ExpertId id = impl.core.id_of(state_.layer, state_.experts[index]);
-        ready[i] = {index, impl.memory->record(slot, id), impl.memory->node(slot)};
-      }
-      impl.carry_out();
-    }
+    const int32_t count = take(impl, ready, error);
     if (count > 0 || error || impl.queued) impl.flush(lock);
     if (error) throw std::move(*error);
     if (count > 0) return count;

@@ -47,6 +47,9 @@ std::string read_failure_advice(int error) {
       return "the pool is closing";
     case ENOMEM:
       return "keep fewer experts resident, or raise the memory limit";
+    case ECONNRESET:
+      return "the process that shares its pool has ended; start torch-mesh share again and open "
+             "the model anew";
     default:
       return "the operating system refused the read";
   }
@@ -220,7 +223,7 @@ void Loader::fill_request(int32_t slot) {
   ReadRequest& request = read.request;
   request.tag = tag_of(slot, read.generation);
   request.pieces = source_.pieces;
-  std::byte* to = packs() ? staging_->piece(read.staging) : memory_.record(slot, read.expert);
+  std::byte* to = packs() ? staging_->piece(read.staging) : memory_.destination(slot, read.expert);
   for (int32_t piece = 0; piece < source_.pieces; ++piece) {
     const Extent from = aligned_superset(extents[piece], reader_->alignment());
     request.piece[piece] = {from, extents[piece].offset + extents[piece].bytes - from.offset, to};
@@ -405,6 +408,7 @@ void Loader::end(int32_t slot, std::optional<Error> error, std::vector<Ended>& r
 
 Error Loader::read_error(int32_t slot, const ReadResult& result) const {
   const ExpertId id = reads_[slot].expert;
+  if (result.error == EBADMSG) return checksum_error(id);  // the owner of a shared pool says so
   ErrorPlace place = place_of(source_, id);
   if (result.file >= 0 && result.file < static_cast<int32_t>(source_.files.size())) {
     place.file = source_.files[result.file].path;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "residency/lending/loan.h"
 #include "residency/pool_impl.h"
 #include "store/record.h"
 
@@ -98,11 +99,13 @@ Source nothing_to_read(int32_t layers, int32_t experts) {
 }
 
 std::unique_ptr<SlotMemory> make_memory(const PoolOptions& options, const Source& source) {
+  if (options.loan != nullptr) return make_lent_memory(options.loan, source);
   if (options.reader.backend == "mmap" && !source.files.empty()) return make_mapped_memory(source);
   return make_arena_memory({.slots = options.slots,
                             .record_bytes = options.record_bytes,
                             .topology = options.topology,
-                            .segment_bytes = options.segment_bytes},
+                            .segment_bytes = options.segment_bytes,
+                            .sharing = options.sharing},
                            source);
 }
 
@@ -127,13 +130,14 @@ Pool::Impl::Impl(const PoolOptions& given, const Runtime& given_runtime, Source 
   refused.reserve(slots);
   leaving.reserve(memory->segments().size());
   to_cool.reserve(memory->may_lose() ? static_cast<size_t>(layers) * experts : 0);
-  loader = std::make_unique<Loader>(LoaderOptions{.slots = options.slots,
-                                                  .record_bytes = options.record_bytes,
-                                                  .staging = options.staging,
-                                                  .verify = options.verify,
-                                                  .reader = options.reader},
-                                    source, std::move(pack), *memory, options.topology,
-                                    [this](Loader::Ended ended) { on_ended(std::move(ended)); });
+  loader = std::make_unique<Loader>(
+      LoaderOptions{.slots = options.slots,
+                    .record_bytes = options.record_bytes,
+                    .staging = options.staging,
+                    .verify = options.loan == nullptr ? options.verify : Verify::kNever,
+                    .reader = options.reader},
+      source, std::move(pack), *memory, options.topology,
+      [this](Loader::Ended ended) { on_ended(std::move(ended)); });
   const Turn begin(*this);
 }
 
@@ -183,6 +187,7 @@ void Pool::Impl::carry_out() {
     if (effects->idle) idle.notify_all();
     if (effects->resized) resized.notify_all();
     if (effects->forward_ended && forward_waiters > 0) forward_ended.notify_all();
+    if ((effects->landed || effects->freed || effects->idle) && progress) progress();
     leaving.assign(effects->vacant.begin(), effects->vacant.end());
     effects->clear();
 
@@ -411,6 +416,9 @@ int32_t Pool::resize(int32_t slots) {
   if (impl.memory_only()) {
     throw_invalid("a pool without a source cannot be resized: its records exist nowhere else");
   }
+  if (impl.options.sharing == Sharing::kShared || impl.options.loan != nullptr) {
+    throw_invalid("a pool that processes share keeps its size");
+  }
   if (slots < impl.options.least_slots || slots > impl.options.slots) {
     throw_invalid("this pool takes " + std::to_string(impl.options.least_slots) + " to " +
                   std::to_string(impl.options.slots) + " slots; got " + std::to_string(slots));
@@ -571,6 +579,26 @@ void Pool::close() {
   impl_->forward_ended.notify_all();
   impl_->resized.notify_all();
 }
+
+void Pool::on_progress(std::function<void()> call) {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  impl_->progress = std::move(call);
+}
+
+int Pool::shared_descriptor() const {
+  const int descriptor = impl_->memory->descriptor();
+  if (descriptor < 0) throw_invalid("this pool's memory is not shared: it lies in no memfd");
+  return descriptor;
+}
+
+int64_t Pool::shared_bytes() const { return impl_->options.slots * impl_->options.record_bytes; }
+
+int64_t Pool::shared_offset(const std::byte* record) const {
+  return record - impl_->memory->segments().front().data;
+}
+
+const Source& Pool::source() const { return impl_->source; }
 
 void Pool::validate() const {
   impl_->check_process();

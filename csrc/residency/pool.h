@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,6 +35,8 @@ namespace torch_mesh {
 // In seconds, 31 years: what clocks can add to the present without an overflow.
 inline constexpr double kLongestTimeout = 1e9;
 
+class Loan;
+
 struct PoolOptions {
   int32_t slots = 0;         // at most, and at first
   int32_t least_slots = 1;   // that resize() may leave
@@ -46,6 +49,10 @@ struct PoolOptions {
   int32_t staging = 4;                              // buffers for raw records; ignored for a store
   Topology topology = Topology::of_this_process();  // whose nodes the slots are spread over
   int64_t segment_bytes = kSegmentBytes;            // memory comes and goes in pieces of this size
+  Sharing sharing = Sharing::kPrivate;              // kShared: to be lent, see lending/lender.h
+  // Slots are those that another process lends, see lending/loan.h: as many, of its pool of the
+  // same store. `verify` is that pool's.
+  std::shared_ptr<Loan> loan = nullptr;
 };
 
 class Claim;
@@ -126,6 +133,16 @@ class Pool {
   // Refuses new claims; idempotent.
   void close();
 
+  // `call` whenever a read has ended or a slot may have become free: with the pool's lock, so that
+  // it may not ask the pool anything. Must not throw. Empty: nobody is called any more.
+  void on_progress(std::function<void()> call);
+  // Of a shared pool: the memfd that its slots lie in, its size, and where in it a record is.
+  // Throws Error(kInvalid) for one that is not.
+  int shared_descriptor() const;
+  int64_t shared_bytes() const;
+  int64_t shared_offset(const std::byte* record) const;
+  const Source& source() const;
+
   // Throws std::logic_error naming the first broken invariant (expert map and slots agree, pin
   // counts match the claims alive, policy residents are the READY slots, no slot is in two places
   // ...).
@@ -183,6 +200,9 @@ class Claim {
   // what the claim holds could give it another slot. `team`: the threads that would compute what is
   // ready; through a long wait they sleep, see Runtime::wait_asleep.
   int32_t next(std::span<ReadyExpert> ready, int32_t team = 1);
+  // As next(), but 0 also where that would wait. With nobody to wait for them, reads and slots that
+  // become ready later are told by Pool::on_progress().
+  int32_t try_next(std::span<ReadyExpert> ready);
   // The forward is done with these; their slots may be reused, also by this claim.
   void release(std::span<const ReadyExpert> done);
   // Throws Error(kRead) if some bytes of what was handed out were not to be had when they were
@@ -192,6 +212,7 @@ class Claim {
   bool placed() const { return state_.waiting == 0; }
 
  private:
+  int32_t take(Pool::Impl& impl, std::span<ReadyExpert> ready, std::optional<Error>& error);
   void wait_for_slots(Pool::Impl& impl, std::unique_lock<std::mutex>& lock);
   void wait_for_reads(Pool::Impl& impl, std::unique_lock<std::mutex>& lock, int32_t team);
 

@@ -103,6 +103,7 @@ struct Pool::Impl {
   std::condition_variable resized;                // or the pool is closed
   mutable std::condition_variable forward_ended;  // or the pool is closed
   mutable int32_t forward_waiters = 0;
+  std::function<void()> progress;
   bool queued = false;                 // reads, since the last flush()
   std::vector<Loader::Ended> refused;  // by the loader
   std::vector<int64_t> leaving;        // segments

@@ -31,7 +31,12 @@ MODELS = (
     "openai/gpt-oss-20b",
 )
 SLOW = {"checkpoints", "measuring", "models", "settings"}  # plan and bench measure the machine for seconds each time
-SERVES = {"serve", "chat", "--live"}  # do not end by themselves: they are parsed, and run by tests of their own
+SERVES = {
+    "serve",
+    "chat",
+    "share",
+    "--live",
+}  # do not end by themselves: they are parsed, and run by tests of their own
 FENCE = re.compile(r"^(`{3,})(\w*)([^\n]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 

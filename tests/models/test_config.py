@@ -115,6 +115,7 @@ OF_CHECKPOINT = {
 # Values that differ from the defaults, of all fields that are of this machine.
 OF_THIS_MACHINE = {
     "resident": 0.5,
+    "shared": "/tmp/a.socket",
     "dense": "int8",
     "attention": "mesh",
     "speculation": "lookup",

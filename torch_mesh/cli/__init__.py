@@ -25,6 +25,7 @@ COMMANDS = {
     "cache": "list and remove the stores that were made where none was named",
     "serve": "answer requests as OpenAI's API does, through transformers serve",
     "chat": "talk with a model in the terminal, through transformers chat",
+    "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
     "fit": "learn from text which experts a model will want next",
     "profile": "make a profile for a warm start of recorded routing",

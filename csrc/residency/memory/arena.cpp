@@ -1,5 +1,6 @@
 #include "residency/memory/arena.h"
 
+#include <fcntl.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -22,6 +23,8 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPage = 4096;
 // Linux 5.14; older headers lack the name, older kernels answer EINVAL.
 constexpr int kPopulateWrite = 23;
+// Linux 5.1, likewise.
+constexpr int kSealFutureWrite = 0x10;
 
 int64_t available_bytes() {  // -1 where the kernel does not say
   std::ifstream file("/proc/meminfo");
@@ -76,8 +79,9 @@ int populate(std::byte* data, size_t bytes) {
   return 0;
 }
 
-// 2 MiB aligned, so that every page of it can be a huge one. nullptr: errno says why.
-std::byte* map_aligned(size_t bytes) {
+// 2 MiB aligned, so that every page of it can be a huge one; of a memfd, unless `descriptor` is -1.
+// nullptr: errno says why.
+std::byte* map_aligned(size_t bytes, int descriptor) {
   const size_t room = bytes + kHugePage;
   void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
@@ -86,7 +90,14 @@ std::byte* map_aligned(size_t bytes) {
   if (lead > 0) munmap(start, lead);
   const size_t tail = room - lead - bytes;
   if (tail > 0) munmap(start + lead + bytes, tail);
-  return start + lead;
+  start += lead;
+  if (descriptor < 0) return start;
+  mapped = mmap(start, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0);
+  if (mapped != MAP_FAILED) return start;
+  const int error = errno;
+  munmap(start, bytes);
+  errno = error;
+  return nullptr;
 }
 
 // Of arguments that are yet to be checked.
@@ -102,7 +113,8 @@ void unmap(std::span<const MemoryRegion> segments) {
 
 }  // namespace
 
-Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes)
+Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes,
+             Sharing sharing)
     : count_(count),
       piece_bytes_(bytes),
       pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes(), segment_bytes)),
@@ -122,10 +134,11 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
   if (available >= 0 && count * bytes > available) {
     throw_no_memory(count, bytes, "that is more than is free", ENOMEM);
   }
+  if (sharing == Sharing::kShared && count > 0) share(count * bytes);
   segments_.reserve((count + pieces_per_segment_ - 1) / pieces_per_segment_);
   for (int64_t first = 0; first < count; first += pieces_per_segment_) {
     const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
-    std::byte* data = map_aligned(size);
+    std::byte* data = shared_.data != nullptr ? shared_.data + total_ : map_aligned(size, -1);
     int error = data == nullptr ? errno : 0;
     if (error == 0) {
       segments_.push_back({data, size});
@@ -137,13 +150,39 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
       error = populate(data, size);
     }
     if (error != 0) {
-      unmap(segments_);
+      release();
       throw_no_memory(count, bytes, strerror(error), error);
     }
   }
 }
 
-Arena::~Arena() { unmap(segments_); }
+Arena::~Arena() { release(); }
+
+// Sealed: nobody can cut off what others have mapped, and nobody else can write to it.
+void Arena::share(int64_t bytes) {
+  descriptor_ = memfd_create("torch_mesh_pool", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const auto size = static_cast<size_t>(bytes);
+  if (descriptor_ >= 0 && ftruncate(descriptor_, bytes) == 0) {
+    shared_ = {map_aligned(size, descriptor_), size};
+  }
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL;
+  if (shared_.data != nullptr && fcntl(descriptor_, F_ADD_SEALS, kSeals) == 0) return;
+  const int error = errno;
+  release();
+  throw Error(ErrorKind::kMemory,
+              "no shared memory of " + mebibytes(bytes) + ": " + strerror(error) +
+                  "; it takes memfd_create with seals, of Linux 5.1 or newer",
+              {}, error);
+}
+
+void Arena::release() {
+  if (shared_.data != nullptr) {
+    munmap(shared_.data, shared_.bytes);
+  } else {
+    unmap(segments_);
+  }
+  if (descriptor_ >= 0) close(descriptor_);
+}
 
 std::byte* Arena::piece(int64_t index) const {
   return segments_[index / pieces_per_segment_].data + index % pieces_per_segment_ * piece_bytes_;

@@ -15,6 +15,10 @@ namespace torch_mesh {
 
 inline constexpr int64_t kSegmentBytes = int64_t{64} << 20;
 
+// Whose memory it is: of this process alone, or of a sealed memfd whose segments lie one behind the
+// other, which other processes may map for reading.
+enum class Sharing : uint8_t { kPrivate, kShared };
+
 class Arena {
  public:
   // Room for `count` pieces (none: no memory) of `bytes` each (a multiple of 4 KiB). A piece never
@@ -22,7 +26,7 @@ class Arena {
   // it all, if that is smaller. Throws Error(kMemory), saying how much was asked for and what is
   // free.
   Arena(int64_t count, int64_t bytes, const Topology& topology = Topology::of_this_process(),
-        int64_t segment_bytes = kSegmentBytes);
+        int64_t segment_bytes = kSegmentBytes, Sharing sharing = Sharing::kPrivate);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -37,21 +41,28 @@ class Arena {
   int32_t node(int64_t index) const {
     return static_cast<int32_t>(index / pieces_per_segment_ % nodes_);
   }
-  // Gives the pages of a segment back to the system; its addresses stay. They are filled with zeros
-  // by fault_in(), which throws Error(kMemory) where there is no memory, and keeps none of it then.
+  // Of private memory: gives the pages of a segment back to the system; its addresses stay. They
+  // are filled with zeros by fault_in(), which throws Error(kMemory) where there is no memory, and
+  // keeps none of it then.
   void drop(int64_t segment) const;
   void fault_in(int64_t segment) const;
   int64_t bytes() const { return total_; }  // of all segments, dropped or not
   int64_t huge_page_bytes() const;          // how much of it the kernel backs with huge pages now
   std::span<const MemoryRegion> segments() const { return segments_; }
+  int descriptor() const { return descriptor_; }  // of the memfd; -1: private
 
  private:
+  void share(int64_t bytes);
+  void release();
+
   std::vector<MemoryRegion> segments_;
   int64_t count_;
   int64_t piece_bytes_;
   int64_t pieces_per_segment_;
   int32_t nodes_;
   int64_t total_ = 0;
+  int descriptor_ = -1;
+  MemoryRegion shared_{nullptr, 0};  // all segments
 };
 
 }  // namespace torch_mesh

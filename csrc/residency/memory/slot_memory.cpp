@@ -12,7 +12,8 @@ class ArenaMemory final : public SlotMemory {
  public:
   ArenaMemory(const SlotMemoryOptions& options, const Source& source)
       : source_(source),
-        arena_(options.slots, options.record_bytes, options.topology, options.segment_bytes) {}
+        arena_(options.slots, options.record_bytes, options.topology, options.segment_bytes,
+               options.sharing) {}
 
   std::byte* record(int32_t slot, ExpertId) const override { return arena_.piece(slot); }
   int32_t node(int32_t slot) const override { return arena_.node(slot); }
@@ -28,6 +29,7 @@ class ArenaMemory final : public SlotMemory {
   int32_t slots_per_segment() const override { return static_cast<int32_t>(arena_.first_of(1)); }
   void fault_in(int64_t segment) const override { arena_.fault_in(segment); }
   void drop(int64_t segment) const override { arena_.drop(segment); }
+  int descriptor() const override { return arena_.descriptor(); }
 
  private:
   const Source& source_;

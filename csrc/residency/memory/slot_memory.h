@@ -19,6 +19,8 @@ class SlotMemory {
   virtual ~SlotMemory() = default;
 
   virtual std::byte* record(int32_t slot, ExpertId id) const = 0;
+  // Where a read of it goes.
+  virtual std::byte* destination(int32_t slot, ExpertId id) const { return record(slot, id); }
   // Of the pool's topology, where a record lies; -1: nobody knows.
   virtual int32_t node(int32_t slot) const = 0;
   // What brings records into memory; `staging`: further memory that it reads into.
@@ -31,6 +33,9 @@ class SlotMemory {
   virtual int32_t slots_per_segment() const { return 0; }
   virtual void fault_in(int64_t segment) const { static_cast<void>(segment); }
   virtual void drop(int64_t segment) const { static_cast<void>(segment); }
+
+  // The memfd that all of it lies in; -1: it is of this process alone.
+  virtual int descriptor() const { return -1; }
 
   // Records that the kernel may take back, and be asked for again.
   virtual bool may_lose() const { return false; }
@@ -49,6 +54,7 @@ struct SlotMemoryOptions {
   int64_t record_bytes;
   const Topology& topology;
   int64_t segment_bytes;
+  Sharing sharing;
 };
 
 // Throws what Arena throws. `source` outlives the memory.

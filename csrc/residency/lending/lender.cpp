@@ -1,0 +1,346 @@
+#include "residency/lending/lender.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/signals_blocked.h"
+#include "residency/lending/protocol.h"
+
+namespace torch_mesh {
+namespace {
+
+using lending::Address;
+using lending::Answer;
+using lending::Descriptor;
+using lending::Request;
+using lending::Welcome;
+
+// So that one borrower cannot keep the thread from the others.
+constexpr int kRequestsAtOnce = 64;
+// After the system had no descriptor for a connection: it stays in the queue until then.
+constexpr int kRetryMilliseconds = 100;
+
+[[noreturn]] void throw_system(const std::string& path, const char* what) {
+  const int error = errno;
+  throw Error(ErrorKind::kRead, "cannot " + std::string(what) + " " + path + ": " + strerror(error),
+              {-1, -1, path, -1}, error);
+}
+
+const sockaddr* as_sockaddr(const Address& address) {
+  return reinterpret_cast<const sockaddr*>(address.bytes.data());
+}
+
+// One record that is lent, or will be when it is there.
+struct Lent {
+  Lent(Pool& pool, int32_t layer, int32_t which)
+      : expert(which), claim(pool, layer, {&expert, 1}, {&entry, 1}) {}
+
+  int32_t expert;
+  Claim::Entry entry{};
+  Claim claim;
+};
+
+struct Borrower {
+  Descriptor socket;
+  Descriptor process;                       // readable when it has ended; none: unknown
+  std::vector<std::unique_ptr<Lent>> lent;  // by place
+  std::vector<int32_t> pending = {};        // places whose record is not there yet
+  bool refused = false;                     // nothing that it sends is heard any more
+  bool gone = false;
+};
+
+// What an Answer says of an error.
+int errno_of(const Error& error) {
+  switch (error.kind()) {
+    case ErrorKind::kChecksum:
+      return EBADMSG;
+    case ErrorKind::kMemory:
+      return ENOMEM;
+    case ErrorKind::kClosed:
+      return ECONNRESET;
+    default:
+      return error.os_error() > 0 ? error.os_error() : EIO;
+  }
+}
+
+// Takes the place of a socket that nobody answers at.
+void make_room(const std::string& path, const Address& address) {
+  struct stat about {};
+  if (lstat(path.c_str(), &about) != 0) {
+    if (errno == ENOENT) return;
+    throw_system(path, "look at");
+  }
+  if (!S_ISSOCK(about.st_mode)) {
+    throw Error(ErrorKind::kInvalid, path + " is there and is no socket; give another --socket");
+  }
+  const Descriptor probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (probe.get() < 0) throw_system(path, "make a socket for");
+  if (connect(probe.get(), as_sockaddr(address), address.size) == 0 || errno != ECONNREFUSED) {
+    throw Error(ErrorKind::kInvalid,
+                "a process answers at " + path + " already; end it, or give another --socket");
+  }
+  if (unlink(path.c_str()) != 0 && errno != ENOENT) throw_system(path, "replace");
+}
+
+}  // namespace
+
+struct Lender::Impl {
+  Impl(Pool& given, const std::string& where, int32_t most)
+      : pool(given), path(where), most_borrowers(most), shared(given.shared_descriptor()) {
+    if (most < 1 || most > pool.most_slots()) {
+      throw Error(ErrorKind::kInvalid, "a pool of " + std::to_string(pool.most_slots()) +
+                                           " experts can be lent to 1 to as many workers; got " +
+                                           std::to_string(most));
+    }
+    places = pool.most_slots() / most;
+    welcome = {.places = places,
+               .layers = pool.layers(),
+               .experts = pool.experts(),
+               .slots = pool.most_slots(),
+               .record_bytes = pool.shared_bytes() / pool.most_slots(),
+               .pool_bytes = pool.shared_bytes(),
+               .fingerprint = lending::fingerprint(pool.source())};
+    wake_up.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (wake_up.get() < 0) throw_system(path, "make an event for");
+    listen_at(Address(path));
+    const SignalsBlocked guard;
+    try {
+      thread = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+      unlink(path.c_str());
+      throw Error(ErrorKind::kMemory, std::string("cannot start the thread that lends: ") +
+                                          error.what() + "; raise the limit of processes");
+    }
+    pool.on_progress([this] { wake(); });
+  }
+
+  void listen_at(const Address& address) {
+    make_room(path, address);
+    listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (listening.get() < 0) throw_system(path, "make a socket for");
+    // Nobody can connect before listen(): the mode is there by then.
+    if (bind(listening.get(), as_sockaddr(address), address.size) != 0) throw_system(path, "bind");
+    struct stat about {};
+    if (chmod(path.c_str(), 0600) != 0 || listen(listening.get(), 64) != 0 ||
+        lstat(path.c_str(), &about) != 0) {
+      const int error = errno;
+      unlink(path.c_str());
+      errno = error;
+      throw_system(path, "listen at");
+    }
+    inode = about.st_ino;
+  }
+
+  void wake() const {
+    const uint64_t one = 1;
+    static_cast<void>(!write(wake_up.get(), &one, sizeof(one)));  // full: it is awake
+  }
+
+  void run() {
+    pthread_setname_np(pthread_self(), "mesh-lend");
+    std::vector<pollfd> polled;
+    while (!closing) {
+      polled.clear();
+      polled.push_back({wake_up.get(), POLLIN, 0});
+      polled.push_back({no_descriptors ? -1 : listening.get(), POLLIN, 0});
+      for (const auto& each : all) {
+        polled.push_back({each->socket.get(), POLLIN, 0});
+        polled.push_back({each->process.get(), POLLIN, 0});
+      }
+      const int timeout = std::exchange(no_descriptors, false) ? kRetryMilliseconds : -1;
+      if (poll(polled.data(), polled.size(), timeout) < 0) continue;  // EINTR, ENOMEM
+      uint64_t count;
+      if (polled[0].revents != 0) {
+        static_cast<void>(!read(wake_up.get(), &count, sizeof(count)));
+      }
+      for (size_t i = 0; i < all.size(); ++i) {
+        if (polled[2 + 2 * i].revents != 0) listen_to(*all[i]);
+        if (polled[3 + 2 * i].revents != 0) all[i]->gone = true;
+      }
+      std::erase_if(all, [](const auto& each) { return each->gone; });
+      connected = static_cast<int32_t>(all.size());
+      for (const auto& each : all) answer(*each);
+      if (polled[1].revents != 0) welcome_one();
+    }
+    all.clear();
+    connected = 0;
+  }
+
+  // After those that have gone have left their places.
+  void welcome_one() {
+    Descriptor socket(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (socket.get() < 0) {
+      no_descriptors = errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS;
+      return;
+    }
+    ucred peer{};
+    socklen_t size = sizeof(peer);
+    if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 ||
+        peer.uid != geteuid()) {
+      ++refusals;
+      return;
+    }
+    if (std::ssize(all) >= most_borrowers) {
+      static_cast<void>(lending::send_with(socket.get(), Welcome{}, -1));
+      return;
+    }
+    try {
+      auto borrower = std::make_unique<Borrower>();
+      borrower->lent.resize(static_cast<size_t>(places));
+      borrower->pending.reserve(static_cast<size_t>(places));
+      // A child that the borrower has forked keeps its socket open.
+      if (peer.pid > 0) {
+        borrower->process.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+      }
+      if (!lending::send_with(socket.get(), welcome, shared)) return;
+      borrower->socket = std::move(socket);
+      all.push_back(std::move(borrower));
+      connected = static_cast<int32_t>(all.size());
+    } catch (const std::bad_alloc&) {  // it finds the connection closed
+    }
+  }
+
+  void listen_to(Borrower& borrower) {
+    for (int i = 0; i < kRequestsAtOnce; ++i) {
+      std::array<std::byte, sizeof(Request) + 1> message{};
+      const ssize_t count =
+          recv(borrower.socket.get(), message.data(), message.size(), MSG_DONTWAIT);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0 && errno == EAGAIN) return;
+      if (count <= 0) {
+        borrower.gone = true;
+        return;
+      }
+      if (borrower.refused) continue;
+      Request request;
+      std::memcpy(&request, message.data(), sizeof(request));
+      if (count != sizeof(request) || !makes_sense(borrower, request)) {
+        refuse(borrower);
+      } else {
+        lend(borrower, request);
+      }
+    }
+  }
+
+  bool makes_sense(const Borrower& borrower, const Request& request) const {
+    return request.place >= 0 && request.place < places && request.layer >= 0 &&
+           request.layer < welcome.layers && request.expert >= 0 &&
+           request.expert < welcome.experts &&
+           std::ranges::find(borrower.pending, request.place) == borrower.pending.end();
+  }
+
+  // It may be reading what it was lent, which stays until it is gone.
+  void refuse(Borrower& borrower) {
+    borrower.refused = true;
+    ++refusals;
+    shutdown(borrower.socket.get(), SHUT_WR);
+  }
+
+  void lend(Borrower& borrower, const Request& request) {
+    std::unique_ptr<Lent>& lent = borrower.lent[request.place];
+    lent.reset();  // before: its slot may be the only one that is free
+    try {
+      lent = std::make_unique<Lent>(pool, request.layer, request.expert);
+      borrower.pending.push_back(request.place);
+    } catch (const Error& error) {
+      send(borrower, {request.place, errno_of(error), 0});
+    } catch (const std::bad_alloc&) {
+      send(borrower, {request.place, ENOMEM, 0});
+    }
+  }
+
+  void answer(Borrower& borrower) {
+    std::erase_if(borrower.pending, [&](int32_t place) {
+      std::unique_ptr<Lent>& lent = borrower.lent[place];
+      try {
+        ReadyExpert ready;
+        if (lent->claim.try_next({&ready, 1}) == 0) return false;
+        send(borrower, {place, 0, pool.shared_offset(ready.record)});
+      } catch (const Error& error) {
+        lent.reset();
+        send(borrower, {place, errno_of(error), 0});
+      } catch (const std::bad_alloc&) {
+        lent.reset();
+        send(borrower, {place, ENOMEM, 0});
+      }
+      return true;
+    });
+  }
+
+  // One that asks and does not listen.
+  void send(Borrower& borrower, const Answer& message) {
+    if (borrower.refused) return;
+    const ssize_t sent =
+        ::send(borrower.socket.get(), &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent != sizeof(message)) refuse(borrower);
+  }
+
+  void close() {
+    pool.close();
+    if (!thread.joinable()) return;
+    closing = true;
+    wake();
+    thread.join();
+    pool.on_progress({});
+    struct stat about {};
+    if (lstat(path.c_str(), &about) == 0 && about.st_ino == inode) unlink(path.c_str());
+  }
+
+  Pool& pool;
+  const std::string path;
+  const int32_t most_borrowers;
+  const int shared;
+  int32_t places = 0;
+  Welcome welcome;
+  Descriptor wake_up;
+  Descriptor listening;
+  ino_t inode = 0;
+  std::atomic<bool> closing{false};
+  std::atomic<int32_t> connected{0};
+  std::atomic<int64_t> refusals{0};
+
+  // Of the thread.
+  std::vector<std::unique_ptr<Borrower>> all;
+  bool no_descriptors = false;
+
+  std::thread thread;
+};
+
+Lender::Lender(Pool& pool, const std::string& path, int32_t borrowers)
+    : impl_(std::make_unique<Impl>(pool, path, borrowers)) {}
+
+Lender::~Lender() {
+  if (owner_.forked()) {
+    static_cast<void>(impl_.release());  // its thread is the parent's
+    return;
+  }
+  impl_->close();
+}
+
+void Lender::close() {
+  owner_.check("this lender");
+  impl_->close();
+}
+
+int32_t Lender::borrowers() const { return impl_->connected; }
+int32_t Lender::places() const { return impl_->places; }
+int64_t Lender::refused() const { return impl_->refusals; }
+
+}  // namespace torch_mesh

@@ -1,0 +1,56 @@
+// The slots that another process lends to this one, see protocol.h: a connection, and its pool's
+// memory mapped for reading.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/runtime.h"
+#include "io/backend.h"
+#include "residency/lending/protocol.h"
+#include "residency/memory/slot_memory.h"
+#include "store/source.h"
+
+namespace torch_mesh {
+
+class Loan {
+ public:
+  // Asks whoever lends at `path` for a part of its pool, which has to be of the store that `source`
+  // is, with records of so many bytes. Throws Error(kRead) where nobody answers, all places are
+  // taken or the owner is of another user; Error(kInvalid) for a raw source, another store or
+  // another version of torch_mesh; Error(kTimeout) where the owner stands still,
+  // Error(kInterrupted) on Ctrl-C then.
+  Loan(const std::string& path, const Source& source, int64_t record_bytes,
+       std::chrono::milliseconds timeout, const Runtime& runtime);
+  ~Loan();  // ends the loan
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+
+  int32_t places() const { return welcome_.places; }  // slots of a pool that borrows
+  const std::string& path() const { return path_; }
+
+ private:
+  friend class LentMemory;
+  friend class LentBackend;
+
+  void receive_welcome(std::chrono::milliseconds timeout, const Runtime& runtime);
+  void map();
+
+  const std::string path_;
+  lending::Descriptor socket_;
+  lending::Descriptor shared_;
+  lending::Welcome welcome_;
+  std::byte* begin_ = nullptr;    // of the owner's pool
+  std::byte* tickets_ = nullptr;  // a page for each place, that nobody may touch: where reads "go"
+  // By place, of the I/O thread while a read is under way there; nullptr: nothing is lent.
+  std::vector<std::byte*> lent_;
+};
+
+// Slots of a pool whose records lie where `loan` says; a read of one is a request to its owner.
+std::unique_ptr<SlotMemory> make_lent_memory(std::shared_ptr<Loan> loan, const Source& source);
+
+}  // namespace torch_mesh

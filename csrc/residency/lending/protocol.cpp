@@ -1,0 +1,68 @@
+#include "residency/lending/protocol.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <cstring>
+#include <vector>
+
+#include "base/error.h"
+
+namespace torch_mesh::lending {
+
+uint64_t fingerprint(const Source& source) {
+  std::vector<uint64_t> all = source.checksums;
+  for (const Extent& extent : source.extents) all.push_back(static_cast<uint64_t>(extent.bytes));
+  for (const int32_t count :
+       {source.layers, source.experts, source.first_expert, source.routed_experts}) {
+    all.push_back(static_cast<uint64_t>(count));
+  }
+  uint64_t id[2];
+  static_assert(sizeof(id) == sizeof(source.store_id));
+  std::memcpy(id, source.store_id.data(), sizeof(id));
+  all.insert(all.end(), {id[0], id[1]});
+  return XXH3_64bits(all.data(), all.size() * sizeof(uint64_t));
+}
+
+void Descriptor::reset(int number) {
+  if (number_ >= 0) ::close(number_);
+  number_ = number;
+}
+
+bool send_with(int socket, const Welcome& message, int descriptor) {
+  iovec part{const_cast<Welcome*>(&message), sizeof(message)};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> beside{};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    header.msg_control = beside.data();
+    header.msg_controllen = beside.size();
+    cmsghdr* control = CMSG_FIRSTHDR(&header);
+    control->cmsg_level = SOL_SOCKET;
+    control->cmsg_type = SCM_RIGHTS;
+    control->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(control), &descriptor, sizeof(int));
+  }
+  return sendmsg(socket, &header, MSG_DONTWAIT | MSG_NOSIGNAL) ==
+         static_cast<ssize_t>(sizeof(message));
+}
+
+Address::Address(const std::string& path) {
+  sockaddr_un address{};
+  static_assert(sizeof(address) == sizeof(bytes));
+  if (path.empty() || path.size() >= sizeof(address.sun_path) ||
+      path.find('\0') != std::string::npos) {
+    throw Error(ErrorKind::kInvalid,
+                "the path of a socket has 1 to " + std::to_string(sizeof(address.sun_path) - 1) +
+                    " bytes; '" + path + "' has " + std::to_string(path.size()));
+  }
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  std::memcpy(bytes.data(), &address, sizeof(address));
+  size = sizeof(address);
+}
+
+}  // namespace torch_mesh::lending

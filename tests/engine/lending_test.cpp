@@ -1,0 +1,455 @@
+// A pool whose slots are lent to others, in this process and in children: what they get, what they
+// leave behind, and what the owner makes of those that misbehave.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "error_of.h"
+#include "residency/lending/lender.h"
+#include "residency/lending/loan.h"
+#include "residency/lending/protocol.h"
+#include "residency/pool.h"
+#include "store_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+using lending::Answer;
+using lending::Descriptor;
+using lending::Request;
+using lending::Welcome;
+using testing::error_of;
+
+constexpr int64_t kRecord = 8192;
+constexpr int32_t kLayers = 3, kExperts = 8;
+
+std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  std::vector<std::byte> record(kRecord);
+  for (size_t i = 0; i < record.size(); i += 4) {
+    const auto word = static_cast<uint32_t>(layer << 24 | expert << 16 | static_cast<int32_t>(i));
+    std::memcpy(&record[i], &word, 4);
+  }
+  return record;
+}
+
+bool eventually(const std::function<bool()>& holds) {
+  const auto end = std::chrono::steady_clock::now() + 20s;
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
+
+PoolOptions options_of(int32_t slots) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.policy = "lru";
+  options.reader.backend = "threads";
+  return options;
+}
+
+struct Store : testing::RecordFile {
+  Store() : RecordFile(kLayers, kExperts, record_of) {}
+};
+
+class LendingTest : public ::testing::Test {
+ protected:
+  LendingTest() {
+    std::string folder = (std::filesystem::temp_directory_path() / "mesh_lend_XXXXXX").string();
+    EXPECT_NE(mkdtemp(folder.data()), nullptr);
+    folder_ = folder;
+  }
+  ~LendingTest() override {
+    lender_.reset();
+    owner_.reset();
+    std::filesystem::remove_all(folder_);
+  }
+
+  std::string path() const { return folder_ + "/socket"; }
+
+  void lend(int32_t slots, int32_t borrowers, std::chrono::microseconds delay = 0us) {
+    PoolOptions options = options_of(slots);
+    options.sharing = Sharing::kShared;
+    if (delay.count() > 0) {
+      options.reader.interpose = with_faults({.delay = 1, .max_delay = delay});
+    }
+    owner_ = std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
+    lender_ = std::make_unique<Lender>(*owner_, path(), borrowers);
+  }
+
+  std::shared_ptr<Loan> loan(std::chrono::milliseconds timeout = 5s) const {
+    return std::make_shared<Loan>(path(), store_.source(), kRecord, timeout, Runtime{});
+  }
+  std::unique_ptr<Pool> borrow() const {
+    PoolOptions options = options_of(1);
+    options.timeout = 20s;
+    options.loan = loan();
+    options.slots = options.loan->places();
+    return std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
+  }
+
+  // False if a byte of what it got is wrong.
+  static bool forward(Pool& pool, int32_t layer, std::vector<int32_t> experts) {
+    std::vector<Claim::Entry> entries(experts.size());
+    Claim claim(pool, layer, experts, entries);
+    ReadyExpert ready;
+    bool right = true;
+    size_t count = 0;
+    for (; claim.next({&ready, 1}) > 0; ++count) {
+      const auto record = record_of(layer, experts[ready.index]);
+      right &= std::memcmp(ready.record, record.data(), record.size()) == 0;
+      claim.release({&ready, 1});
+    }
+    return right && count == experts.size();
+  }
+  static bool forwards(Pool& pool, int32_t count, uint32_t seed) {
+    std::mt19937 random(seed);
+    for (int32_t i = 0; i < count; ++i) {
+      std::vector<int32_t> experts(kExperts);
+      std::iota(experts.begin(), experts.end(), 0);
+      std::ranges::shuffle(experts, random);
+      experts.resize(1 + random() % kExperts);
+      if (!forward(pool, static_cast<int32_t>(random() % kLayers), experts)) return false;
+    }
+    return true;
+  }
+
+  void expect_no_pins() {
+    EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 0 && owner_->pinned() == 0; }))
+        << lender_->borrowers() << " borrowers, " << owner_->pinned() << " pins";
+    owner_->drain();
+    owner_->validate();
+  }
+
+  // A connection of whoever writes what he likes.
+  Descriptor stranger() const {
+    Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    const lending::Address address(path());
+    EXPECT_EQ(connect(socket.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()),
+                      address.size),
+              0);
+    const timeval patience{.tv_sec = 20, .tv_usec = 0};
+    setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+    Welcome welcome;
+    EXPECT_EQ(recv(socket.get(), &welcome, sizeof(welcome), 0),
+              static_cast<ssize_t>(sizeof(welcome)));
+    return socket;
+  }
+
+  std::string folder_;
+  Store store_;
+  std::unique_ptr<Pool> owner_;
+  std::unique_ptr<Lender> lender_;
+};
+
+TEST_F(LendingTest, BorrowersGetTheRecordsAndLeaveNoPins) {
+  lend(8, 4, 200us);
+  std::vector<std::thread> workers;
+  std::atomic<int32_t> right{0};
+  for (uint32_t worker = 0; worker < 4; ++worker) {
+    workers.emplace_back([&, worker] {
+      const auto pool = borrow();
+      EXPECT_EQ(pool->slots(), 2);
+      EXPECT_EQ(pool->memory_bytes(), 0);
+      EXPECT_STREQ(pool->reader()->backend(), "shared");
+      right += forwards(*pool, 200, worker);
+      pool->validate();
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  EXPECT_EQ(right, 4);
+  expect_no_pins();
+}
+
+TEST_F(LendingTest, WhatOneHasReadTheNextFindsResident) {
+  lend(kLayers * kExperts, 1);
+  const std::vector<int32_t> experts{0, 1, 2, 3, 4, 5, 6, 7};
+  EXPECT_TRUE(forward(*borrow(), 0, experts));
+  expect_no_pins();
+  const int64_t read = owner_->reader()->stats().bytes;
+  EXPECT_TRUE(forward(*borrow(), 0, experts));
+  EXPECT_EQ(owner_->reader()->stats().bytes, read);
+}
+
+TEST_F(LendingTest, OneThatHoldsAllOfItsPlacesHoldsNobodyUp) {
+  lend(6, 2);
+  const auto still = borrow();
+  const std::vector<int32_t> experts{5, 6, 7};
+  std::vector<Claim::Entry> entries(3);
+  Claim claim(*still, 2, experts, entries);
+  std::array<ReadyExpert, 3> ready;
+  for (int32_t got = 0; got < 3;) got += claim.next(std::span(ready).subspan(got));
+  const auto pool = borrow();
+  EXPECT_TRUE(forwards(*pool, 200, 7));
+  for (const ReadyExpert& each : ready) {
+    const auto record = record_of(2, experts[each.index]);
+    EXPECT_EQ(std::memcmp(each.record, record.data(), kRecord), 0);
+  }
+}
+
+TEST_F(LendingTest, ThereAreAsManyPlacesAsWereSaid) {
+  lend(4, 1);
+  auto pool = borrow();
+  const auto refused = error_of([&] { loan(); });
+  EXPECT_EQ(refused.kind(), ErrorKind::kRead);
+  EXPECT_NE(std::string(refused.what()).find("--workers"), std::string::npos);
+  pool.reset();
+  expect_no_pins();
+  EXPECT_TRUE(forwards(*borrow(), 10, 1));
+}
+
+TEST_F(LendingTest, KilledBorrowersLeaveNoPins) {
+  lend(8, 2, 100us);
+  const auto survivor = borrow();
+  std::mt19937 random(20);
+  for (int32_t kill = 0; kill < 20; ++kill) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      // A process that was forked beside threads: nothing but the worker's own work in it.
+      ::alarm(60);
+      const auto pool = borrow();
+      for (uint32_t i = 0;; ++i) {
+        if (!forwards(*pool, 10, i)) ::_exit(1);
+      }
+    }
+    EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 2; }));
+    EXPECT_TRUE(forwards(*survivor, 1 + static_cast<int32_t>(random() % 20), random()));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+    EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 1; }));
+    EXPECT_LE(owner_->pinned(), survivor->slots());
+    owner_->validate();
+  }
+}
+
+TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
+  lend(4, 1);
+  std::array<int, 2> pipe{};
+  ASSERT_EQ(::pipe(pipe.data()), 0);
+  const pid_t worker = ::fork();
+  if (worker == 0) {
+    const auto pool = borrow();
+    if (!forwards(*pool, 5, 1)) ::_exit(1);
+    const pid_t heir = ::fork();  // which has the socket, too
+    if (heir == 0) {
+      ::alarm(60);
+      for (;;) ::pause();
+    }
+    static_cast<void>(!::write(pipe[1], &heir, sizeof(heir)));
+    ::_exit(0);
+  }
+  pid_t heir = 0;
+  ASSERT_EQ(::read(pipe[0], &heir, sizeof(heir)), static_cast<ssize_t>(sizeof(heir)));
+  ::waitpid(worker, nullptr, 0);
+  expect_no_pins();
+  ::kill(heir, SIGKILL);
+  ::close(pipe[0]);
+  ::close(pipe[1]);
+}
+
+TEST_F(LendingTest, WhoSendsNonsenseIsHeardNoMore) {
+  lend(6, 3);
+  const auto other = borrow();
+  const auto send_bytes = [&](const void* bytes, size_t count, bool before) {
+    const int64_t refusals = lender_->refused();
+    {
+      const Descriptor socket = stranger();
+      Answer answer;
+      if (before) {
+        const Request good{0, 1, 2};
+        EXPECT_EQ(send(socket.get(), &good, sizeof(good), 0), static_cast<ssize_t>(sizeof(good)));
+        EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), 0),
+                  static_cast<ssize_t>(sizeof(answer)));
+        EXPECT_EQ(answer.error, 0);
+      }
+      EXPECT_EQ(send(socket.get(), bytes, count, MSG_NOSIGNAL), static_cast<ssize_t>(count));
+      EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), 0), 0);
+      EXPECT_EQ(lender_->refused(), refusals + 1);
+      // It may still look at what it was lent.
+      EXPECT_EQ(owner_->pinned() >= 1, before || other->pinned() > 0);
+      EXPECT_TRUE(forwards(*other, 5, static_cast<uint32_t>(refusals)));
+    }
+    EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 1; }));
+  };
+  for (const Request& bad : {Request{-1, 0, 0}, Request{2, 0, 0}, Request{INT32_MAX, 0, 0},
+                             Request{0, -1, 0}, Request{0, kLayers, 0}, Request{0, 0, -1},
+                             Request{0, 0, kExperts}, Request{INT32_MIN, INT32_MIN, INT32_MIN}}) {
+    send_bytes(&bad, sizeof(bad), true);
+  }
+  const std::array<std::byte, 4096> long_one{};
+  send_bytes(long_one.data(), 1, true);
+  send_bytes(long_one.data(), sizeof(Request) - 1, true);
+  send_bytes(long_one.data(), sizeof(Request) + 1, true);
+  send_bytes(long_one.data(), long_one.size(), true);
+  EXPECT_TRUE(forwards(*other, 20, 3));
+}
+
+TEST_F(LendingTest, WhoAsksTwiceForAPlaceAtOnceIsHeardNoMore) {
+  lend(4, 2, 20ms);
+  const Descriptor socket = stranger();
+  for (const int32_t expert : {1, 2}) {
+    const Request request{0, 0, expert};
+    ASSERT_EQ(send(socket.get(), &request, sizeof(request), 0),
+              static_cast<ssize_t>(sizeof(request)));
+  }
+  Answer answer;
+  EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), 0), 0);
+  EXPECT_EQ(lender_->refused(), 1);
+}
+
+TEST_F(LendingTest, WhoDoesNotListenHoldsNobodyUp) {
+  lend(4, 2);
+  const Descriptor socket = stranger();
+  for (int32_t i = 0; i < 100000 && lender_->refused() == 0; ++i) {
+    const Request request{0, i % kLayers, i % kExperts};
+    static_cast<void>(!send(socket.get(), &request, sizeof(request), MSG_DONTWAIT | MSG_NOSIGNAL));
+  }
+  EXPECT_TRUE(forwards(*borrow(), 50, 5));
+}
+
+TEST_F(LendingTest, AnotherStoreIsRefused) {
+  lend(4, 2);
+  const testing::RecordFile other(kLayers, kExperts, [](int32_t layer, int32_t expert) {
+    return record_of(layer, expert ^ 1);
+  });
+  for (const auto& [source, bytes] :
+       {std::pair{other.source(), kRecord}, std::pair{store_.source(), kRecord / 2}}) {
+    const auto error = error_of([&] { Loan(path(), source, bytes, 5s, Runtime{}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
+    EXPECT_NE(std::string(error.what()).find("another store"), std::string::npos);
+  }
+  expect_no_pins();
+}
+
+TEST_F(LendingTest, NobodyThereOrNobodyWhoAnswers) {
+  const auto nobody = error_of([&] { loan(); });
+  EXPECT_EQ(nobody.kind(), ErrorKind::kRead);
+  EXPECT_NE(std::string(nobody.what()).find("torch-mesh share STORE --socket"), std::string::npos);
+
+  const lending::Address address(path());
+  const auto* at = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  const Descriptor silent(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(bind(silent.get(), at, address.size), 0);
+  ASSERT_EQ(listen(silent.get(), 8), 0);
+  const auto late = error_of([&] { loan(100ms); });
+  EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
+
+  std::thread noise([&] {
+    const Descriptor one(accept(silent.get(), nullptr, nullptr));  // that gave up
+    const Descriptor two(accept(silent.get(), nullptr, nullptr));
+    const std::array<char, 200> bytes{"hello"};
+    static_cast<void>(!send(two.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
+    char end;
+    static_cast<void>(!recv(two.get(), &end, 1, 0));
+  });
+  const auto wrong = error_of([&] { loan(); });
+  noise.join();
+  EXPECT_EQ(wrong.kind(), ErrorKind::kInvalid) << wrong.what();
+}
+
+TEST_F(LendingTest, ASocketLeftBehindIsReplacedAndAFileIsNot) {
+  {
+    const lending::Address address(path());
+    const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(
+        bind(dead.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()), address.size), 0);
+  }
+  lend(4, 2);
+  EXPECT_EQ(std::filesystem::status(path()).permissions(),
+            std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+  const auto second = error_of([&] { Lender(*owner_, path(), 1); });
+  EXPECT_EQ(second.kind(), ErrorKind::kInvalid);
+  EXPECT_TRUE(forwards(*borrow(), 5, 1));
+  lender_.reset();
+  EXPECT_FALSE(std::filesystem::exists(path()));
+  const Descriptor file(::open(path().c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+  const auto occupied = error_of([&] { Lender(*owner_, path(), 1); });
+  EXPECT_EQ(occupied.kind(), ErrorKind::kInvalid);
+  EXPECT_TRUE(std::filesystem::exists(path()));
+}
+
+TEST_F(LendingTest, AfterItsOwnerABorrowerUsesWhatItHas) {
+  lend(8, 2);
+  const auto pool = borrow();
+  ASSERT_TRUE(forward(*pool, 1, {0, 1, 2, 3}));
+  lender_.reset();
+  owner_.reset();
+  EXPECT_TRUE(forward(*pool, 1, {3, 2, 1, 0}));
+  const auto begin = std::chrono::steady_clock::now();
+  for (int32_t i = 0; i < 3; ++i) {
+    const auto error = error_of([&] { forward(*pool, 2, {4}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kRead);
+    EXPECT_EQ(error.os_error(), ECONNRESET);
+    EXPECT_NE(std::string(error.what()).find("torch-mesh share"), std::string::npos);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);  // its time-out is 20 s
+  pool->validate();
+}
+
+TEST_F(LendingTest, AReadThatFailsFailsWhereItIsWaitedFor) {
+  lend(8, 2);
+  const auto pool = borrow();
+  const Extent& extent = *store_.source().expert(1, 3);
+  store_.write(extent.offset + 5, std::vector<std::byte>(1, std::byte{0xee}));
+  const auto wrong = error_of([&] { forward(*pool, 1, {3}); });
+  EXPECT_EQ(wrong.kind(), ErrorKind::kChecksum) << wrong.what();
+  EXPECT_TRUE(forward(*pool, 1, {2, 4}));
+  store_.write(extent.offset, record_of(1, 3));
+  EXPECT_TRUE(forward(*pool, 1, {3}));
+  store_.truncate(store_.source().expert(2, 7)->offset);
+  const auto gone = error_of([&] { forward(*pool, 2, {7}); });
+  EXPECT_EQ(gone.kind(), ErrorKind::kRead) << gone.what();
+  EXPECT_TRUE(forward(*pool, 2, {6}));
+}
+
+TEST_F(LendingTest, NobodyElseCanWriteToASharedPool) {
+  lend(4, 2);
+  const int descriptor = owner_->shared_descriptor();
+  EXPECT_EQ(mmap(nullptr, kRecord, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0), MAP_FAILED);
+  EXPECT_NE(ftruncate(descriptor, kRecord), 0);
+  EXPECT_EQ(pwrite(descriptor, "x", 1, 0), -1);
+}
+
+TEST_F(LendingTest, WhatCannotBeLentIsSaid) {
+  Pool own(options_of(4), Runtime{}, store_.source(), nullptr);
+  for (const int32_t borrowers : {1, 0}) {
+    const auto error = error_of([&] { Lender(own, path(), borrowers); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  }
+  lend(4, 4);
+  for (const int32_t borrowers : {0, -1, 5}) {
+    const auto error = error_of([&] { Lender(*owner_, folder_ + "/two", borrowers); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  }
+  const auto far = error_of([&] { Lender(*owner_, std::string(200, 'x'), 1); });
+  EXPECT_EQ(far.kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { owner_->resize(2); }).kind(), ErrorKind::kInvalid);
+}
+
+}  // namespace
+}  // namespace torch_mesh

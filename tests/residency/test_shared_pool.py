@@ -1,0 +1,235 @@
+"""Several processes over one pool: the bits that they compute, the memory that they take, and what is left of those that are killed."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import MeshConfig, ReadError
+from torch_mesh.sharing import SharedPool
+from torch_mesh.store.convert import convert
+from torch_mesh.store.manifest import Store, open_store
+
+PROMPT = torch.arange(5, 25)[None]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch_mesh.loading", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+
+
+@pytest.fixture(scope="module")
+def store(mesh_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("shared") / "store"
+    convert(mesh_tiny, folder, "int8")
+    return open_store(folder)
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> str:
+    return str(tmp_path / "socket")
+
+
+@pytest.fixture
+def share(store: Store, socket: str) -> Iterator[Callable[..., SharedPool]]:
+    opened: list[SharedPool] = []
+
+    def open_shared(resident: float = 0.5, workers: int = 2) -> SharedPool:
+        opened.append(SharedPool(store, socket, resident, workers))
+        return opened[-1]
+
+    yield open_shared
+    for shared in opened:
+        shared.close()
+
+
+def open_model(store: Store | Path, **config: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        getattr(store, "folder", store), dtype=torch.bfloat16, quantization_config=MeshConfig(**config)
+    )
+
+
+def generated(model: Any, tokens: int = 12) -> list[int]:
+    return model.generate(PROMPT, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)[0].tolist()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 60) -> bool:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, share: Callable[..., SharedPool]) -> None:
+    own = open_model(store, resident=0.25)
+    shared = share(resident=0.5, workers=2)
+    with torch.no_grad():
+        logits, tokens = own(PROMPT).logits, generated(own)
+        for model in [open_model(store, shared=socket) for _ in range(2)]:
+            assert torch.equal(model(PROMPT).logits, logits)
+            assert generated(model) == tokens
+            stats = torch_mesh.stats(model)
+            assert stats.slots == shared.lender.places == shared.slots // 2
+    assert shared.lender.workers == 2
+    shared.engine.validate()
+    del model
+    gc.collect()
+    assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
+
+
+def test_after_the_owner_a_worker_gets_an_error_and_no_wrong_token(
+    store: Store, socket: str, share: Callable[..., SharedPool]
+) -> None:
+    shared = share(resident=0.25, workers=1)
+    model = open_model(store, shared=socket)
+    generated(model, 2)
+    shared.close()
+    with pytest.raises(ReadError, match="torch-mesh share again") as caught:
+        generated(model, 40)
+    assert caught.value.layer is not None
+
+
+def test_what_it_does_not_go_with_is_said(
+    store: Store, mesh_tiny: Path, socket: str, tmp_path: Path, share: Callable[..., SharedPool]
+) -> None:
+    with pytest.raises(ReadError, match="torch-mesh share STORE --socket"):
+        open_model(store, shared=socket)
+    share(resident=0.5, workers=2)
+    fields: dict[str, Any]
+    for fields in (
+        {"resident": 0.5},
+        {"io": "threads"},
+        {"residency": {"guard": "on"}},
+        {"lossy": {"routing_bias": 0.1}},
+    ):
+        with pytest.raises(ValueError, match="does not go with this"):
+            open_model(store, shared=socket, **fields)
+    with pytest.raises(ValueError, match="converted store"):
+        open_model(mesh_tiny, shared=socket)
+    convert(mesh_tiny, tmp_path / "other", "int4")
+    with pytest.raises(ValueError, match="another store"):
+        open_model(tmp_path / "other", shared=socket)
+    plain = AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="in memory only"):
+        torch_mesh.patch(plain, MeshConfig(shared=socket))
+    with pytest.raises(ValueError, match="answers"):
+        SharedPool(store, socket, 0.25, 1)
+    with pytest.raises(ValueError, match="every token needs"):
+        SharedPool(store, f"{socket}2", "64KiB", 1)
+    small = SharedPool(store, f"{socket}2", 0.001, 1)
+    many = torch_mesh._C.Lender(small.engine, f"{socket}3", small.slots)
+    with pytest.raises(ValueError, match="fewer --workers"):
+        open_model(store, shared=f"{socket}3")
+    many.close()
+    small.close()
+
+
+def _work(folder: Path, socket: str, expected: list[int], results: Connection) -> None:
+    """Of a worker: generates until it is killed, and says whether that went well."""
+    torch.set_num_threads(1)
+    model = open_model(folder, shared=socket)
+    while True:
+        results.send(generated(model) == expected)
+
+
+def start(store: Store, socket: str, expected: list[int]) -> tuple[ForkServerProcess, Connection]:
+    """A worker, and where it says so."""
+    results, own = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_work, args=(store.folder, socket, expected, own), daemon=True)
+    process.start()
+    own.close()  # so that what is received from one that has ended is an error
+    return process, results
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
+    store: Store, socket: str, share: Callable[..., SharedPool], kills: int, request: pytest.FixtureRequest
+) -> None:
+    draw = random.Random(request.config.option.seed)
+    expected = generated(open_model(store, resident=0.25))
+    workers = 4 if kills > 4 else 2
+    shared = share(resident=0.5, workers=workers)
+
+    running = [start(store, socket, expected) for _ in range(workers)]
+    try:
+        for _, results in running:
+            assert results.recv()
+        for _ in range(kills):
+            victim = draw.randrange(workers)
+            time.sleep(draw.uniform(0, 0.05))
+            os.kill(running[victim][0].pid or 0, signal.SIGKILL)
+            running[victim][0].join()
+            assert eventually(lambda: shared.lender.workers == workers - 1)
+            assert shared.engine.pinned() <= (workers - 1) * shared.lender.places
+            shared.engine.validate()
+            for index, (_, results) in enumerate(running):
+                if index != victim:
+                    while results.poll():
+                        assert results.recv()
+                    assert results.recv()  # of what it began after the kill, or was at
+            running[victim] = start(store, socket, expected)
+            assert running[victim][1].recv()
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.join()
+    assert eventually(lambda: shared.lender.workers == 0 and shared.engine.pinned() == 0)
+    shared.engine.validate()
+    assert shared.lender.refused == 0
+
+
+def _pool_pss(pid: int) -> int:
+    """Bytes of the shared pool that count as a process's own share."""
+    total, ours = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "memfd:torch_mesh_pool" in line
+        elif ours and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_workers_have_one_pool_together(store: Store, tmp_path: Path, socket: str) -> None:
+    how = [sys.executable, "-m", "torch_mesh.cli", "share", str(store.folder), "--socket", socket]
+    owner = subprocess.Popen(
+        [*how, "--resident", "0.8", "--workers", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    ready = owner.stdout.readline()
+    assert "4 workers" in ready, owner.communicate()
+    slots = int(ready.split()[0])
+    expected = generated(open_model(store, resident=0.25))
+    running: list[tuple[ForkServerProcess, Connection]] = []
+    try:
+        running += [start(store, socket, expected) for _ in range(4)]
+        for _, results in running:
+            assert results.recv()
+        pool = slots * store.manifest.record_bytes
+        shares = [_pool_pss(process.pid or 0) for process, _ in running] + [_pool_pss(owner.pid)]
+        assert 0.9 * pool <= sum(shares) <= 1.1 * pool, (shares, pool)
+        assert all(each > 0.1 * pool for each in shares)
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.join()
+        owner.send_signal(signal.SIGINT)
+        said, errors = owner.communicate(timeout=60)
+    assert owner.returncode == 0, errors
+    assert re.search(r"Lent \d+ times, \d+ of them from memory", said)
+    assert not Path(socket).exists()

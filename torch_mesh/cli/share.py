@@ -1,0 +1,63 @@
+"""``torch-mesh share``: one pool of a store's experts for several processes of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+
+from rich.filesize import decimal as format_bytes
+
+from torch_mesh import values
+from torch_mesh.cli.options import positive
+from torch_mesh.sharing import SharedPool
+from torch_mesh.store.manifest import open_store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Keeps experts of a store in shared memory and lends them to processes that open it with MeshConfig(shared=SOCKET), until Ctrl-C. "
+        "They share one pool and one reader; only processes of the same user may."
+    )
+    parser.add_argument("store", help="a folder that torch-mesh convert wrote")
+    parser.add_argument("--socket", required=True, metavar="SOCKET", help="where workers find it")
+    parser.add_argument(
+        "--resident", default="auto", metavar="SIZE", help="of the whole pool, as MeshConfig's (default: auto)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="how many processes at most; each may hold this part of the pool (default: 4)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lends until Ctrl-C or SIGTERM; returns the exit code."""
+    resident = values.resident.check("--resident", arguments.resident)
+    store = open_store(arguments.store)
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        shared = SharedPool(store, arguments.socket, resident, arguments.workers)
+        try:
+            size = format_bytes(shared.engine.describe_size()["slot_bytes"])
+            print(
+                f"{shared.slots} experts ({size}) of {arguments.store} are shared at {arguments.socket}: "
+                f"{shared.lender.places} for each of up to {arguments.workers} workers. Ctrl-C ends it.",
+                flush=True,
+            )
+            ended.wait()
+        finally:
+            counted = shared.engine.stats()
+            shared.close()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    lent, found = int(counted["accesses"].sum()), int(counted["hits"].sum())
+    print(
+        f"Lent {lent} times, {found} of them from memory; {format_bytes(int(counted['bytes_read'].sum()))} were read."
+    )
+    return 0

@@ -1,0 +1,90 @@
+"""Several processes over one pool: what borrows its slots, and what lends them. docs/decisions/0060-shared-pools.md"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from . import _C
+from .config import MeshConfig
+from .errors import UnsupportedModelError
+from .families import ExpertsLayer
+from .memory import resident_slots
+from .store.manifest import Store
+
+
+def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
+    """Raises ValueError or UnsupportedModelError for what a pool cannot be that another process lends."""
+    if config.shared is None:
+        return
+    named: list[str] = []
+    if config.resident != "auto":
+        named.append(f"resident={config.resident!r} is for torch-mesh share --resident to say")
+    if config.io != "auto":
+        named.append(f"io={config.io!r} is of who reads, which is the owner of the pool")
+    if config.residency.guard == "on":
+        named.append("residency.guard='on' would shrink a pool that is not this process'")
+    if config.lossy.modes:
+        named.append(f"lossy ({config.lossy.modes}) takes what is not lent to this process for cold")
+    if config.gpu.experts != 0:
+        named.append("gpu.experts decides what its own pool need not hold")
+    if named:
+        raise ValueError(f"shared={config.shared!r} does not go with this: {'; '.join(named)}. Leave one of both out.")
+    if any(layer.share is not None for layer in layers):
+        raise UnsupportedModelError(
+            f"shared={config.shared!r} lends experts of a whole model, and this is one of several ranks: each has a pool of its own experts. "
+            "Leave shared out, or open the model without distributed_config."
+        )
+
+
+class SharedPool:
+    """A pool of the experts of ``store`` that lends its slots to up to ``workers`` processes of this user, which find it at ``socket``.
+
+    ``resident`` is as of MeshConfig, and is divided evenly among the workers. Raises ValueError where their parts are too small for a token and for
+    a socket that is taken, MemoryError where there is not so much memory.
+    """
+
+    def __init__(self, store: Store, socket: str | os.PathLike[str], resident: str | float, workers: int) -> None:
+        manifest = store.manifest
+        shape = manifest.shape
+        slots = resident_slots(
+            resident,
+            layers=shape.layers,
+            experts=shape.experts,
+            top_k=min(shape.top_k * workers, shape.layers * shape.experts),
+            record_bytes=manifest.record_bytes,
+            reserved=0,
+        )
+        defaults = MeshConfig()
+        self.slots = slots
+        self.engine = _C.Engine(
+            layers=shape.layers,
+            experts=shape.experts,
+            format=manifest.weights,
+            group_size=manifest.group_size,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            gated=shape.gated,
+            bias=shape.bias,
+            activation=None,
+            slots=slots,
+            # Of what no worker holds: what was given up last is wanted again first.
+            policy="lru",
+            verify=defaults.verify,
+            io=defaults.io,
+            threads=1,
+            workspace=1,
+            timeout=defaults.residency.timeout,
+            source=_C.Source(**store.source_arguments()),
+            lendable=True,
+        )
+        try:
+            self.lender = _C.Lender(self.engine, os.fspath(socket), workers)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all loans. What workers hold they can go on reading; what else they ask for raises ReadError there."""
+        self.lender.close()
+        self.engine.close()
