@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation.streamers import BaseStreamer
 
 import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.speculation import linear_attention
 from torch_mesh.speculation.decoding import Speculation, _Text
 from torch_mesh.speculation.models import SpeculatingModel
 
@@ -42,6 +44,16 @@ PROMPTS = {
     "chat": "User: Who was the king of Israel?\nAssistant: The king was David.\nUser: Who was the king of Judah?\nAssistant:",
 }
 OSS, QWEN, NEXT = "GptOssExperts", "Qwen3MoeExperts", "Qwen3NextExperts"
+LINEAR = [
+    NEXT,
+    "Qwen3_5MoeExperts",
+    "NemotronHExperts",
+    "JambaExperts",
+    "GraniteMoeHybridExperts",
+    "KimiLinearExperts",
+    "Lfm2MoeExperts",
+    "BailingHybridExperts",
+]
 
 
 class Always:
@@ -111,7 +123,10 @@ def _rows_are_exact(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     with torch.no_grad():
         cache, other = (DynamicCache(config=model.config) for _ in range(2))
         alone = [model(input_ids=ids[:, [i]], past_key_values=cache).logits[0] for i in range(17)]
-        together = [model(input_ids=part, past_key_values=other).logits[0] for part in (ids[:, :1], ids[:, 1:])]
+        together = [model(input_ids=ids[:, :1], past_key_values=other).logits[0]]
+        mixers = linear_attention.LinearAttention(model, other)
+        together.append(model(input_ids=ids[:, 1:], past_key_values=other).logits[0])
+        mixers.finish()
         return torch.equal(torch.cat(alone), torch.cat(together))
 
 
@@ -352,6 +367,85 @@ def test_windows_go_back(length: int, drafted: int) -> None:
     assert windows and all(not layer.record_past and layer.keys.shape[-2] == 15 for layer in windows)
 
 
+def _states(cache: Any) -> list[torch.Tensor]:
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    both = (states for layer in layers for states in (layer.conv_states, layer.recurrent_states))
+    return [state for states in both for state in states.values() if state is not None]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_goes_back(name: str) -> None:
+    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows have other bits."""
+    model = torch_mesh.patch(_spread(name), resident=0.5)
+    for length, drafted in ((2, 3), (20, 7), (20, 15)):
+        inputs = _inputs(length)
+        plain = _plain(model, inputs, eos_token_id=None)
+        speculation, cache = knowing(plain.sequences, drafted), DynamicCache(config=model.config)
+        found = _generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+        _check(model, inputs, plain, found)
+        accepted = speculation._controller.accepted
+        assert sum(accepted) > 0 and min(accepted) < drafted, "nothing was taken back"
+        states = _states(cache)
+        assert states and cache.get_seq_length() == plain.past_key_values.get_seq_length()
+        if torch.equal(found, plain.sequences):
+            for one, other in zip(states, _states(plain.past_key_values), strict=True):
+                assert (one - other).norm() <= 1e-3 * other.norm()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in _mixers_of(model))
+
+
+def _mixers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    found = [module for index in range(8) for module in linear_attention._mixers(model, index)]
+    assert found
+    return found
+
+
+def test_two_texts_at_once_have_states_of_their_own() -> None:
+    """Hooks of one call see the tokens of the other."""
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    prompts = [_inputs(20), _inputs(9)]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = [model.generate(**inputs, **options) for inputs in prompts]
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(
+            lambda inputs, answer: model.generate(**inputs, **options, custom_generate=knowing(answer, 7)),
+            prompts,
+            plain,
+        )
+        for answer, tokens, inputs in zip(plain, found, prompts, strict=True):
+            assert torch.equal(answer, tokens) or not _rows_are_exact(model, inputs["input_ids"])
+
+
+@pytest.mark.parametrize("failing", [0, -1])
+def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    inputs = _inputs(20)
+    plain = _plain(model, inputs, eos_token_id=None)
+    experts = [module for module in model.modules() if hasattr(module, "_mesh_pool")][failing]
+    forward, seen = type(experts).forward, KeptTokens()
+
+    def fails(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self is experts and len(x) == 8 and seen.count > 25:
+            raise torch_mesh.ReadError("the disk is gone")
+        return forward(self, x, *rest)
+
+    cache = DynamicCache(config=model.config)
+    with monkeypatch.context() as patched, pytest.raises(torch_mesh.ReadError):
+        patched.setattr(type(experts), "forward", fails)
+        _generate(
+            model,
+            inputs,
+            eos_token_id=None,
+            custom_generate=knowing(plain.sequences, 7),
+            past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([seen]),
+        )
+    tokens = {"input_ids": plain.sequences[:, : seen.count]}
+    rest = _generate(
+        model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=plain.sequences.shape[1] - seen.count
+    )
+    _check(model, inputs, plain, rest)
+
+
 def test_keys_that_a_server_keeps_are_kept() -> None:
     """Of a layer with a window it keeps more than the window, to go back to where two requests part."""
     original = _spread(OSS)
@@ -424,10 +518,14 @@ def test_calls_that_cannot_be_are_refused(options: dict[str, Any], message: str)
 
 def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
     model = TINY_MODELS[NEXT].build()
-    with pytest.raises(ValueError, match="linear attention"):
-        _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())
-    with pytest.raises(UnsupportedModelError, match="linear attention"):
-        torch_mesh.patch(model, resident=0.5, speculation="lookup")
+    with pytest.raises(ValueError, match="linear attention goes back in dynamic caches alone"):
+        _generate(model, _inputs(9), cache_implementation="static", custom_generate=torch_mesh.speculate())
+    for name, message in (("ZayaExperts", "keys and a state"), ("DeepseekV4Experts", "of a kind that does not")):
+        model = TINY_MODELS[name].build()
+        with pytest.raises(ValueError, match=message):
+            _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())
+        with pytest.raises(UnsupportedModelError, match=message):
+            torch_mesh.patch(model, resident=0.5, speculation="lookup")
     with pytest.raises(UnsupportedModelError, match="no generate"):
         torch_mesh.patch(TINY_MODELS[QWEN].build().model, resident=0.5, speculation="lookup")
     sliding = TINY_MODELS[OSS].build()
@@ -579,8 +677,8 @@ def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.Monk
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
-    assert module.why_not_rewindable(DynamicCache()) == ""
+    assert module.why_not_rewindable(torch.nn.Module(), DynamicCache()) == ""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
-    module.Rewinding(cache).go_back(1)
+    module.Rewinding(torch.nn.Module(), cache).go_back(1)
     assert cache.get_seq_length() == 1

@@ -158,7 +158,7 @@ class Speculation:
 
         # A graph for each length and each length of the cache: more than torch would compile.
         graphs: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, _GRAPHS)}
-        rewinding = Rewinding(cache)
+        rewinding = Rewinding(model, cache)
         try:
             with torch._dynamo.config.patch(**graphs) if compiles else nullcontext():
                 yield step
@@ -274,7 +274,7 @@ def why_not(
             if not generation_config.use_cache
             else f"{name} keeps no cache that it knows"
         )
-    return why_not_rewindable(cache)
+    return why_not_rewindable(model, cache)
 
 
 def why_never(model: Any) -> str:
@@ -282,8 +282,6 @@ def why_never(model: Any) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder and a decoder"
-    if getattr(model, "_is_stateful", False):
-        return f"{name} has a state for all tokens so far (linear attention), which cannot go back to an earlier one"
     if divided_sizes(model):
         return f"{name} is divided among processes, whose clocks would draft different numbers of tokens"
     return ""

@@ -63,7 +63,7 @@ def _why_not(model: nn.Module) -> str:
         return reason
     if not generates._supports_default_dynamic_cache():
         return "its cache is its own, and does not say how to go back to an earlier token"
-    return why_not_rewindable(DynamicCache(config=generates.config.get_text_config(decoder=True)))
+    return why_not_rewindable(model, DynamicCache(config=generates.config.get_text_config(decoder=True)))
 
 
 def take_speculation(model: nn.Module, config: MeshConfig) -> None:
