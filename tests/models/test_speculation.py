@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -390,17 +391,26 @@ def test_linear_attention_goes_back(name: str) -> None:
         if torch.equal(found, plain.sequences):
             for one, other in zip(states, _states(plain.past_key_values), strict=True):
                 assert (one - other).norm() <= 1e-3 * other.norm()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in _mixers_of(model))
 
 
-def _mixers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    found = [module for index in range(8) for module in linear_attention._mixers(model, index)]
-    assert found
-    return found
+def test_mixers_become_what_they_were() -> None:
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    before = [type(module) for module in model.modules()]
+    inputs = _inputs(20)
+    expected = _generate(model, inputs, eos_token_id=None)
+    _generate(model, inputs, eos_token_id=None, custom_generate=knowing(expected, 7))
+    mixers = [module for module in model.modules() if isinstance(module, linear_attention.SteppedMixer)]
+    assert len(mixers) == 2 and {type(mixer).__name__ for mixer in mixers} == {"Qwen3NextGatedDeltaNet"}
+    assert torch.equal(_generate(model, inputs, eos_token_id=None), expected)
+    for made in (copy.deepcopy(mixers[0]), pickle.loads(pickle.dumps(mixers[0]))):
+        assert type(made) is type(mixers[0]).__bases__[1] and made.layer_idx == mixers[0].layer_idx
+    torch_mesh.unpatch(model, lossy=True)
+    assert not any(isinstance(module, linear_attention.SteppedMixer) for module in model.modules())
+    assert len(before) == len(list(model.modules()))
 
 
 def test_two_texts_at_once_have_states_of_their_own() -> None:
-    """Hooks of one call see the tokens of the other."""
+    """The same mixers serve both, and one may begin or end while the other computes."""
     model = torch_mesh.patch(_spread(NEXT), resident=0.5)
     prompts = [_inputs(20), _inputs(9)]
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

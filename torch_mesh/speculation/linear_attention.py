@@ -8,12 +8,16 @@ So each drafted token passes through the mixer by itself, as in plain decoding, 
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ..modules import change_class
+
+_DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
 _CACHE = ("cache_params", "past_key_values")  # how mixers call it
 _State = list[Tensor]
 
@@ -43,71 +47,103 @@ def _mixers(model: nn.Module, index: int) -> list[nn.Module]:
 
 
 def _cache_name(module: nn.Module) -> str:
+    if isinstance(module, SteppedMixer):
+        return module._mesh_cache_name
     parameters = inspect.signature(type(module).forward).parameters
     return next((name for name in _CACHE if name in parameters), "")
 
 
+class SteppedMixer(nn.Module):
+    """Mixed into the class of a mixer: in a cache that is drafted into it takes one token after the other; in others it is as it was.
+
+    Not hooks: those of torch may not be added and removed while another thread's forward runs. Copies and pickles have the mixer's own class.
+    """
+
+    _mesh_cache_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        drafting: LinearAttention | None = getattr(kwargs.get(self._mesh_cache_name), _DRAFTING, None)
+        return forward(*args, **kwargs) if drafting is None else drafting.step(self, forward, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _empty, (type(self).__bases__[1],), *reduced[2:]
+
+
+def _empty(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _step_mixer(mixer: nn.Module) -> None:
+    with _lock:
+        cls = type(mixer)
+        if issubclass(cls, SteppedMixer):
+            return
+        if cls not in _stepped_classes:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            attributes = names | {"_mesh_cache_name": _cache_name(mixer)}
+            _stepped_classes[cls] = type(cls.__name__, (SteppedMixer, cls), attributes)
+        change_class(mixer, _stepped_classes[cls])
+
+
+def undo_linear_attention(model: nn.Module) -> None:
+    """Gives the mixers that speculation changed their own classes back."""
+    for module in model.modules():
+        if isinstance(module, SteppedMixer):
+            change_class(module, type(module).__bases__[1])
+
+
+_lock = threading.Lock()
+_stepped_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 class LinearAttention:
-    """The mixers of ``model`` while ``cache`` is drafted into: from the constructor, behind the prompt, to ``finish``."""
+    """The linear attention of ``model`` while ``cache`` is drafted into: from the constructor, behind the prompt, to ``finish``."""
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         self._cache = cache
         self._states: dict[
             int, list[_State]
         ] = {}  # of layers: before a forward, and behind each of its tokens but the last
-        self._before: dict[int, list[Tensor]] = {}  # what mixers gave for all tokens but the last
-        self._hooks: list[Any] = []
-        for index, layer in enumerate(cache.layers):
-            if is_linear(layer):
-                (mixer,) = _mixers(model, index)
-                self._hooks.append(mixer.register_forward_pre_hook(self._enter, with_kwargs=True))
-                self._hooks.append(mixer.register_forward_hook(self._leave, with_kwargs=True))
+        linear = [index for index, layer in enumerate(cache.layers) if is_linear(layer)]
+        for index in linear:
+            (mixer,) = _mixers(model, index)
+            _step_mixer(mixer)
+        if linear:
+            setattr(cache, _DRAFTING, self)
 
-    def _enter(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Every token but the last; returns the arguments for that one."""
+    def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``forward`` gives for hidden states [1, tokens, hidden], for one token after the other."""
         hidden = args[0] if args else kwargs["hidden_states"]
         tokens = hidden.shape[1]
-        if tokens == 1 or not self._is_own(mixer, kwargs):
-            return None
-        index = mixer.layer_idx
-        layer = self._cache.layers[index]
-        states = self._states[index] = [_copied(layer)]
-        before: list[Tensor] = []
-        self._before[index] = before
-        for token in range(tokens - 1):
-            one, by_name = _one(args, kwargs, token)
-            before.append(mixer.forward(*one, **by_name))
+        if tokens == 1:
+            result: Tensor = forward(*args, **kwargs)
+            return result
+        layer = self._cache.layers[mixer.layer_idx]
+        states = self._states[mixer.layer_idx] = []
+        found: list[Tensor] = []
+        for token in range(tokens):
             states.append(_copied(layer))
-        return _one(args, kwargs, tokens - 1)
-
-    def _leave(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not self._is_own(mixer, kwargs) or mixer.layer_idx not in self._before:
-            return None
-        return torch.cat([*self._before.pop(mixer.layer_idx), output], dim=1)
-
-    def _is_own(self, mixer: Any, kwargs: dict[str, Any]) -> bool:
-        return kwargs.get(_cache_name(mixer)) is self._cache
+            one, by_name = _one(args, kwargs, token)
+            found.append(forward(*one, **by_name))
+        return torch.cat(found, dim=1)
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last ``tokens`` of the last forward, one of several tokens if there are any to forget."""
         for index, states in self._states.items() if tokens else ():
             _restore(self._cache.layers[index], states[-tokens])
-        self._forget()
+        self._states.clear()
 
     def go_back(self) -> None:
         """To before the last forward of several tokens, which failed somewhere."""
         for index, states in self._states.items():
             _restore(self._cache.layers[index], states[0])
-        self._forget()
-
-    def _forget(self) -> None:
         self._states.clear()
-        self._before.clear()
 
     def finish(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._forget()
+        vars(self._cache).pop(_DRAFTING, None)
+        self._states.clear()
 
 
 def _one(args: tuple[Any, ...], kwargs: dict[str, Any], token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,6 +12,7 @@ from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules import change_class
 from .decoding import Speculation, speculate, why_never, why_not
+from .linear_attention import undo_linear_attention
 from .rewinding import why_not_rewindable
 
 
@@ -74,10 +75,11 @@ def take_speculation(model: nn.Module, config: MeshConfig) -> None:
 
 
 def undo_speculation(model: nn.Module) -> None:
-    """Gives a model that speculates its own class back."""
+    """Gives a model that speculates, and what of it speculation changed, their own classes back."""
     if isinstance(model, SpeculatingModel):
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)
+    undo_linear_attention(model)
 
 
 def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:
