@@ -14,6 +14,9 @@ namespace {
 // up, since the task's thread may be waiting for it.
 constexpr int32_t kSpins = 64;
 
+// Tasks that a thread takes at once: it may lose its core while it has them.
+constexpr int64_t kMostRun = 16;
+
 // Waking a thread takes some microseconds; this is the work of five (int4) to 30 (bf16).
 constexpr int64_t kThreadWork = int64_t{1} << 17;
 
@@ -56,11 +59,33 @@ int32_t TaskQueue::add(int64_t tasks, Stages needs) {
   return stages_++;
 }
 
+int64_t TaskQueue::end_of_free(int32_t stage) const {
+  int32_t last = stage;
+  while (last + 1 < stages_ && needs_[last + 1].end <= stage) ++last;
+  return end_[last];
+}
+
+bool TaskQueue::take_run(Lane& lane, Cursor& at) const {
+  at.next = lane.next.load(std::memory_order_relaxed);
+  do {
+    if (at.next >= lane.end) return false;
+    while (at.next >= end_[at.stage]) ++at.stage;
+    const int64_t left = std::min(lane.end, end_of_free(at.stage)) - at.next;
+    at.end = at.next + std::clamp<int64_t>(left / (2 * threads_), 1, kMostRun);
+  } while (!lane.next.compare_exchange_weak(at.next, at.end, std::memory_order_relaxed));
+  return true;
+}
+
+bool TaskQueue::next_of_run(Cursor& at) const {
+  if (at.next == at.end) return false;
+  while (at.next >= end_[at.stage]) ++at.stage;
+  at.task = at.next++ - (at.stage == 0 ? 0 : end_[at.stage - 1]);
+  return true;
+}
+
 bool TaskQueue::take(Lane& lane, Cursor& at) {
-  const int64_t taken = lane.next.fetch_add(1, std::memory_order_relaxed);
-  if (taken >= lane.end) return false;
-  while (taken >= end_[at.stage]) ++at.stage;
-  at.task = taken - (at.stage == 0 ? 0 : end_[at.stage - 1]);
+  if (at.next == at.end && !take_run(lane, at)) return false;
+  next_of_run(at);
   if (at.waited == at.stage) return true;
   const auto [begin, end] = needs_[at.stage];
   for (int32_t stage = begin; stage < end; ++stage) wait_for_zero(left_[stage]);

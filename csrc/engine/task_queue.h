@@ -1,6 +1,10 @@
 // The work of one batch of experts as one list of tasks, which the threads of one parallel region
 // take in order.
 //
+// A thread takes a run of neighbouring tasks at a time, which read one stretch of memory: where
+// reading begins anew a core waits. Runs get shorter towards the next stage that waits for others,
+// so that all threads get there together.
+//
 // There is no barrier: a stage names the stages before it that must have ended, and its tasks wait
 // for those alone. Nobody counts the threads, so one that comes late, or never, because its core is
 // busy elsewhere holds nothing up; the others have done its share.
@@ -61,6 +65,7 @@ class TaskQueue {
   void run(const Runtime& runtime, int32_t threads, const CurrentNode& current_node,
            const Body& body) {
     end_lane();
+    threads_ = threads;
     parallel_for(runtime, threads, threads, [&](int64_t, int64_t) {
       const int32_t nodes = lanes_ - 2;
       take_all(0, body);
@@ -74,6 +79,7 @@ class TaskQueue {
 
  private:
   struct Cursor {
+    int64_t next = 0, end = 0;  // of the run of tasks that this thread has taken
     int32_t stage = 0;
     int64_t task = 0;
     int32_t waited = -1;  // the stage whose needs are known to have ended
@@ -83,20 +89,28 @@ class TaskQueue {
     int64_t end;
     int32_t first_stage;
   };
-  // A task that throws ends too: nobody may wait for it for ever.
-  struct Ending {
-    std::atomic<int64_t>& left;
-    ~Ending() { left.fetch_sub(1, std::memory_order_release); }
-  };
-
   template <typename Body>
   void take_all(int32_t lane, const Body& body) {
     Cursor at{.stage = lanes_at_[lane].first_stage};
     while (take(lanes_at_[lane], at)) {
-      const Ending ending{left_[at.stage]};
-      body(at.stage, at.task);
+      try {
+        body(at.stage, at.task);
+      } catch (...) {  // nobody may wait for it, or for the rest of its run, for ever
+        do {
+          end(at.stage);
+        } while (next_of_run(at));
+        throw;
+      }
+      end(at.stage);
     }
   }
+  void end(int32_t stage) { left_[stage].fetch_sub(1, std::memory_order_release); }
+  // Goes to the next task of the run; false where it has ended.
+  bool next_of_run(Cursor& at) const;
+  // Where the tasks end that need nothing from `stage` on.
+  int64_t end_of_free(int32_t stage) const;
+  // Takes the lane's next run of tasks; false when there is none.
+  bool take_run(Lane& lane, Cursor& at) const;
   // The lane's next task that nobody has taken, once what it needs has ended; false when there is
   // none.
   bool take(Lane& lane, Cursor& at);
@@ -104,6 +118,7 @@ class TaskQueue {
   void end_lane() { lanes_at_[lanes_ - 1].end = tasks(); }
 
   int32_t stages_ = 0;
+  int32_t threads_ = 1;
   std::array<int64_t, kMostStages> end_;  // of a stage's tasks in the list of all
   std::array<Stages, kMostStages> needs_;
   std::array<std::atomic<int64_t>, kMostStages> left_;  // tasks that have not ended

@@ -23,12 +23,17 @@ struct NativeBf16Dot {
   }
 };
 
+constexpr ManyRows kManyRows{
+    .gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false};
+
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
     make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, VnniLevelDot,
-               Prefetching<ExpandedFp8Dot>>(
-        "avx512_bf16",
-        {.gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false});
+               Prefetching<ExpandedFp8Dot>>("avx512_bf16", kManyRows);
+
+constinit const KernelTable kIntelBf16Table =
+    make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
+               VnniLevelDot, Prefetching<ExpandedFp8Dot>>("avx512_bf16", kManyRows);
 
 }  // namespace torch_mesh

@@ -37,7 +37,8 @@ constexpr Candidate kCandidates[] = {
     {&kAvxVnniTable, runs_avx_vnni},
     {&kAvx512Table, runs_avx512},
     {&kAvx512VnniTable, runs_avx512_vnni},
-    {&kAvx512Bf16Table, runs_avx512_bf16},
+    {&kAvx512Bf16Table, [] { return runs_avx512_bf16() && !__builtin_cpu_is("intel"); }},
+    {&kIntelBf16Table, [] { return runs_avx512_bf16() && __builtin_cpu_is("intel"); }},
 #endif
 };
 

@@ -9,10 +9,11 @@ namespace torch_mesh {
 namespace {
 
 // A Dot that asks for the weights ahead of their use. The prefetchers of Intel's cores stop at the
-// end of a 4 KiB page, and one row's products are too short to hide the reads that follow.
+// end of a 4 KiB page, and one row's products are too short to hide the reads that follow. How far
+// ahead has been measured (docs/decisions/0012-kernels-without-vnni.md).
 template <typename Dot>
 struct Prefetching : Dot {
-  static constexpr int32_t kPrefetchBytes = 4096;
+  static constexpr int32_t kPrefetchBytes = 2048;
 };
 
 // A Dot of nibbles that takes their two words of bytes as they have been unfolded.

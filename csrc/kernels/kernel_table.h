@@ -191,6 +191,7 @@ extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;
 extern const KernelTable kAvx512Bf16Table;
+extern const KernelTable kIntelBf16Table;  // the same bits, for cores that gain by prefetching
 #endif
 
 }  // namespace torch_mesh

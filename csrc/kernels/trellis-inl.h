@@ -10,7 +10,7 @@ namespace {
 
 constexpr int32_t kTrellisColumns = 16;  // whose words stand beside each other
 constexpr int32_t kTrellisLine = kTrellisColumns * 4;
-constexpr int32_t kTrellisAhead = 4096;  // as Prefetching, dots-inl.h
+constexpr int32_t kTrellisAhead = 4096;  // see Prefetching, dots-inl.h
 
 inline Words bits_of(Words bytes, uint32_t mask) {
   return bytes & broadcast_word(mask * 0x01010101);

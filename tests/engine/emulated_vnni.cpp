@@ -28,6 +28,7 @@ inline __m512 emulated_dpbf16(__m512 sum, __m512i a, __m512i b) {
 #define _mm512_dpbf16_ps(sum, a, b) emulated_dpbf16(sum, (__m512i)(a), (__m512i)(b))
 #define kAvx512VnniTable kEmulatedVnniTable
 #define kAvx512Bf16Table kEmulatedBf16Table
+#define kIntelBf16Table kEmulatedIntelBf16Table
 
 #include "kernels/avx512_bf16.cpp"
 #include "kernels/avx512_vnni.cpp"

@@ -137,9 +137,10 @@ def test_weights_as_they_stand_agree_with_float64(features: int, out_features: i
         x = torch.randn(*shape, features).bfloat16()
         out = ops.plain_linear(x, weight, bias)
         assert out.shape == (*shape, out_features) and out.dtype == torch.bfloat16
-        error = out.double() - F.linear(x.double(), weight.double(), bias.double())
+        exact = F.linear(x.double(), weight.double(), bias.double())
         typical = x.double().norm() * weight.double().norm() / features**0.5 + bias.norm()
-        assert error.norm() <= 0.004 * typical
+        # Rounding is relative to the output, which is larger than typical where there are few.
+        assert (out.double() - exact).norm() <= 0.004 * max(typical, exact.norm())
 
 
 def test_many_rows_times_weights_as_they_stand_are_those_of_packed_ones() -> None:
