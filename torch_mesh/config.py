@@ -276,7 +276,7 @@ class MeshConfig(QuantizationConfigMixin):
         "off",
         one_of("off", "lookup"),
         'Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). `"lookup"` drafts what followed when the text ended like this before, '
-        "where measuring says that it pays; greedy search and sampling of one text at a time.",
+        "where measuring says that it pays; greedy search and sampling of up to four texts at a time.",
     )
     predictor: str | None = _field(
         None,

@@ -195,7 +195,7 @@ def _drawn(table: torch.Tensor, drafter: Any, tokens: int) -> tuple[int, ...]:
     while not text.finished:
         last = int(text.ids[0, -1])
         drafted = drafter(last)
-        text.add_while(drafted, table[[last, *drafted]][None])
+        text.add_while([drafted], table[[last, *drafted]][None])
     return tuple(text.ids[0, 1:].tolist())
 
 
@@ -248,6 +248,56 @@ def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel
         {"prefill_chunk_size": 16},
     ):
         _agree(model, inputs, always(length), **options)
+
+
+@pytest.mark.parametrize("texts", [2, 4])
+@pytest.mark.parametrize("fields", [{"dense": "bf16"}, {"weights": "int4", "dense": "int4"}], ids=["bf16", "int4"])
+def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
+    original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], texts: int
+) -> None:
+    """Padded on the left to one length, some ending before others: with the same batch, plainly."""
+    model = _patched(original, resident=0.25, **fields)
+    tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
+    prompts = [*PROMPTS.values()][-texts:]
+    inputs = tokenizer([prompts[0], *(prompts[0] + each for each in prompts[1:])], return_tensors="pt", padding=True)
+    assert (inputs["attention_mask"] == 0).any()
+    length = inputs["input_ids"].shape[1]
+    answers = _generate(model, inputs)[:, length:]
+    ends = int(answers[0, 25])  # in the first text there at the latest
+    seven = 16 // texts - 1
+    for options in (
+        {},
+        {"eos_token_id": ends},
+        {"stopping_criteria": StoppingCriteriaList([_EndsIn(ends)])},
+        {"do_sample": True, "temperature": 0.7},
+        {"repetition_penalty": 1.01, "return_dict_in_generate": True, "output_scores": True},
+    ):
+        plain = _generate(model, inputs, **options)
+        speculation = always(seven)
+        found = _generate(model, inputs, **options, custom_generate=speculation)
+        if not isinstance(plain, torch.Tensor):
+            assert len(found.scores) == len(plain.scores)
+            plain, found = plain.sequences, found.sequences
+        assert torch.equal(plain, found), options
+        assert options or sum(speculation._controllers[texts].accepted) > 0
+        assert not speculation._controller.accepted  # which is for one text
+    torch_mesh.reset_stats(model)
+    speculation = torch_mesh.speculate()
+    for _ in range(2):
+        assert torch.equal(
+            _generate(model, inputs, max_new_tokens=150),
+            _generate(model, inputs, max_new_tokens=150, custom_generate=speculation),
+        )
+
+
+class _EndsIn(StoppingCriteria):
+    """Each text at a token, which transformers does not know to end it: it goes on while others do."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
 
 
 def test_stop_strings_work_where_generate_speculates_by_itself(original: PreTrainedModel, tokenizer: Any) -> None:
@@ -514,7 +564,7 @@ def test_a_static_cache_goes_back(original: PreTrainedModel, tokenizer: Any) -> 
     "options,message",
     [
         ({"num_beams": 2}, "beam search"),
-        ({"num_return_sequences": 2, "do_sample": True}, "one text at a time, and here are 2"),
+        ({"num_return_sequences": 5, "do_sample": True}, "up to 4 texts at a time, and here are 5"),
         ({"use_cache": False}, "use_cache=False leaves none"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
@@ -596,9 +646,9 @@ def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tok
 def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokenizer: Any) -> None:
     plain, model = _patched(original), _patched(original, speculation="lookup")
     inputs = tokenizer(PROMPTS["prose"], return_tensors="pt")
-    two = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    five = {name: tensor.repeat(5, 1) for name, tensor in inputs.items()}
     for asked, options in [
-        (two, {}),
+        (five, {}),
         (inputs, {"num_beams": 2}),
         (inputs, {"use_cache": False, "max_new_tokens": 9}),
         (inputs, {"return_dict_in_generate": True, "output_hidden_states": True}),

@@ -17,7 +17,7 @@ from .rewinding import why_not_rewindable
 
 
 class SpeculatingModel(nn.Module):
-    """Mixed into the class of a model that generates: greedy search and sampling of one text speculate, all else is transformers'.
+    """Mixed into the class of a model that generates: greedy search and sampling of up to four texts speculate, all else is transformers'.
 
     ``generate`` looks its modes up in the class of the model, and calls them when it has prepared all that they need.
     """
