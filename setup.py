@@ -39,6 +39,7 @@ INSTRUCTION_SETS = {
     "csrc/kernels/avx512.cpp": AVX512,
     "csrc/kernels/avx512_vnni.cpp": VNNI,
     "csrc/kernels/avx512_bf16.cpp": [*VNNI, "-mavx512bf16"],
+    "csrc/kernels/amx.cpp": [*VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     # The VNNI and BF16 bodies over emulated instructions, so that they run where the processor lacks those.
     "tests/engine/emulated_avx_vnni.cpp": AVX2,
     "tests/engine/emulated_vnni.cpp": AVX512,

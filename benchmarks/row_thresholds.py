@@ -1,4 +1,4 @@
-"""Claim: the rows from which on a product changes its way (few rows, panels, torch's brgemm) are well chosen: no number of rows takes
+"""Claim: the rows from which on a product changes its way (few rows, panels, the processor's tiles or torch's brgemm) are well chosen: no number of rows takes
 more than 1.15 × the time of the faster way.
 
 For each instruction set and format of this machine, one thread, a matrix that no cache holds. The switches are constants of the
@@ -25,8 +25,8 @@ SLACK = 1.15
 
 
 def chosen(ways: Mapping[str, int], rows: int) -> str:
-    """The way that the table goes: of those that may begin, gemm before panels before the rest."""
-    return next(way for way in ("gemm", "panels", "few") if way in ways and rows >= ways[way])
+    """The way that the table goes: of those that may begin, gemm or tiles before panels before the rest."""
+    return next(way for way in ("tiles", "gemm", "panels", "few") if way in ways and rows >= ways[way])
 
 
 def best_switch(seconds: Mapping[str, Sequence[float]], way: str) -> int | None:

@@ -15,7 +15,7 @@ namespace {
 // Bounds the workspace: a longer prompt reads the weights once per chunk.
 constexpr int64_t kChunkRows = 4096;
 // Up to so many rows, weights as they stand cost less than packing them first.
-constexpr int32_t kMostPlainRows = kTileRows;
+constexpr int32_t kMostPlainRows = 32;
 static_assert(kMostPlainRows >= kMostDecodeRows, "or a row's bits depend on what comes with it");
 
 using Bias = float[kBlockColumns];
@@ -173,7 +173,7 @@ void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const Lin
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
   const bool few = phase_of(call.rows) == Phase::kDecode;
-  const Runtime own = few ? without_float_gemm(runtime) : runtime;
+  const Runtime own = few ? for_few_rows(runtime) : runtime;
   for_each_chunk(call, [&](const LinearRows& rows) {
     by_blocks(matrix, rows, own, threads, *lease,
               [&](int64_t task, int64_t, int32_t) { return packed + task * matrix.block_bytes; });

@@ -77,7 +77,7 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       runtime_(runtime),
       pool_(std::move(pool)),
       ffns_(make_ffns(options, runtime)),
-      few_rows_ffns_(make_ffns(options, without_float_gemm(runtime))),
+      few_rows_ffns_(make_ffns(options, for_few_rows(runtime))),
       ffn_(ffns_.front()),
       last_used_(pool_->layers(), pool_->experts()) {
   check(options_, runtime_, pool_->layers());

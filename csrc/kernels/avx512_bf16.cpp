@@ -1,27 +1,12 @@
 // AVX512 with VNNI and BF16: Cooper Lake, Sapphire Rapids, Zen 4.
 #include "kernels/simd_avx512_vnni-inl.h"
 // All others are written in its terms.
+#include "kernels/bf16_dot-inl.h"
 #include "kernels/table-inl.h"
 #include "kernels/vnni_dots-inl.h"
 
 namespace torch_mesh {
 namespace {
-
-// vdpbf16ps adds both products of a word, rounded on its own terms (subnormals count as zero).
-struct NativeBf16Dot {
-  using Sum = Floats;
-  struct Weights {
-    Words pairs;
-  };
-  using Row = Weights;
-  static constexpr int kRowWords = 1;
-
-  static Weights weights(const std::byte* words) { return {load_words(words)}; }
-  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
-  static Sum add(Sum sum, const Row& row, const Weights& weights) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)row.pairs, (__m512bh)weights.pairs);
-  }
-};
 
 constexpr ManyRows kManyRows{
     .gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false};

@@ -1,6 +1,14 @@
 // Which table runs: the best one that the processor has, or the one that TORCH_MESH_ISA names.
+#include <cstdint>
 #include <cstdlib>
 #include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "base/error.h"
 #include "kernels/expert_ffn.h"
@@ -28,6 +36,23 @@ bool runs_avx512() {
 }
 bool runs_avx512_vnni() { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool runs_avx512_bf16() { return runs_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+// The system gives a process tiles when it is asked to.
+bool runs_amx() {
+  if (!runs_avx512_bf16()) return false;
+  uint32_t eax, ebx, ecx, edx;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr uint32_t kNeeded =
+      uint32_t{1} << 22 | uint32_t{1} << 24 | uint32_t{1} << 25;  // bf16, tile, int8
+  if ((edx & kNeeded) != kNeeded) return false;
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 constexpr Candidate kCandidates[] = {
@@ -39,6 +64,7 @@ constexpr Candidate kCandidates[] = {
     {&kAvx512VnniTable, runs_avx512_vnni},
     {&kAvx512Bf16Table, [] { return runs_avx512_bf16() && !__builtin_cpu_is("intel"); }},
     {&kIntelBf16Table, [] { return runs_avx512_bf16() && __builtin_cpu_is("intel"); }},
+    {&kAmxTable, runs_amx},
 #endif
 };
 

@@ -24,8 +24,8 @@ namespace torch_mesh {
 struct KernelTable;
 
 // The best table this processor runs, or the one that TORCH_MESH_ISA names when the process starts:
-// "scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16". Error(kInvalid) for an
-// unknown name or one the processor lacks.
+// "scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx". Error(kInvalid) for
+// an unknown name or one the processor lacks.
 const KernelTable& kernel_table();
 const KernelTable& kernel_table(std::string_view name);
 std::vector<std::string_view> kernel_tables();  // those this processor runs, scalar first

@@ -7,28 +7,54 @@
 namespace torch_mesh {
 namespace {
 
-// How deep one bf16 gemm is: the rows it takes are gathered on the stack.
-constexpr int32_t kGemmDepth = 2048;
+// The runtime's gemm. tile_products-inl.h has another multiplication, which says the same of
+// itself.
+struct RuntimeGemm {
+  static constexpr bool kSignedRows = false;   // of bytes
+  static constexpr bool kWholeTiles = false;   // writes sums of rows that there are not
+  static constexpr int32_t kGroupsAhead = 0;   // that are asked for while sums are scaled
+  static constexpr int32_t kBf16Depth = 2048;  // of one gemm: its rows are gathered on the stack
 
-inline void gemm_bf16(const BlockProducts& products) {
-  alignas(64) std::byte gathered[kTileRows * kGemmDepth * 2];
+  const Runtime& runtime;
+
+  explicit RuntimeGemm(const BlockProducts& products) : runtime(*products.gemm) {}
+
+  // `bytes` of each row from `at` on, as a: one row after the other.
+  template <bool kBytes>
+  void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
+    for (int32_t r = 0; r < products.rows.count; ++r) {
+      __builtin_memcpy(a + r * bytes, operand_row(products, r) + at, static_cast<size_t>(bytes));
+    }
+  }
+  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
+    runtime.gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
+                      reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
+                      c);
+  }
+  void bytes(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b,
+             int32_t* c) const {
+    runtime.gemm_u8s8(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
+                      reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const int8_t*>(b), c);
+  }
+};
+
+// sums is kTileRows rows long, whatever there are of them.
+template <typename Gemm>
+inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
+  alignas(64) std::byte gathered[kTileRows * Gemm::kBf16Depth * 2];
   alignas(64) float part[kTileRows * kBlockColumns];
   const int32_t rows = products.rows.count;
-  for (int32_t k = 0; k < products.shape.depth_padded; k += kGemmDepth) {
+  for (int32_t k = 0; k < products.shape.depth_padded; k += Gemm::kBf16Depth) {
     const int32_t left = products.shape.depth_padded - k;
-    const int32_t depth = left < kGemmDepth ? left : kGemmDepth;
-    for (int32_t r = 0; r < rows; ++r) {
-      __builtin_memcpy(gathered + r * depth * 2, operand_row(products, r) + int64_t{k} * 2,
-                       static_cast<size_t>(depth) * 2);
-    }
+    const int32_t depth = left < Gemm::kBf16Depth ? left : Gemm::kBf16Depth;
+    gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
     const std::byte* block = products.block + int64_t{k} * kBlockColumns * 2;
-    products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
-                             reinterpret_cast<const uint16_t*>(gathered),
-                             reinterpret_cast<const uint16_t*>(block),
-                             k == 0 ? products.sums : part);
-    if (k == 0) continue;
+    const bool alone = k == 0 && !Gemm::kWholeTiles;
+    gemm.bf16(rows, depth, gathered, block, alone ? products.sums : part);
+    if (alone) continue;
     for (int32_t i = 0; i < rows * kBlockColumns; i += kLanes) {
-      store(products.sums + i, load(products.sums + i) + load(part + i));
+      const Floats more = load(part + i);
+      store(products.sums + i, k == 0 ? more : load(products.sums + i) + more);
     }
   }
 }
@@ -39,6 +65,7 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte*
   const uint32_t before = count_subnormals();
   for (int32_t i = 0; i < words * kBlockColumns; i += 2 * kLanes) {
     ExpandedFp8Dot::Weights both[2];
+    if (i * 2 % kLineBytes == 0) __builtin_prefetch(pairs + i * 2 + 4096);
     ExpandedFp8Dot::weights(pairs + i * 2, both);
     put_in_order(both[0].low, both[1].low);
     put_in_order(both[0].high, both[1].high);
@@ -51,7 +78,8 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte*
   restore_subnormals(before);
 }
 
-inline void gemm_fp8(const BlockProducts& products) {
+template <typename Gemm>
+inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
   constexpr int32_t kMostDepth = 128;
   alignas(64) std::byte unfolded[kMostDepth * kBlockColumns * 2];
   alignas(64) std::byte gathered[kTileRows * kMostDepth * 2];
@@ -63,13 +91,8 @@ inline void gemm_fp8(const BlockProducts& products) {
   for (int32_t k = 0; k < shape.depth_padded; k += most) {
     const int32_t depth = shape.depth_padded - k < most ? shape.depth_padded - k : most;
     unfold_fp8_to_bf16(pairs + int64_t{k} * kBlockColumns, depth / 2, unfolded);
-    for (int32_t r = 0; r < rows; ++r) {
-      __builtin_memcpy(gathered + r * depth * 2, operand_row(products, r) + int64_t{k} * 2,
-                       static_cast<size_t>(depth) * 2);
-    }
-    products.gemm->gemm_bf16(rows, kBlockColumns, depth, depth, kBlockColumns, kBlockColumns,
-                             reinterpret_cast<const uint16_t*>(gathered),
-                             reinterpret_cast<const uint16_t*>(unfolded), part);
+    gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
+    gemm.bf16(rows, depth, gathered, unfolded, part);
     const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       const Floats scale = step.scales_of(c);
@@ -102,8 +125,8 @@ inline void gemm_surplus(const Group& group, uint32_t* surplus) {
 }
 
 // Of groups whose words are gemm's own operands. Bytes of nibbles stay unsigned: s8 holds them too.
-template <typename Dot, typename Scales, typename Group>
-inline void gemm_integer(const BlockProducts& products) {
+template <typename Dot, typename Scales, typename Group, typename Gemm>
+inline void gemm_integer(const BlockProducts& products, const Gemm& gemm) {
   alignas(64) std::byte gathered[kTileRows * kMaxGroup];
   alignas(64) int32_t exact[kTileRows * kBlockColumns];
   alignas(64) uint32_t surplus[kBlockColumns];
@@ -113,22 +136,31 @@ inline void gemm_integer(const BlockProducts& products) {
   for (int32_t g = 0; g < products.shape.depth_padded / size; ++g) {
     const Group group(products, g);
     const GroupRows rows = group_rows(products, g, unit);
-    for (int32_t r = 0; r < count; ++r) {
-      __builtin_memcpy(gathered + r * size, rows.bytes[r], static_cast<size_t>(size));
+    gemm.template gather<true>(products, int64_t{g} * size, size, gathered);
+    if constexpr (!Gemm::kSignedRows) gemm_surplus<Dot>(group, surplus);
+    gemm.bytes(count, size, gathered, group.words, exact);
+    constexpr int kVectors = kBlockColumns / kLanes;
+    Floats scale[kVectors];
+    Words zeros[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = Scales::load(group.scales_of(v * kLanes));
+      zeros[v] = Dot::zeros(group.scales_of(v * kLanes));
     }
-    gemm_surplus<Dot>(group, surplus);
-    products.gemm->gemm_u8s8(count, kBlockColumns, size, size, kBlockColumns, kBlockColumns,
-                             reinterpret_cast<const uint8_t*>(gathered),
-                             reinterpret_cast<const int8_t*>(group.words), exact);
+    const int64_t ahead = Gemm::kGroupsAhead * group.total_bytes();
+    const int64_t lines_of_row = group.total_bytes() / kLineBytes / count + 1;
     for (int32_t r = 0; r < count; ++r) {
-      for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-        Words sum =
-            subtract_words(load_words(exact + r * kBlockColumns + c), load_words(surplus + c));
-        if constexpr (Dot::kRowWords == 2) {
-          sum = add_words(sum, Dot::start(Dot::zeros(group.scales_of(c)), rows.sum[r]));
+      for (int64_t i = r * lines_of_row; ahead > 0 && i < (r + 1) * lines_of_row; ++i) {
+        __builtin_prefetch(group.scales + ahead + i * kLineBytes);
+      }
+      const Floats row_scale = broadcast(rows.scale[r]);
+      for (int v = 0; v < kVectors; ++v) {
+        Words sum = load_words(exact + r * kBlockColumns + v * kLanes);
+        if constexpr (!Gemm::kSignedRows) {
+          sum = subtract_words(sum, load_words(surplus + v * kLanes));
         }
-        add_scaled<Scales>(products.sums + r * kBlockColumns + c, sum, rows.scale[r],
-                           group.scales_of(c));
+        if constexpr (Dot::kRowWords == 2) sum = add_words(sum, Dot::start(zeros[v], rows.sum[r]));
+        float* sums = products.sums + r * kBlockColumns + v * kLanes;
+        store(sums, multiply_add(words_to_floats(sum), row_scale * scale[v], load(sums)));
       }
     }
   }

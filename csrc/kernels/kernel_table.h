@@ -14,9 +14,9 @@
 
 namespace torch_mesh {
 
-// Rows computed at once: their sums (64 columns, fp32) are 8 KiB and stay in L1 beside a group of
+// Rows computed at once: their sums (64 columns, fp32) are 12 KiB and stay in L1 beside a group of
 // weights, so that the block is streamed from memory once for all of them.
-inline constexpr int32_t kTileRows = 32;
+inline constexpr int32_t kTileRows = 48;
 inline constexpr int32_t kMaxGroup = 128;
 
 // Activations in the operand form of the products, one row after the other:
@@ -130,9 +130,17 @@ struct KernelTable {
   // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
   // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
+  // The processor's own products of many rows, in the place of the runtime's gemm; nullptr: it has
+  // none. They run between begin() and end(), on one thread.
+  struct Tiles {
+    void (*begin)(const OperandShape& shape) = nullptr;
+    void (*end)() = nullptr;
+    void (*products[kFormats])(const BlockProducts& products) = {};  // by Format
+  };
   // From this many rows at once on, formats of float products go by panels, which give the same
   // bits; nullptr: none. By Format.
   int32_t panel_rows;
+  Tiles tiles;
   void (*panels[kFormats])(const BlockProducts& products);
 
   void (*products[kFormats])(const BlockProducts& products);  // by Format
@@ -191,6 +199,7 @@ extern const KernelTable kAvxVnniTable;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512VnniTable;
 extern const KernelTable kAvx512Bf16Table;
+extern const KernelTable kAmxTable;
 extern const KernelTable kIntelBf16Table;  // the same bits, for cores that gain by prefetching
 #endif
 

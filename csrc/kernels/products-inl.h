@@ -171,6 +171,7 @@ struct IntegerGroup {
   }
 
   const std::byte* scales_of(int32_t column) const { return scales + column * Scales::kBytes; }
+  int64_t total_bytes() const { return int64_t{kBlockColumns} * (Scales::kBytes + count * 4); }
 };
 
 // The same with its words unfolded to bytes, once for all rows, as runtime's gemm takes them:

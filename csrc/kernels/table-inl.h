@@ -27,7 +27,7 @@ inline void clear_sums(const BlockProducts& products) {
 
 template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
-  if (products.gemm != nullptr) return gemm_bf16(products);
+  if (products.gemm != nullptr) return gemm_bf16(products, RuntimeGemm(products));
   clear_sums(products);
   bf16_products<Dot>(products);
 }
@@ -35,7 +35,7 @@ inline void block_products_bf16(const BlockProducts& products) {
 template <typename Dot>
 inline void block_products_fp8(const BlockProducts& products) {
   clear_sums(products);
-  if (products.gemm != nullptr) return gemm_fp8(products);
+  if (products.gemm != nullptr) return gemm_fp8(products, RuntimeGemm(products));
   fp8_products<Dot>(products);
 }
 
@@ -49,7 +49,8 @@ template <typename Dot, typename Scales>
 inline void block_products_int8(const BlockProducts& products) {
   clear_sums(products);
   using Group = IntegerGroup<Dot, Scales>;
-  if (products.gemm != nullptr) return gemm_integer<Dot, Scales, Group>(products);
+  if (products.gemm != nullptr)
+    return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
   integer_products<Dot, Scales, Group>(products);
 }
 
@@ -61,7 +62,8 @@ template <typename Dot, typename Levels, typename Scales>
 inline void block_products_nibbles(const BlockProducts& products) {
   clear_sums(products);
   using Unfolded = UnfoldedGroup<Dot, Scales>;
-  if (products.gemm != nullptr) return gemm_integer<Levels, Scales, Unfolded>(products);
+  if (products.gemm != nullptr)
+    return gemm_integer<Levels, Scales, Unfolded>(products, RuntimeGemm(products));
   if (products.rows.count >= kUnfoldedRows) {
     return integer_products<Levels, Scales, Unfolded>(products);
   }
@@ -72,7 +74,8 @@ template <typename Levels, typename Code>
 inline void block_products_trellis(const BlockProducts& products) {
   clear_sums(products);
   using Group = TrellisGroup<Code>;
-  if (products.gemm != nullptr) return gemm_integer<Levels, Bf16Scales, Group>(products);
+  if (products.gemm != nullptr)
+    return gemm_integer<Levels, Bf16Scales, Group>(products, RuntimeGemm(products));
   integer_products<Levels, Bf16Scales, Group>(products);
 }
 
@@ -86,7 +89,8 @@ struct ManyRows {
 // Nibbles and Levels are Dots of what they stand for.
 template <typename Bf16, typename Int8, template <typename> typename Nibbles,
           template <typename> typename Levels, typename Fp8>
-constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
+constexpr KernelTable make_table(const char* name, const ManyRows& rows,
+                                 const KernelTable::Tiles& tiles = {}) {
   using Int4 = Nibbles<EvenNibbles>;
   using Fp4 = Nibbles<Fp4Nibbles>;
   using Trellis = Levels<TrellisLevels>;
@@ -95,6 +99,7 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows) {
           {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
            nibbles, rows.gemm_floats, rows.gemm_int8, rows.gemm_int8},
           rows.panels,
+          tiles,
           {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,
            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
            rows.panels > 0 ? block_panels<fp8_panels> : nullptr, nullptr, nullptr},

@@ -51,12 +51,22 @@ TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
     : product_(table.products[static_cast<int>(matrix.format)]),
       panels_(table.panels[static_cast<int>(matrix.format)]),
       runtime_(runtime) {
-  use_gemm_ =
-      has_gemm(runtime, matrix.format) && rows >= table.gemm_rows[static_cast<int>(matrix.format)];
-  panel_rows_ = panels_ != nullptr && !use_gemm_ ? table.panel_rows : INT32_MAX;
+  const auto format = static_cast<int>(matrix.format);
+  const bool alone = runtime.few_rows && has_float_products(matrix.format);
+  const bool many = !alone && rows >= table.gemm_rows[format];
+  if (many && table.tiles.products[format] != nullptr) {
+    tiles_ = &table.tiles;
+    product_ = tiles_->products[format];
+    tiles_->begin(operand_shape(matrix));
+  } else {
+    use_gemm_ = many && has_gemm(runtime, matrix.format);
+  }
+  panel_rows_ =
+      panels_ != nullptr && !use_gemm_ && tiles_ == nullptr ? table.panel_rows : INT32_MAX;
 }
 
 TaskProducts::~TaskProducts() {
+  if (tiles_ != nullptr) tiles_->end();
   if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
   try {
     runtime_.gemm_release();

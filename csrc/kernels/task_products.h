@@ -44,7 +44,8 @@ class TaskProducts {
   void (*panels_)(const BlockProducts&);
   int32_t panel_rows_;
   const Runtime& runtime_;
-  bool use_gemm_;
+  const KernelTable::Tiles* tiles_ = nullptr;
+  bool use_gemm_ = false;
 };
 
 using Tile = float[kTileRows * kBlockColumns];

@@ -173,6 +173,7 @@ struct TrellisGroup {
     const int32_t size = products.shape.group_size;
     const TrellisBlock<Code> block(products.block, size, products.shape.depth_padded);
     scales = block.scales(group);
+    bytes_ = block.scales(1) - block.scales(0);
     for (int32_t line = 0; line < kBlockColumns * 2; line += kTrellisLine) {
       __builtin_prefetch(scales + kTrellisAhead + line);
     }
@@ -184,6 +185,10 @@ struct TrellisGroup {
   TrellisGroup& operator=(const TrellisGroup&) = delete;
 
   const std::byte* scales_of(int32_t column) const { return scales + column * 2; }
+  int64_t total_bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_;
 };
 
 }  // namespace

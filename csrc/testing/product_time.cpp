@@ -24,7 +24,11 @@ std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::s
   const KernelTable& table = kernel_table(isa);
   std::map<std::string, int32_t> ways{{"few", 0}};
   if (table.panels[static_cast<int>(format)] != nullptr) ways["panels"] = table.panel_rows;
-  if (has_gemm(runtime, format)) ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
+  if (table.tiles.products[static_cast<int>(format)] != nullptr) {
+    ways["tiles"] = table.gemm_rows[static_cast<int>(format)];
+  } else if (has_gemm(runtime, format)) {
+    ways["gemm"] = table.gemm_rows[static_cast<int>(format)];
+  }
   return ways;
 }
 
@@ -42,7 +46,7 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
                                          way + "\" on this machine");
   }
   KernelTable table = kernel_table(isa);
-  table.gemm_rows[static_cast<int>(matrix.format)] = way == "gemm" ? 0 : kNever;
+  table.gemm_rows[static_cast<int>(matrix.format)] = way == "gemm" || way == "tiles" ? 0 : kNever;
   table.panel_rows = way == "panels" ? 0 : kNever;
 
   // Written, so that each page is one of its own. Zeros take as long as other weights.

@@ -30,7 +30,7 @@ pytestmark = [
 def allowed_encodings(path: Path) -> set[str]:
     if path.parent.name != "kernels":
         return set()
-    if path.stem.startswith("avx512"):
+    if path.stem.startswith("avx512") or path.stem == "amx":
         return {"VEX", "EVEX"}
     return {"VEX"} if path.stem in ("avx2", "avx_vnni") else set()
 
@@ -55,7 +55,7 @@ def name_of(path: Path) -> str:
 
 def test_every_kernel_table_has_an_object() -> None:
     kernels = {path.stem for path in OBJECTS if path.parent.name == "kernels"}
-    assert {"scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16"} <= kernels
+    assert {"scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"} <= kernels
 
 
 @pytest.mark.parametrize("path", OBJECTS, ids=name_of)
@@ -70,9 +70,9 @@ def test_an_object_keeps_to_its_instruction_set(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in OBJECTS if allowed_encodings(path)], ids=name_of)
-def test_an_object_of_an_instruction_set_gives_away_nothing_but_its_table(path: Path) -> None:
+def test_an_object_of_an_instruction_set_gives_away_nothing_but_its_tables(path: Path) -> None:
     """An inline function that leaves it would be a candidate for every other object's copy."""
     command = ["nm", "--demangle", "--defined-only", "--extern-only", "--format=posix", str(path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     symbols = [re.sub(r" \w [0-9a-f]+ ?[0-9a-f]*$", "", line) for line in listing.splitlines()]
-    assert len(symbols) == 1 and re.fullmatch(r"torch_mesh::kAvx\w+Table", symbols[0]), symbols
+    assert symbols and all(re.fullmatch(r"torch_mesh::k(Avx|Intel|Amx)\w*Table", symbol) for symbol in symbols), symbols

@@ -1,0 +1,213 @@
+// Rows times one block in the tiles of AMX: eight registers of 16 rows of 64 bytes. Include after
+// gemm_products-inl.h, whose algorithms these are, with another multiplication.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/gemm_products-inl.h"
+
+namespace torch_mesh {
+namespace {
+
+constexpr int32_t kRegisterRows = 16;
+constexpr int32_t kRegisterBytes = 64;  // of a row
+
+// Tiles 0 to 3 are sums: 32 rows of 32 columns, or 16 of 64. 4 and 5 are rows, 6 and 7 weights.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit TileConfig(int32_t step_bytes) {
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool is_rows = tile == 4 || tile == 5;
+      const bool is_weights = tile == 6 || tile == 7;
+      row_bytes[tile] = static_cast<uint16_t>(is_rows ? step_bytes : kRegisterBytes);
+      rows[tile] = static_cast<uint8_t>(is_weights ? step_bytes / 4 : kRegisterRows);
+    }
+  }
+};
+
+// Bytes of a row that one product of tiles takes: a group where that is less than a register has.
+inline int32_t tile_step(const OperandShape& shape) {
+  const bool floats = has_float_products(shape.format);
+  return floats || shape.group_size > kRegisterBytes ? kRegisterBytes : shape.group_size;
+}
+
+// GCC's intrinsics do not say what memory they read: what stands there has to be stored before.
+inline void stored(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
+inline void begin_tiles(const OperandShape& shape) {
+  const TileConfig config(tile_step(shape));
+  stored(&config);
+  _tile_loadconfig(&config);
+}
+
+inline void end_tiles() { _tile_release(); }
+
+template <bool kBytes>
+inline void add_products_of_two_rows() {
+  if constexpr (kBytes) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  } else {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+template <bool kBytes, bool kUpper>
+inline void add_products_of_one_row() {
+  if constexpr (kBytes && !kUpper) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+  } else if constexpr (kBytes) {
+    _tile_dpbssd(2, 4, 6);
+    _tile_dpbssd(3, 4, 7);
+  } else if constexpr (!kUpper) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  } else {
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+}
+
+inline void zero_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// The processor's own prefetchers see little of what tiles load.
+constexpr int32_t kTileAhead = 4096;
+
+// kDirect: the weights are the record's own, and not what they have been unfolded to.
+template <bool kDirect>
+struct TileGemm {
+  static constexpr bool kSignedRows = true;
+  static constexpr bool kWholeTiles = true;
+  static constexpr int32_t kGroupsAhead = kDirect ? 0 : 2;
+  static constexpr int32_t kBf16Depth = 128;
+
+  explicit TileGemm(const BlockProducts& products) : step_(tile_step(products.shape)) {}
+
+  // Row after row, and zeros up to a whole tile. Bytes become signed.
+  template <bool kBytes>
+  void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
+    const int32_t rows = products.rows.count;
+    const __m128i sign = _mm_set1_epi8(kBytes ? -128 : 0);
+    for (int32_t r = 0; r < rows; ++r) {
+      const std::byte* from = operand_row(products, r) + at;
+      std::byte* to = a + r * bytes;
+      int32_t i = 0;
+      for (; i + kRegisterBytes <= bytes; i += kRegisterBytes) {
+        store_words(to + i, load_words(from + i) ^ _mm512_broadcast_i32x4(sign));
+      }
+      for (; i < bytes; i += 16) {
+        const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_xor_si128(values, sign));
+      }
+    }
+    const int32_t missing = -rows & (kRegisterRows - 1);
+    __builtin_memset(a + rows * bytes, 0, static_cast<size_t>(missing) * bytes);
+  }
+  void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
+    multiply<false>(rows, 2 * depth, a, b, reinterpret_cast<std::byte*>(c));
+  }
+  void bytes(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b,
+             int32_t* c) const {
+    multiply<true>(rows, depth, a, b, reinterpret_cast<std::byte*>(c));
+  }
+
+ private:
+  static constexpr int64_t kLine = kBlockColumns * 4;  // of weights, and of sums
+
+  template <bool kBytes>
+  void multiply(int32_t rows, int32_t row_bytes, const std::byte* a, const std::byte* b,
+                std::byte* c) const {
+    stored(a);
+    stored(b);
+    int32_t row = 0;
+    for (; rows - row > kRegisterRows; row += 2 * kRegisterRows) {
+      multiply_two<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine, row == 0);
+    }
+    if (row < rows)
+      multiply_one<kBytes>(row_bytes, a + row * row_bytes, b, c + row * kLine, row == 0);
+  }
+  template <bool kBytes>
+  void multiply_one(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
+                    bool ahead) const {
+    zero_tiles();
+    for (int32_t at = 0; at < row_bytes; at += step_) {
+      const std::byte* words = b + int64_t{at} / 4 * kLine;
+      _tile_loadd(4, a + at, row_bytes);
+      _tile_loadd(6, words, kLine);
+      _tile_loadd(7, words + kRegisterBytes, kLine);
+      if (ahead && kDirect) ask_ahead(words);
+      add_products_of_one_row<kBytes, false>();
+      _tile_loadd(6, words + 2 * kRegisterBytes, kLine);
+      _tile_loadd(7, words + 3 * kRegisterBytes, kLine);
+      add_products_of_one_row<kBytes, true>();
+    }
+    _tile_stored(0, c, kLine);
+    _tile_stored(1, c + kRegisterBytes, kLine);
+    _tile_stored(2, c + 2 * kRegisterBytes, kLine);
+    _tile_stored(3, c + 3 * kRegisterBytes, kLine);
+  }
+  template <bool kBytes>
+  void multiply_two(int32_t row_bytes, const std::byte* a, const std::byte* b, std::byte* c,
+                    bool ahead) const {
+    const std::byte* second = a + kRegisterRows * row_bytes;
+    std::byte* lower = c + kRegisterRows * kLine;
+    for (int32_t half = 0; half < kLine; half += 2 * kRegisterBytes) {
+      zero_tiles();
+      for (int32_t at = 0; at < row_bytes; at += step_) {
+        const std::byte* words = b + int64_t{at} / 4 * kLine;
+        _tile_loadd(4, a + at, row_bytes);
+        _tile_loadd(5, second + at, row_bytes);
+        _tile_loadd(6, words + half, kLine);
+        _tile_loadd(7, words + half + kRegisterBytes, kLine);
+        if (half == 0 && ahead && kDirect) ask_ahead(words);
+        add_products_of_two_rows<kBytes>();
+      }
+      _tile_stored(0, c + half, kLine);
+      _tile_stored(1, c + half + kRegisterBytes, kLine);
+      _tile_stored(2, lower + half, kLine);
+      _tile_stored(3, lower + half + kRegisterBytes, kLine);
+    }
+  }
+  void ask_ahead(const std::byte* words) const {
+    for (int32_t i = 0; i < step_ * kBlockColumns; i += kLineBytes) {
+      __builtin_prefetch(words + kTileAhead + i);
+    }
+  }
+
+  int32_t step_;
+};
+
+template <typename Dot, typename Scales, typename Group>
+inline void tile_integers(const BlockProducts& products) {
+  clear_sums(products);
+  constexpr bool kDirect = std::is_same_v<Group, IntegerGroup<Dot, Scales>>;
+  gemm_integer<Dot, Scales, Group>(products, TileGemm<kDirect>(products));
+}
+
+inline void tile_bf16(const BlockProducts& products) {
+  gemm_bf16(products, TileGemm<true>(products));
+}
+
+inline void tile_fp8(const BlockProducts& products) {
+  clear_sums(products);
+  gemm_fp8(products, TileGemm<false>(products));
+}
+
+}  // namespace
+}  // namespace torch_mesh
