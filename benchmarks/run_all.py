@@ -28,6 +28,7 @@ OWN = (
     "op_overhead.py",
     "attention_op.py",
     "decode_op.py",
+    "verify_rows.py",
     "prefill_op.py",
     "row_thresholds.py",
     "stats_cost.py",

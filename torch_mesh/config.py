@@ -282,7 +282,7 @@ class MeshConfig(QuantizationConfigMixin):
         "off",
         one_of("off", "lookup"),
         'Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). `"lookup"` drafts what followed when the text ended like this before, '
-        "where measuring says that it pays; greedy search and sampling of one text at a time. Not for models with linear attention.",
+        "where measuring says that it pays; greedy search and sampling of up to four texts at a time.",
     )
     predictor: str | None = _field(
         None,

@@ -26,10 +26,21 @@ struct Runtime {
   // Ends a thread's run of gemm calls (AMX tile state).
   void (*gemm_release)() = nullptr;
 
+  // Of the rows of a decode step: each is to have the bits that it has alone. So products of floats
+  // go neither to gemm nor to tiles, which add up in another order than those of one row, or a
+  // token that is verified would have other bits than one that is not. (Sums of integers are
+  // exact.)
+  bool few_rows = false;
+
   // True when the caller should stop waiting (a pending Ctrl-C). Called about ten times a second
   // by a thread that waits, never by an I/O thread.
   bool (*interrupted)() = nullptr;
 };
+
+inline Runtime for_few_rows(Runtime runtime) {
+  runtime.few_rows = true;
+  return runtime;
+}
 
 // parallel_for for any callable `body(begin, end)`, without an allocation.
 template <typename Body>

@@ -7,6 +7,7 @@
 #include "kernels/convert.h"
 #include "kernels/linear.h"
 #include "kernels/task_products.h"
+#include "residency/core/forward.h"
 
 namespace torch_mesh {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t kChunkRows = 4096;
 // Up to so many rows, weights as they stand cost less than packing them first.
 constexpr int32_t kMostPlainRows = 32;
+static_assert(kMostPlainRows >= kMostDecodeRows, "or a row's bits depend on what comes with it");
 
 using Bias = float[kBlockColumns];
 
@@ -170,8 +172,10 @@ void for_each_chunk(const LinearRows& call, const Part& part) {
 void dense_linear(const PackedMatrix& matrix, const std::byte* packed, const LinearRows& call,
                   const Runtime& runtime, int32_t threads, WorkspacePool& workspaces) {
   WorkspacePool::Lease lease(workspaces);
+  const bool few = phase_of(call.rows) == Phase::kDecode;
+  const Runtime own = few ? for_few_rows(runtime) : runtime;
   for_each_chunk(call, [&](const LinearRows& rows) {
-    by_blocks(matrix, rows, runtime, threads, *lease,
+    by_blocks(matrix, rows, own, threads, *lease,
               [&](int64_t task, int64_t, int32_t) { return packed + task * matrix.block_bytes; });
   });
 }

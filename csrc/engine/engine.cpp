@@ -77,6 +77,7 @@ Engine::Engine(const EngineOptions& options, const Runtime& runtime, std::unique
       runtime_(runtime),
       pool_(std::move(pool)),
       ffns_(make_ffns(options, runtime)),
+      few_rows_ffns_(make_ffns(options, for_few_rows(runtime))),
       ffn_(ffns_.front()),
       last_used_(pool_->layers(), pool_->experts()) {
   check(options_, runtime_, pool_->layers());
@@ -229,6 +230,7 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
   if (part.last) queue.add(call.tokens * strips, {0, reduce});
 
   const int32_t team = team_for(rows * ffn_.multiply_adds_per_row(), options_.threads);
+  const ExpertFfn& products = ffn(call.layer, call.tokens);
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
@@ -241,9 +243,9 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
     } else if (stage < reduce) {
       const Step step = steps[stage];
       if (step.down) {
-        ffn_.down(task, experts[step.expert]);
+        products.down(task, experts[step.expert]);
       } else {
-        ffn(call.layer).gate_up(task, workspace.prepared.data(), experts[step.expert]);
+        products.gate_up(task, workspace.prepared.data(), experts[step.expert]);
       }
     } else {
       const int64_t column = at % strips * kReduceColumns;

@@ -16,6 +16,7 @@
 #include "kernels/expert_ffn.h"
 #include "kernels/low_rank.h"
 #include "kernels/matrix_view.h"
+#include "residency/core/forward.h"
 #include "residency/core/window.h"
 #include "residency/pool.h"
 #include "store/record.h"
@@ -130,7 +131,11 @@ class Engine {
                       const VisitRun& visit);
 
  private:
-  const ExpertFfn& ffn(int32_t layer) const { return ffns_[place_of(layer, ffns_.size())]; }
+  // For a forward of so many rows.
+  const ExpertFfn& ffn(int32_t layer, int32_t rows) const {
+    const auto& ffns = phase_of(rows) == Phase::kDecode ? few_rows_ffns_ : ffns_;
+    return ffns[place_of(layer, ffns.size())];
+  }
   // In a list of one for each layer, or of one for all.
   static size_t place_of(int32_t layer, size_t count) {
     return std::min(static_cast<size_t>(layer), count - 1);
@@ -160,8 +165,9 @@ class Engine {
   EngineOptions options_;
   Runtime runtime_;
   std::unique_ptr<Pool> pool_;
-  std::vector<ExpertFfn> ffns_;  // as activations
-  const ExpertFfn& ffn_;         // for all but what activates
+  std::vector<ExpertFfn> ffns_;           // as activations
+  std::vector<ExpertFfn> few_rows_ffns_;  // in which a row has the bits that it has alone
+  const ExpertFfn& ffn_;                  // for all but products
   WorkspacePool workspaces_;
   LastUsed last_used_;
 };

@@ -52,7 +52,8 @@ TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
       panels_(table.panels[static_cast<int>(matrix.format)]),
       runtime_(runtime) {
   const auto format = static_cast<int>(matrix.format);
-  const bool many = rows >= table.gemm_rows[format];
+  const bool alone = runtime.few_rows && has_float_products(matrix.format);
+  const bool many = !alone && rows >= table.gemm_rows[format];
   if (many && table.tiles.products[format] != nullptr) {
     tiles_ = &table.tiles;
     product_ = tiles_->products[format];

@@ -6,7 +6,9 @@ import copy
 import functools
 import importlib.util
 import itertools
+import pickle
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,13 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation.streamers import BaseStreamer
 
 import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.speculation import linear_attention
 from torch_mesh.speculation.decoding import Speculation, _Text
 from torch_mesh.speculation.models import SpeculatingModel
 
@@ -42,6 +45,16 @@ PROMPTS = {
     "chat": "User: Who was the king of Israel?\nAssistant: The king was David.\nUser: Who was the king of Judah?\nAssistant:",
 }
 OSS, QWEN, NEXT = "GptOssExperts", "Qwen3MoeExperts", "Qwen3NextExperts"
+LINEAR = [
+    NEXT,
+    "Qwen3_5MoeExperts",
+    "NemotronHExperts",
+    "JambaExperts",
+    "GraniteMoeHybridExperts",
+    "KimiLinearExperts",
+    "Lfm2MoeExperts",
+    "BailingHybridExperts",
+]
 
 
 class Always:
@@ -111,7 +124,10 @@ def _rows_are_exact(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     with torch.no_grad():
         cache, other = (DynamicCache(config=model.config) for _ in range(2))
         alone = [model(input_ids=ids[:, [i]], past_key_values=cache).logits[0] for i in range(17)]
-        together = [model(input_ids=part, past_key_values=other).logits[0] for part in (ids[:, :1], ids[:, 1:])]
+        together = [model(input_ids=ids[:, :1], past_key_values=other).logits[0]]
+        mixers = linear_attention.LinearAttention(model, other)
+        together.append(model(input_ids=ids[:, 1:], past_key_values=other).logits[0])
+        mixers.finish()
         return torch.equal(torch.cat(alone), torch.cat(together))
 
 
@@ -179,7 +195,7 @@ def _drawn(table: torch.Tensor, drafter: Any, tokens: int) -> tuple[int, ...]:
     while not text.finished:
         last = int(text.ids[0, -1])
         drafted = drafter(last)
-        text.add_while(drafted, table[[last, *drafted]][None])
+        text.add_while([drafted], table[[last, *drafted]][None])
     return tuple(text.ids[0, 1:].tolist())
 
 
@@ -232,6 +248,56 @@ def test_processors_and_ends_are_asked_for_every_token(original: PreTrainedModel
         {"prefill_chunk_size": 16},
     ):
         _agree(model, inputs, always(length), **options)
+
+
+@pytest.mark.parametrize("texts", [2, 4])
+@pytest.mark.parametrize("fields", [{"dense": "bf16"}, {"weights": "int4", "dense": "int4"}], ids=["bf16", "int4"])
+def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
+    original: PreTrainedModel, tokenizer: Any, fields: dict[str, str], texts: int
+) -> None:
+    """Padded on the left to one length, some ending before others: with the same batch, plainly."""
+    model = _patched(original, resident=0.25, **fields)
+    tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
+    prompts = [*PROMPTS.values()][-texts:]
+    inputs = tokenizer([prompts[0], *(prompts[0] + each for each in prompts[1:])], return_tensors="pt", padding=True)
+    assert (inputs["attention_mask"] == 0).any()
+    length = inputs["input_ids"].shape[1]
+    answers = _generate(model, inputs)[:, length:]
+    ends = int(answers[0, 25])  # in the first text there at the latest
+    seven = 16 // texts - 1
+    for options in (
+        {},
+        {"eos_token_id": ends},
+        {"stopping_criteria": StoppingCriteriaList([_EndsIn(ends)])},
+        {"do_sample": True, "temperature": 0.7},
+        {"repetition_penalty": 1.01, "return_dict_in_generate": True, "output_scores": True},
+    ):
+        plain = _generate(model, inputs, **options)
+        speculation = always(seven)
+        found = _generate(model, inputs, **options, custom_generate=speculation)
+        if not isinstance(plain, torch.Tensor):
+            assert len(found.scores) == len(plain.scores)
+            plain, found = plain.sequences, found.sequences
+        assert torch.equal(plain, found), options
+        assert options or sum(speculation._controllers[texts].accepted) > 0
+        assert not speculation._controller.accepted  # which is for one text
+    torch_mesh.reset_stats(model)
+    speculation = torch_mesh.speculate()
+    for _ in range(2):
+        assert torch.equal(
+            _generate(model, inputs, max_new_tokens=150),
+            _generate(model, inputs, max_new_tokens=150, custom_generate=speculation),
+        )
+
+
+class _EndsIn(StoppingCriteria):
+    """Each text at a token, which transformers does not know to end it: it goes on while others do."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
 
 
 def test_stop_strings_work_where_generate_speculates_by_itself(original: PreTrainedModel, tokenizer: Any) -> None:
@@ -352,6 +418,94 @@ def test_windows_go_back(length: int, drafted: int) -> None:
     assert windows and all(not layer.record_past and layer.keys.shape[-2] == 15 for layer in windows)
 
 
+def _states(cache: Any) -> list[torch.Tensor]:
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    both = (states for layer in layers for states in (layer.conv_states, layer.recurrent_states))
+    return [state for states in both for state in states.values() if state is not None]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_goes_back(name: str) -> None:
+    """Its state is in the end what single tokens leave: within rounding, for in fp32 torch's products of several rows have other bits."""
+    model = torch_mesh.patch(_spread(name), resident=0.5)
+    for length, drafted in ((2, 3), (20, 7), (20, 15)):
+        inputs = _inputs(length)
+        plain = _plain(model, inputs, eos_token_id=None)
+        speculation, cache = knowing(plain.sequences, drafted), DynamicCache(config=model.config)
+        found = _generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+        _check(model, inputs, plain, found)
+        accepted = speculation._controller.accepted
+        assert sum(accepted) > 0 and min(accepted) < drafted, "nothing was taken back"
+        states = _states(cache)
+        assert states and cache.get_seq_length() == plain.past_key_values.get_seq_length()
+        if torch.equal(found, plain.sequences):
+            for one, other in zip(states, _states(plain.past_key_values), strict=True):
+                assert (one - other).norm() <= 1e-3 * other.norm()
+
+
+def test_mixers_become_what_they_were() -> None:
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    before = [type(module) for module in model.modules()]
+    inputs = _inputs(20)
+    expected = _generate(model, inputs, eos_token_id=None)
+    _generate(model, inputs, eos_token_id=None, custom_generate=knowing(expected, 7))
+    mixers = [module for module in model.modules() if isinstance(module, linear_attention.SteppedMixer)]
+    assert len(mixers) == 2 and {type(mixer).__name__ for mixer in mixers} == {"Qwen3NextGatedDeltaNet"}
+    assert torch.equal(_generate(model, inputs, eos_token_id=None), expected)
+    for made in (copy.deepcopy(mixers[0]), pickle.loads(pickle.dumps(mixers[0]))):
+        assert type(made) is type(mixers[0]).__bases__[1] and made.layer_idx == mixers[0].layer_idx
+    torch_mesh.unpatch(model, lossy=True)
+    assert not any(isinstance(module, linear_attention.SteppedMixer) for module in model.modules())
+    assert len(before) == len(list(model.modules()))
+
+
+def test_two_texts_at_once_have_states_of_their_own() -> None:
+    """The same mixers serve both, and one may begin or end while the other computes."""
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    prompts = [_inputs(20), _inputs(9)]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = [model.generate(**inputs, **options) for inputs in prompts]
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(
+            lambda inputs, answer: model.generate(**inputs, **options, custom_generate=knowing(answer, 7)),
+            prompts,
+            plain,
+        )
+        for answer, tokens, inputs in zip(plain, found, prompts, strict=True):
+            assert torch.equal(answer, tokens) or not _rows_are_exact(model, inputs["input_ids"])
+
+
+@pytest.mark.parametrize("failing", [0, -1])
+def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    inputs = _inputs(20)
+    plain = _plain(model, inputs, eos_token_id=None)
+    experts = [module for module in model.modules() if hasattr(module, "_mesh_pool")][failing]
+    forward, seen = type(experts).forward, KeptTokens()
+
+    def fails(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self is experts and len(x) == 8 and seen.count > 25:
+            raise torch_mesh.ReadError("the disk is gone")
+        return forward(self, x, *rest)
+
+    cache = DynamicCache(config=model.config)
+    with monkeypatch.context() as patched, pytest.raises(torch_mesh.ReadError):
+        patched.setattr(type(experts), "forward", fails)
+        _generate(
+            model,
+            inputs,
+            eos_token_id=None,
+            custom_generate=knowing(plain.sequences, 7),
+            past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([seen]),
+        )
+    tokens = {"input_ids": plain.sequences[:, : seen.count]}
+    rest = _generate(
+        model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=plain.sequences.shape[1] - seen.count
+    )
+    _check(model, inputs, plain, rest)
+
+
 def test_keys_that_a_server_keeps_are_kept() -> None:
     """Of a layer with a window it keeps more than the window, to go back to where two requests part."""
     original = _spread(OSS)
@@ -410,7 +564,7 @@ def test_a_static_cache_goes_back(original: PreTrainedModel, tokenizer: Any) -> 
     "options,message",
     [
         ({"num_beams": 2}, "beam search"),
-        ({"num_return_sequences": 2, "do_sample": True}, "one text at a time, and here are 2"),
+        ({"num_return_sequences": 5, "do_sample": True}, "up to 4 texts at a time, and here are 5"),
         ({"use_cache": False}, "use_cache=False leaves none"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
@@ -424,10 +578,14 @@ def test_calls_that_cannot_be_are_refused(options: dict[str, Any], message: str)
 
 def test_models_and_caches_that_cannot_go_back_are_refused() -> None:
     model = TINY_MODELS[NEXT].build()
-    with pytest.raises(ValueError, match="linear attention"):
-        _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())
-    with pytest.raises(UnsupportedModelError, match="linear attention"):
-        torch_mesh.patch(model, resident=0.5, speculation="lookup")
+    with pytest.raises(ValueError, match="linear attention goes back in dynamic caches alone"):
+        _generate(model, _inputs(9), cache_implementation="static", custom_generate=torch_mesh.speculate())
+    for name, message in (("ZayaExperts", "keys and a state"), ("DeepseekV4Experts", "of a kind that does not")):
+        model = TINY_MODELS[name].build()
+        with pytest.raises(ValueError, match=message):
+            _generate(model, _inputs(9), custom_generate=torch_mesh.speculate())
+        with pytest.raises(UnsupportedModelError, match=message):
+            torch_mesh.patch(model, resident=0.5, speculation="lookup")
     with pytest.raises(UnsupportedModelError, match="no generate"):
         torch_mesh.patch(TINY_MODELS[QWEN].build().model, resident=0.5, speculation="lookup")
     sliding = TINY_MODELS[OSS].build()
@@ -488,9 +646,9 @@ def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tok
 def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokenizer: Any) -> None:
     plain, model = _patched(original), _patched(original, speculation="lookup")
     inputs = tokenizer(PROMPTS["prose"], return_tensors="pt")
-    two = {name: tensor.repeat(2, 1) for name, tensor in inputs.items()}
+    five = {name: tensor.repeat(5, 1) for name, tensor in inputs.items()}
     for asked, options in [
-        (two, {}),
+        (five, {}),
         (inputs, {"num_beams": 2}),
         (inputs, {"use_cache": False, "max_new_tokens": 9}),
         (inputs, {"return_dict_in_generate": True, "output_hidden_states": True}),
@@ -579,8 +737,8 @@ def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.Monk
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
-    assert module.why_not_rewindable(DynamicCache()) == ""
+    assert module.why_not_rewindable(torch.nn.Module(), DynamicCache()) == ""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
-    module.Rewinding(cache).go_back(1)
+    module.Rewinding(torch.nn.Module(), cache).go_back(1)
     assert cache.get_seq_length() == 1

@@ -208,7 +208,7 @@ def test_dtypes_and_strides_of_arguments_do_not_matter(open_pool: OpenPool) -> N
 
 
 def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
-    """Only the number of rows that an expert gets may choose another kernel, within rounding."""
+    """Only of prompts may the number of rows that an expert gets choose another kernel, within rounding."""
     for weights in TOLERANCE:
         spec = Spec(weights=weights)
         pool = open_pool(spec, in_memory=True)
@@ -223,6 +223,23 @@ def test_a_token_does_not_see_its_batch(open_pool: OpenPool) -> None:
             assert relative_error(together, alone) < 1e-3
         else:
             assert torch.equal(together, alone), weights
+
+
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
+    open_pool: OpenPool, weights: str, spread: bool
+) -> None:
+    """Also where all of them are of one expert: what is verified beside others must be what it would have been."""
+    spec = Spec(weights=weights, hidden=328, intermediate=200)
+    pool = open_pool(spec, in_memory=True)
+    x = torch.randn(_C.MOST_DECODE_ROWS, spec.hidden).bfloat16()
+    ids, gates = routing(spec, len(x), 2)
+    if not spread:
+        ids = torch.tensor([[3, 5]]).expand(len(x), 2)
+    alone = torch.cat([ops.experts(x[[i]], ids[[i]], gates[[i]], pool.handle()) for i in range(len(x))])
+    for rows in range(2, len(x) + 1):
+        assert torch.equal(ops.experts(x[:rows], ids[:rows], gates[:rows], pool.handle()), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("weights", sorted(TOLERANCE))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tiny_pools import ops, relative_error
 from torch import Tensor
 from torch.nn import functional as F
+
+from torch_mesh import _C
 
 FORMATS = [("bf16", 0), ("int8", 64), ("int4", 32), ("int4", 128), ("lut4", 32)]
 TOLERANCE = {
@@ -56,6 +60,23 @@ def test_rows_of_a_long_prompt_do_not_depend_on_where_they_stand(kind: str, grou
     out = ops.linear(x, packed, None, *about)
     assert torch.equal(out[4096:], ops.linear(x[4096:], packed, None, *about))
     assert torch.equal(out[:4096], ops.linear(x[:4096], packed, None, *about))
+
+
+@pytest.mark.parametrize("kind,group", [*FORMATS, ("plain", 0)])
+def test_a_row_of_a_decode_step_has_the_bits_that_it_has_alone(kind: str, group: int) -> None:
+    weight = torch.randn(450, 712).bfloat16()
+    if kind == "plain":
+        linear = functools.partial(ops.plain_linear, weight=weight, bias=None)
+    else:
+        packed, about = _packed(weight, kind, group)
+
+        def linear(x: Tensor) -> Tensor:
+            return ops.linear(x, packed, None, *about)
+
+    x = torch.randn(_C.MOST_DECODE_ROWS, 712).bfloat16()
+    alone = torch.cat([linear(x[[row]]) for row in range(len(x))])
+    for rows in range(2, len(x) + 1):
+        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

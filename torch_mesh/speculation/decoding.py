@@ -9,6 +9,7 @@ numbers as plain sampling does.
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ from .rewinding import Rewinding, why_not_rewindable
 # A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
 LENGTHS = (3, 7, 15)
 MOST_DRAFTED = SLACK
+_MOST_ROWS = 1 + MOST_DRAFTED
+MOST_TEXTS = _MOST_ROWS // (1 + LENGTHS[0])
 # Of steps with and without drafts, and 16 lengths of a cache that doubles.
 _GRAPHS = 16 * (1 + len(LENGTHS))
 
@@ -47,7 +50,8 @@ def speculate(*, lengths: Sequence[int] = LENGTHS) -> Speculation:
     the next text: make one for a model, and use it again. With ``torch_mesh.compile`` each length is a graph.
     Tokens are those of plain decoding, greedy and sampled, as far as a row of a forward has the same bits whatever comes with it: docs/speculation.md.
 
-    One text at a time, by greedy search or sampling, with a cache that can go back; other calls raise ValueError. For a model that does so
+    Up to 4 texts at a time, which go on by what is right in all of them (1 + drafted tokens of each are 16 at most), by greedy search or
+    sampling, with a cache that can go back; other calls raise ValueError. For a model that does so
     in every ``generate`` see ``MeshConfig.speculation``.
 
     Raises ValueError for ``lengths`` that are not.
@@ -68,6 +72,8 @@ class Speculation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._controller = controller
+        self._controllers = {1: controller}  # of numbers of texts at a time
+        self._new_controller = copy.deepcopy(controller)
         self._drafter = drafter
         self._clock = clock
         self._ran: set[Any] = set()  # kinds of forwards that there have been
@@ -126,17 +132,20 @@ class Speculation:
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
         cache = model_kwargs["past_key_values"]
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
-        drafter = self._drafter(text.ids[0].tolist())
+        drafters = [self._drafter(ids) for ids in text.ids.tolist()]
+        texts = len(drafters)
+        controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
         pool = _Pool(model)
-        self._controller.begin()
+        controller.begin()
 
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
             begin, waited, read = self._clock(), *pool.counts()
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
-            most = min(MOST_DRAFTED, text.most_length - length - 1, *room)
-            drafted = drafter.draft(self._controller.choose(most))
+            most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
+            drafted = text.drafts(drafters, controller.choose(most))
+            count = len(drafted[0])
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
@@ -146,19 +155,20 @@ class Speculation:
             try:
                 tokens = text.add_while(drafted, logits)
             finally:  # a streamer or a criterion may end it, and the cache be used again
-                rewinding.take_back(len(drafted) + 1 - (text.ids.shape[1] - length))
-            drafter.extend(tokens)
-            kind = (len(drafted), compiles and cache.layers[0].max_cache_len)  # what is compiled anew
+                rewinding.take_back(count + 1 - (text.ids.shape[1] - length))
+            for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
+                drafter.extend(own)
+            kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
             seconds = self._clock() - begin if kind in self._ran else None
             self._ran.add(kind)
-            self._controller.observe(len(drafted), len(tokens) - 1, seconds)
+            controller.observe(count, len(tokens) - 1, seconds)
             waited_since, read_since = pool.counts()
-            tally.add(len(drafted), len(tokens), seconds, waited_since - waited, read_since - read)
+            tally.add(count, len(tokens), seconds, waited_since - waited, read_since - read)
             return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
 
         # A graph for each length and each length of the cache: more than torch would compile.
         graphs: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, _GRAPHS)}
-        rewinding = Rewinding(cache)
+        rewinding = Rewinding(model, cache)
         try:
             with torch._dynamo.config.patch(**graphs) if compiles else nullcontext():
                 yield step
@@ -167,7 +177,7 @@ class Speculation:
 
 
 class _Text:
-    """The tokens of one text, and what is to be done with each."""
+    """The tokens of a text, or of several at a time, and what is to be done with each."""
 
     def __init__(
         self, ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, streamer: Any
@@ -179,12 +189,31 @@ class _Text:
         self._stop = stopping_criteria
         self._streamer = streamer
         self._samples: bool = generation_config.do_sample
+        self._unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        # As in transformers' loop: a text that has ended goes on with padding if there is a token that ends it.
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._pad: Tensor | None = generation_config._pad_token_tensor.to(ids.device) if ends else None
         self._as_dict: bool = generation_config.return_dict_in_generate
         self._scores: Any = () if self._as_dict and generation_config.output_scores else None
         self._logits: Any = () if self._as_dict and generation_config.output_logits else None
 
-    def add(self, row: Tensor) -> int:
-        """The next token, of logits [1, vocabulary]."""
+    def drafts(self, drafters: Sequence[Lookup], length: int) -> list[list[int]]:
+        """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
+        found: list[list[int]] = []
+        for drafter, goes_on in zip(drafters, self._goes_on(), strict=True):
+            own = list(drafter.draft(length)) if goes_on else [int(self._pad or 0)] * length
+            if not own:
+                return [[] for _ in drafters]
+            found.append(own)
+        length = min(map(len, found))
+        return [own[:length] for own in found]
+
+    def _goes_on(self) -> list[bool]:
+        """Of each text whether what comes next is the model's doing."""
+        return [True] * len(self.ids) if self._pad is None else self._unfinished.bool().tolist()
+
+    def add(self, row: Tensor) -> list[int]:
+        """The next token of each text, of logits [texts, vocabulary]."""
         logits = row.to(copy=True, dtype=torch.float32, device=self.ids.device)
         scores = self._process(self.ids, logits)
         if self._scores is not None:
@@ -195,18 +224,23 @@ class _Text:
             token = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             token = torch.argmax(scores, dim=-1)
+        if self._pad is not None:
+            token = token * self._unfinished + self._pad * (1 - self._unfinished)
         self.ids = torch.cat([self.ids, token[:, None]], dim=-1)
-        self.finished = bool(self._stop(self.ids, self._scores).all())
+        self._unfinished = self._unfinished & ~self._stop(self.ids, self._scores)
+        self.finished = not self._unfinished.any()
         if self._streamer is not None:
             self._streamer.put(token.cpu())
-        return int(token)
+        return [int(each) for each in token]
 
-    def add_while(self, drafted: Sequence[int], logits: Tensor) -> list[int]:
-        """The tokens of logits [1, drafted + 1, vocabulary], up to the first that was not drafted."""
-        tokens: list[int] = []
-        for row in range(len(drafted) + 1):
+    def add_while(self, drafted: Sequence[Sequence[int]], logits: Tensor) -> list[list[int]]:
+        """The tokens [added][texts] of logits [texts, drafted + 1, vocabulary], up to the first that was not drafted, in whichever text."""
+        tokens: list[list[int]] = []
+        count = logits.shape[1] - 1
+        for row in range(count + 1):
             tokens.append(self.add(logits[:, row]))
-            if self.finished or row == len(drafted) or tokens[row] != drafted[row]:
+            each = zip(tokens[row], drafted, self._goes_on(), strict=True)
+            if self.finished or row == count or any(on and token != own[row] for token, own, on in each):
                 break
         return tokens
 
@@ -235,12 +269,14 @@ class _Pool:
         return stalls / 1e9, sum(int(each["bytes_read"].sum()) for each in counted)
 
 
-def _forward(model: Any, forward: Any, ids: Tensor, drafted: Sequence[int], model_kwargs: dict[str, Any]) -> Tensor:
-    """Logits [1, drafted + 1, vocabulary] behind the last token of ``ids`` and each of those that are drafted."""
-    rows = len(drafted) + 1
-    if drafted:
-        ids = torch.cat([ids, ids.new_tensor([drafted])], dim=-1)
-        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=len(drafted))
+def _forward(
+    model: Any, forward: Any, ids: Tensor, drafted: Sequence[Sequence[int]], model_kwargs: dict[str, Any]
+) -> Tensor:
+    """Logits [texts, drafted + 1, vocabulary] behind the last token of ``ids`` and each of those that are drafted [texts][drafted]."""
+    rows = len(drafted[0]) + 1
+    if rows > 1:
+        ids = torch.cat([ids, ids.new_tensor(drafted)], dim=-1)
+        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=rows - 1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = rows
@@ -257,8 +293,8 @@ def why_not(
         return reason
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"it is for greedy search and sampling, and this is {mode.value.replace('_', ' ')}"
-    if input_ids.shape[0] != 1:
-        return f"it is for one text at a time, and here are {input_ids.shape[0]}"
+    if input_ids.shape[0] > MOST_TEXTS:
+        return f"it is for up to {MOST_TEXTS} texts at a time, and here are {input_ids.shape[0]}"
     if model_kwargs.get("inputs_embeds") is not None:
         return "a prompt of embeddings has no tokens to look up"
     if synced_gpus:
@@ -274,7 +310,7 @@ def why_not(
             if not generation_config.use_cache
             else f"{name} keeps no cache that it knows"
         )
-    return why_not_rewindable(cache)
+    return why_not_rewindable(model, cache)
 
 
 def why_never(model: Any) -> str:
@@ -282,8 +318,6 @@ def why_never(model: Any) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} has an encoder and a decoder"
-    if getattr(model, "_is_stateful", False):
-        return f"{name} has a state for all tokens so far (linear attention), which cannot go back to an earlier one"
     if divided_sizes(model):
         return f"{name} is divided among processes, whose clocks would draft different numbers of tokens"
     return ""

@@ -12,11 +12,12 @@ from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules import change_class
 from .decoding import Speculation, speculate, why_never, why_not
+from .linear_attention import undo_linear_attention
 from .rewinding import why_not_rewindable
 
 
 class SpeculatingModel(nn.Module):
-    """Mixed into the class of a model that generates: greedy search and sampling of one text speculate, all else is transformers'.
+    """Mixed into the class of a model that generates: greedy search and sampling of up to four texts speculate, all else is transformers'.
 
     ``generate`` looks its modes up in the class of the model, and calls them when it has prepared all that they need.
     """
@@ -63,7 +64,7 @@ def _why_not(model: nn.Module) -> str:
         return reason
     if not generates._supports_default_dynamic_cache():
         return "its cache is its own, and does not say how to go back to an earlier token"
-    return why_not_rewindable(DynamicCache(config=generates.config.get_text_config(decoder=True)))
+    return why_not_rewindable(model, DynamicCache(config=generates.config.get_text_config(decoder=True)))
 
 
 def take_speculation(model: nn.Module, config: MeshConfig) -> None:
@@ -74,10 +75,11 @@ def take_speculation(model: nn.Module, config: MeshConfig) -> None:
 
 
 def undo_speculation(model: nn.Module) -> None:
-    """Gives a model that speculates its own class back."""
+    """Gives a model that speculates, and what of it speculation changed, their own classes back."""
     if isinstance(model, SpeculatingModel):
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)
+    undo_linear_attention(model)
 
 
 def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
     StaticLayer,
 )
 
 from ..compiled_steps import SteadySlidingLayer
+from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
 
 # Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
 _QUANTISED: Any = getattr(cache_utils, "BaseQuantizedLayer", None) or cache_utils.QuantizedLayer
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
-def why_not_rewindable(cache: Any) -> str:
-    """Why ``cache`` cannot go back; empty: it can."""
+def why_not_rewindable(model: nn.Module, cache: Any) -> str:
+    """Why ``cache``, of ``model``, cannot go back; empty: it can."""
     if not isinstance(cache, DynamicCache | StaticCache):
         return f"a {type(cache).__name__} does not say how to go back to an earlier token"
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            return "its linear attention has one state for all tokens so far, which cannot go back to an earlier one"
+    if reason := why_not_one_by_one(model, cache):
+        return reason
+    linear = [is_linear(layer) for layer in cache.layers]
+    if any(linear) and isinstance(cache, StaticCache):
+        return "linear attention goes back in dynamic caches alone (with torch_mesh.compile: generate(disable_compile=True))"
+    if getattr(model, "_is_stateful", False) and not any(linear):
+        return f"{type(model).__name__} has a state for all tokens so far, of a kind that does not go back to an earlier one"
+    for layer in (layer for layer in cache.layers if not is_linear(layer)):
         if isinstance(layer, _QUANTISED):
             return "a quantised cache cannot go back to an earlier token"
         if not _goes_back(layer):
@@ -46,9 +52,10 @@ class Rewinding:
     To be made behind the prompt: a layer with a window keeps all tokens of a forward as long as they may have to go.
     """
 
-    def __init__(self, cache: Cache) -> None:
-        layers: list[Any] = cache.layers
+    def __init__(self, model: nn.Module, cache: Cache) -> None:
+        layers: list[Any] = [layer for layer in cache.layers if not is_linear(layer)]
         self._layers = layers
+        self._linear = LinearAttention(model, cache)
         sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
         # Of which somebody else wants the past, and more of it than transformers' crop leaves.
         self._recorded = {id(layer) for layer in sliding if layer.record_past}
@@ -58,11 +65,13 @@ class Rewinding:
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""
+        self._linear.take_back(tokens)
         for layer in self._layers:
             self._take_back(layer, tokens)
 
     def go_back(self, length: int) -> None:
-        """To ``length`` tokens, from wherever a forward that failed has left each layer."""
+        """To ``length`` tokens, from wherever a forward that failed has left each layer. Linear attention: if that was of several tokens."""
+        self._linear.go_back()
         for layer in self._layers:
             if layer.is_initialized and not (_DUMMY and isinstance(layer, _DUMMY)):
                 self._take_back(layer, max(int(layer.get_seq_length()) - length, 0))
@@ -80,5 +89,6 @@ class Rewinding:
             layer.crop(-tokens)
 
     def finish(self) -> None:
+        self._linear.finish()
         for layer in self._recording:
             layer.record_past = False

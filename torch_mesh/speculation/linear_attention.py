@@ -1,0 +1,168 @@
+"""Linear attention while tokens are drafted: one token after the other, with the state behind each.
+
+The state of such a layer is all tokens so far in one: nothing can be cut from it. Nor may its mixer take several tokens at once, for then it computes in
+chunks (of 64 tokens, padded), whose sums have another order than those of single tokens, and the state that they leave would be another one for good.
+So each drafted token passes through the mixer by itself, as in plain decoding, while experts, attention and everything else take all of them together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from ..modules import change_class
+
+_DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
+_CACHE = ("cache_params", "past_key_values")  # how mixers call it
+_State = list[Tensor]
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a layer of a cache has the state of linear attention, of a state space model or of a convolution, and no keys."""
+    return type(layer) is LinearAttentionLayer
+
+
+def why_not_one_by_one(model: nn.Module, cache: Any) -> str:
+    """Why the linear attention of ``model`` cannot go back in ``cache``; empty: it can, or there is none."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and not is_linear(layer):
+            return f"a cache of {type(layer).__name__} has keys and a state for all tokens so far in one layer, which does not go back to an earlier token"
+        # Several states have several modules; before transformers 5.23 a layer did not count them.
+        if is_linear(layer) and (getattr(layer, "number_of_states", 0) != 1 or len(_mixers(model, index)) != 1):
+            return f"it is not plain which module of layer {index} has the state of its linear attention, which cannot go back without that"
+    return ""
+
+
+def _mixers(model: nn.Module, index: int) -> list[nn.Module]:
+    """The modules that have a layer's state: the innermost ones of that layer that take a cache."""
+    generates: Any = model
+    decoder: nn.Module = generates.get_decoder() if hasattr(model, "get_decoder") else model
+    found = [module for module in decoder.modules() if vars(module).get("layer_idx") == index and _cache_name(module)]
+    return [module for module in found if not any(other in found for other in list(module.modules())[1:])]
+
+
+def _cache_name(module: nn.Module) -> str:
+    if isinstance(module, SteppedMixer):
+        return module._mesh_cache_name
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in _CACHE if name in parameters), "")
+
+
+class SteppedMixer(nn.Module):
+    """Mixed into the class of a mixer: in a cache that is drafted into it takes one token after the other; in others it is as it was.
+
+    Not hooks: those of torch may not be added and removed while another thread's forward runs. Copies and pickles have the mixer's own class.
+    """
+
+    _mesh_cache_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        drafting: LinearAttention | None = getattr(kwargs.get(self._mesh_cache_name), _DRAFTING, None)
+        return forward(*args, **kwargs) if drafting is None else drafting.step(self, forward, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _empty, (type(self).__bases__[1],), *reduced[2:]
+
+
+def _empty(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _step_mixer(mixer: nn.Module) -> None:
+    with _lock:
+        cls = type(mixer)
+        if issubclass(cls, SteppedMixer):
+            return
+        if cls not in _stepped_classes:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            attributes = names | {"_mesh_cache_name": _cache_name(mixer)}
+            _stepped_classes[cls] = type(cls.__name__, (SteppedMixer, cls), attributes)
+        change_class(mixer, _stepped_classes[cls])
+
+
+def undo_linear_attention(model: nn.Module) -> None:
+    """Gives the mixers that speculation changed their own classes back."""
+    for module in model.modules():
+        if isinstance(module, SteppedMixer):
+            change_class(module, type(module).__bases__[1])
+
+
+_lock = threading.Lock()
+_stepped_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class LinearAttention:
+    """The linear attention of ``model`` while ``cache`` is drafted into: from the constructor, behind the prompt, to ``finish``."""
+
+    def __init__(self, model: nn.Module, cache: Any) -> None:
+        self._cache = cache
+        self._states: dict[
+            int, list[_State]
+        ] = {}  # of layers: before a forward, and behind each of its tokens but the last
+        linear = [index for index, layer in enumerate(cache.layers) if is_linear(layer)]
+        for index in linear:
+            (mixer,) = _mixers(model, index)
+            _step_mixer(mixer)
+        if linear:
+            setattr(cache, _DRAFTING, self)
+
+    def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``forward`` gives for hidden states [1, tokens, hidden], for one token after the other."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        tokens = hidden.shape[1]
+        if tokens == 1:
+            result: Tensor = forward(*args, **kwargs)
+            return result
+        layer = self._cache.layers[mixer.layer_idx]
+        states = self._states[mixer.layer_idx] = []
+        found: list[Tensor] = []
+        for token in range(tokens):
+            states.append(_copied(layer))
+            one, by_name = _one(args, kwargs, token)
+            found.append(forward(*one, **by_name))
+        return torch.cat(found, dim=1)
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the last ``tokens`` of the last forward, one of several tokens if there are any to forget."""
+        for index, states in self._states.items() if tokens else ():
+            _restore(self._cache.layers[index], states[-tokens])
+        self._states.clear()
+
+    def go_back(self) -> None:
+        """To before the last forward of several tokens, which failed somewhere."""
+        for index, states in self._states.items():
+            _restore(self._cache.layers[index], states[0])
+        self._states.clear()
+
+    def finish(self) -> None:
+        vars(self._cache).pop(_DRAFTING, None)
+        self._states.clear()
+
+
+def _one(args: tuple[Any, ...], kwargs: dict[str, Any], token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one token. The mask of padding is dropped as transformers drops it for one token: what is drafted is none."""
+    kwargs = kwargs | {"attention_mask": None}
+    if args:
+        return (args[0][:, token : token + 1], *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"][:, token : token + 1]}
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
+
+
+def _copied(layer: Any) -> _State:
+    return [state.clone() for state in _tensors(layer)]
+
+
+def _restore(layer: Any, state: _State) -> None:
+    for kept, tensor in zip(_tensors(layer), state, strict=True):
+        kept.copy_(tensor)
