@@ -24,7 +24,12 @@ constinit const KernelTable kAmxTable =
     make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
                VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
         "amx",
-        {.gemm_floats = 8, .gemm_int8 = 12, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false},
+        {.gemm_floats = 4,
+         .gemm_int8 = 12,
+         .gemm_nibbles = 6,
+         .gemm_trellis = 4,
+         .panels = 8,
+         .bf16_panels = false},
         {begin_tiles,
          end_tiles,
          {tile_bf16, kByteCodes<Bf16Scales>, kNibbleCodes<EvenNibbles, Bf16Scales>,

@@ -8,8 +8,12 @@
 namespace torch_mesh {
 namespace {
 
-constexpr ManyRows kManyRows{
-    .gemm_floats = 8, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8, .bf16_panels = false};
+constexpr ManyRows kManyRows{.gemm_floats = 8,
+                             .gemm_int8 = 8,
+                             .gemm_nibbles = 8,
+                             .gemm_trellis = 8,
+                             .panels = 8,
+                             .bf16_panels = false};
 
 }  // namespace
 

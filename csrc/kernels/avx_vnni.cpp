@@ -9,6 +9,7 @@ namespace torch_mesh {
 constinit const KernelTable kAvxVnniTable =
     make_table<Prefetching<ExpandedBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,
                VnniLevelDot, Prefetching<ExpandedFp8Dot>>(
-        "avx_vnni", {.gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .panels = 8});
+        "avx_vnni",
+        {.gemm_floats = 4, .gemm_int8 = 8, .gemm_nibbles = 8, .gemm_trellis = 8, .panels = 8});
 
 }  // namespace torch_mesh

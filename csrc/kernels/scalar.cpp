@@ -60,6 +60,7 @@ using ScalarLevelDot = OfBytes<ScalarNibbleDot<Levels>>;
 
 constinit const KernelTable kScalarTable =
     make_table<ExpandedBf16Dot, ScalarInt8Dot, ScalarNibbleDot, ScalarLevelDot, ExpandedFp8Dot>(
-        "scalar", {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .panels = 0});
+        "scalar",
+        {.gemm_floats = 4, .gemm_int8 = 4, .gemm_nibbles = 4, .gemm_trellis = 4, .panels = 0});
 
 }  // namespace torch_mesh

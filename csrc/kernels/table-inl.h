@@ -81,7 +81,7 @@ inline void block_products_trellis(const BlockProducts& products) {
 
 // From how many rows on; `panels` of 0: none.
 struct ManyRows {
-  int32_t gemm_floats, gemm_int8, gemm_nibbles;
+  int32_t gemm_floats, gemm_int8, gemm_nibbles, gemm_trellis;
   int32_t panels;
   bool bf16_panels = true;
 };
@@ -97,7 +97,7 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows,
   const int32_t nibbles = rows.gemm_nibbles;
   return {name,
           {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
-           nibbles, rows.gemm_floats, rows.gemm_int8, rows.gemm_int8},
+           nibbles, rows.gemm_floats, rows.gemm_trellis, rows.gemm_trellis},
           rows.panels,
           tiles,
           {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,
