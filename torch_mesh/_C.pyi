@@ -225,7 +225,7 @@ class RawCodes(RawPlace, total=False):
     zeros: RawZeros
 
 def pack_raw(
-    pieces: Sequence[bytes | bytearray],
+    pieces: Sequence[bytes | bytearray | npt.NDArray[np.uint8]],
     raw_dtype: str,
     raw_views: Mapping[str, RawView | RawCodes],
     format: str,
@@ -234,7 +234,7 @@ def pack_raw(
     intermediate: int,
     gated: bool,
     bias: bool,
-) -> bytes:
+) -> bytearray:
     """The record of an expert that a raw ``Source`` describes, of its pieces in memory. Raises ValueError for pieces that are too short, and for
     scales and codes that the format cannot hold."""
 

@@ -339,9 +339,9 @@ PackRecord PySource::packing(const RecordLayout& layout) const {
                                  std::byte* record) { views.pack(layout, pieces, record); };
 }
 
-py::bytes pack_raw(const std::vector<py::buffer>& buffers, const std::string& dtype,
-                   const py::dict& given, const std::string& format, int32_t group_size,
-                   int32_t hidden, int32_t intermediate, bool gated, bool bias) {
+py::bytearray pack_raw(const std::vector<py::buffer>& buffers, const std::string& dtype,
+                       const py::dict& given, const std::string& format, int32_t group_size,
+                       int32_t hidden, int32_t intermediate, bool gated, bool bias) {
   const RecordLayout layout =
       RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
   const RawViews views = raw_views_from(dtype, given, static_cast<int32_t>(buffers.size()));
@@ -357,10 +357,10 @@ py::bytes pack_raw(const std::vector<py::buffer>& buffers, const std::string& dt
     bytes.push_back(info.size);
   }
   views.check(layout, bytes);
-  PyObject* record = PyBytes_FromStringAndSize(nullptr, layout.bytes);
+  PyObject* record = PyByteArray_FromStringAndSize(nullptr, layout.bytes);
   if (record == nullptr) throw py::error_already_set();
-  auto result = py::reinterpret_steal<py::bytes>(record);
-  auto* to = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(record));
+  auto result = py::reinterpret_steal<py::bytearray>(record);
+  auto* to = reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(record));
   py::gil_scoped_release released;
   views.pack(layout, pieces, to);
   return result;

@@ -24,12 +24,6 @@ void for_row_parts(const FloatRows& rows, float* out, int64_t out_stride, int32_
   }
 }
 
-void transpose(const float* square, float* transposed) {
-  for (int32_t c = 0; c < kSquare; ++c) {
-    for (int32_t k = 0; k < kSquare; ++k) transposed[c * kSquare + k] = square[k * kSquare + c];
-  }
-}
-
 // Of what begins at `first` of `all`.
 int32_t columns_of(int32_t first, int32_t all) { return std::min(kSquare, all - first); }
 
@@ -67,7 +61,7 @@ void ExactProducts::inputs(int32_t task, const FloatRows& rows, float* out,
           const int32_t column = b / halves_ * kSquare;
           unfold({blocks_ + b * matrix_.block_bytes, matrix_.group_size, matrix_.depth_padded, k},
                  square);
-          transpose(square, transposed);
+          table_.transpose(square, kSquare, kSquare, transposed);
           const float* from =
               rows.data + first * rows.stride + int64_t{b % halves_} * matrix_.columns + column;
           table_.multiply_square(

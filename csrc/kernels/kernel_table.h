@@ -148,6 +148,9 @@ struct KernelTable {
   void (*plain)(const PlainProducts& products);
 
   void (*to_floats)(const void* values, ScalarType type, int32_t count, float* floats);
+  // kBlockColumns lines that begin `stride` apart -> panel[count][kBlockColumns]; `count` is a
+  // multiple of 16.
+  void (*transpose)(const float* lines, int64_t stride, int32_t count, float* panel);
   // Writes columns [column, column + count) of one row; both multiples of max(64, group).
   void (*store_operands)(const float* values, int32_t column, int32_t count,
                          const OperandShape& shape, std::byte* row);

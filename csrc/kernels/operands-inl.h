@@ -77,6 +77,18 @@ inline void store_operands(const float* values, int32_t column, int32_t count,
   }
 }
 
+// panel[i][c] = lines[c * stride + i] for `count` values of kBlockColumns lines.
+inline void transpose(const float* lines, int64_t stride, int32_t count, float* panel) {
+  for (int32_t i = 0; i < count; i += kLanes) {
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      Floats vectors[kLanes];
+      for (int32_t j = 0; j < kLanes; ++j) vectors[j] = load(lines + (c + j) * stride + i);
+      transpose_lanes(vectors);
+      for (int32_t j = 0; j < kLanes; ++j) store(panel + (i + j) * kBlockColumns + c, vectors[j]);
+    }
+  }
+}
+
 inline void finish(float* sums, const float* bias, float weight) {
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     const Floats sum = bias == nullptr ? load(sums + c) : load(sums + c) + load(bias + c);

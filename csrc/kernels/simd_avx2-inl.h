@@ -124,6 +124,27 @@ inline void put_in_order(Floats& first, Floats& second) {
   second = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
+// Lane j of vector i changes places with lane i of vector j.
+inline void transpose_lanes(Floats (&vectors)[8]) {
+  Floats two[8], four[8];  // vectors' values beside each other, in both halves
+  for (int i = 0; i < 8; i += 2) {
+    two[i] = _mm256_unpacklo_ps(vectors[i], vectors[i + 1]);
+    two[i + 1] = _mm256_unpackhi_ps(vectors[i], vectors[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m256d first = _mm256_castps_pd(two[i + j]);
+      const __m256d second = _mm256_castps_pd(two[i + 2 + j]);
+      four[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(first, second));
+      four[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(first, second));
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    vectors[i] = _mm256_permute2f128_ps(four[i], four[4 + i], 0x20);
+    vectors[4 + i] = _mm256_permute2f128_ps(four[i], four[4 + i], 0x31);
+  }
+}
+
 // Words in [0, 65535].
 inline __m128i narrow_to_uint16(Words words) {
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

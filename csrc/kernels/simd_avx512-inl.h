@@ -99,6 +99,34 @@ inline void load_e4m3_pairs(const void* from, Floats (&low)[2], Floats (&high)[2
 
 inline void put_in_order(Floats&, Floats&) {}
 
+// Lane j of vector i changes places with lane i of vector j.
+inline void transpose_lanes(Floats (&vectors)[16]) {
+  Floats two[16], four[16];  // vectors' values beside each other, in all four quarters
+  for (int i = 0; i < 16; i += 2) {
+    two[i] = _mm512_unpacklo_ps(vectors[i], vectors[i + 1]);
+    two[i + 1] = _mm512_unpackhi_ps(vectors[i], vectors[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d first = _mm512_castps_pd(two[i + j]);
+      const __m512d second = _mm512_castps_pd(two[i + 2 + j]);
+      four[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(first, second));
+      four[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(first, second));
+    }
+  }
+  constexpr int kEven = 0x88, kOdd = 0xdd;  // quarters of both
+  for (int i = 0; i < 4; ++i) {
+    const Floats even[2] = {_mm512_shuffle_f32x4(four[i], four[4 + i], kEven),
+                            _mm512_shuffle_f32x4(four[8 + i], four[12 + i], kEven)};
+    const Floats odd[2] = {_mm512_shuffle_f32x4(four[i], four[4 + i], kOdd),
+                           _mm512_shuffle_f32x4(four[8 + i], four[12 + i], kOdd)};
+    vectors[i] = _mm512_shuffle_f32x4(even[0], even[1], kEven);
+    vectors[4 + i] = _mm512_shuffle_f32x4(odd[0], odd[1], kEven);
+    vectors[8 + i] = _mm512_shuffle_f32x4(even[0], even[1], kOdd);
+    vectors[12 + i] = _mm512_shuffle_f32x4(odd[0], odd[1], kOdd);
+  }
+}
+
 inline void store_uint16(void* to, Words words) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words));
 }

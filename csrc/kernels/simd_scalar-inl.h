@@ -121,6 +121,8 @@ inline float e4m3_part(uint32_t byte) {
 }
 inline float load_half_of_e4m3(const void* from) { return e4m3_part(load_bytes(from) & 0x7f); }
 inline void put_in_order(float&, float&) {}
+
+inline void transpose_lanes(float (&)[1]) {}
 inline void load_e4m3_pairs(const void* from, float (&low)[2], float (&high)[2]) {
   const uint32_t pairs = load_words(from);
   for (int i = 0; i < 2; ++i) {

@@ -36,19 +36,22 @@ void load_column(const KernelTable& table, const MatrixView& view, int32_t row, 
 
 void load_panel(const KernelTable& table, const MatrixView& view, int32_t row, int32_t rows,
                 int32_t column, int32_t columns, int32_t depth, float* panel) {
-  std::memset(panel, 0, sizeof(float) * static_cast<size_t>(depth) * kBlockColumns);
+  const bool whole = rows == kBlockColumns && columns == depth;
+  const size_t bytes = sizeof(float) * static_cast<size_t>(depth) * kBlockColumns;
   // Lines run along the direction in which memory does.
   if (view.row_stride == 1) {
+    if (!whole) std::memset(panel, 0, bytes);
     for (int32_t c = 0; c < columns; ++c) {
       load_column(table, view, row, column + c, rows, panel + c * kBlockColumns);
     }
     return;
   }
-  float line[kMaxGroup];
+  alignas(64) float lines[kBlockColumns * kMaxGroup];
+  if (!whole) std::memset(lines, 0, bytes);
   for (int32_t r = 0; r < rows; ++r) {
-    load_row(table, view, row + r, column, columns, line);
-    for (int32_t c = 0; c < columns; ++c) panel[c * kBlockColumns + r] = line[c];
+    load_row(table, view, row + r, column, columns, lines + r * depth);
   }
+  table.transpose(lines, depth, depth, panel);
 }
 
 }  // namespace torch_mesh

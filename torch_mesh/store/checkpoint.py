@@ -178,7 +178,7 @@ class CheckpointExperts:
             file, offset, _ = extents[0]
             where = f"expert {expert} of layer {layer}"
             raise store_error(self.files[file][0], f"{where}: {problem}", offset) from None
-        return torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        return torch.frombuffer(record, dtype=torch.uint8)
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
         """One expert's weights in the checkpoint's dtype, read now; ``gate``, ``up`` and ``down`` are views of what was read."""

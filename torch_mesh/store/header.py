@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_mesh.errors import StoreError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -120,10 +123,11 @@ def parse_json(raw: bytes, floats: bool = False) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def read_range(path: str | os.PathLike[str], offset: int, size: int) -> bytearray:
+def read_range(path: str | os.PathLike[str], offset: int, size: int) -> npt.NDArray[np.uint8]:
     """Those bytes of a file, read now. Raises ``StoreError`` if it ends before."""
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
+    # Not cleared, and where it is large of large pages: both cost as much as reading does.
+    buffer = np.empty(size, dtype=np.uint8)
+    view, done = buffer.data, 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while done < size:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,7 +30,7 @@ from torch_mesh.store.header import (
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
-from torch_mesh.store.writer import NewFile, StorePlan
+from torch_mesh.store.writer import Chunk, NewFile, StorePlan
 
 _COPY_BYTES = 8 << 20
 DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -56,12 +58,13 @@ class Dense:
     """A tensor that is no expert's, as it is written."""
 
     tensor: Tensor
-    chunks: Callable[[], Iterable[bytes]]
+    chunks: Callable[[], Iterable[Chunk]]  # each until the next is asked for
 
     def read(self) -> torch.Tensor:
-        data = bytearray()
+        data, filled = np.empty(self.tensor.bytes, dtype=np.uint8), 0
         for chunk in self.chunks():
-            data += chunk
+            data.data[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
         dtype = next(dtype for dtype, name in DENSE_DTYPES.items() if name == self.tensor.dtype)
         return torch.frombuffer(data, dtype=dtype).view(self.tensor.shape)
 
@@ -257,9 +260,8 @@ def _values(weight: Weight, dtype: torch.dtype) -> Dense:
 def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Callable[[], torch.Tensor]) -> Dense:
     """What ``values`` makes when it is wanted."""
 
-    def chunks() -> Iterator[bytes]:
-        for part in values().contiguous().flatten().split(_COPY_BYTES):
-            yield part.view(torch.uint8).numpy().tobytes()
+    def chunks() -> Iterator[memoryview]:
+        yield values().contiguous().flatten().view(torch.uint8).numpy().data
 
     return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
 
@@ -270,18 +272,21 @@ def _dense_file(name: str, members: Sequence[Dense]) -> NewFile:
     return NewFile(name, len(header) + sum(t.bytes for t in tensors), lambda: _dense_chunks(header, members))
 
 
-def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[bytes]:
+def _dense_chunks(header: bytes, members: Iterable[Dense]) -> Iterator[Chunk]:
     yield header
     for member in members:
         yield from member.chunks()
 
 
-def _read_range(path: Path, offset: int, size: int) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+def _read_range(path: Path, offset: int, size: int) -> Iterator[memoryview]:
+    buffer = np.empty(min(size, _COPY_BYTES), dtype=np.uint8).data
+    with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
         while size:
-            chunk = stream.read(min(size, _COPY_BYTES))
-            if not chunk:
+            count = stream.readinto(buffer[:size])
+            if not count:
                 raise store_error(path, f"ends {size} bytes early: it was cut since it was opened", stream.tell())
-            size -= len(chunk)
-            yield chunk
+            # Once is enough: leave the page cache to others.
+            os.posix_fadvise(stream.fileno(), stream.tell() - count, count, os.POSIX_FADV_DONTNEED)
+            size -= count
+            yield buffer[:count]

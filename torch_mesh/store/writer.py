@@ -61,11 +61,13 @@ _JOURNAL_NAME = "journal.jsonl"
 _JOURNAL_START = b'{"plan":{"format_version":'
 _SYNC_BYTES = 256 << 20  # written between two syncs, the first of which may still run: bounds the dirty pages
 _SMALL_FILE = 1 << 20
+_THREADS_READING = 2  # beside those that pack: about as many wait for the disk
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
 _Result = TypeVar("_Result")
 _Written = OtherFile | tuple[int, int, int]  # a file, or layer, expert and checksum of a record
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Chunk = bytes | memoryview
 RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
 
 
@@ -131,11 +133,12 @@ class Scratch:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call; it is called from a worker thread."""
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call; it is called from a worker thread.
+    A chunk need not outlive the next."""
 
     name: str
     size: int
-    chunks: Callable[[], Iterable[bytes]]
+    chunks: Callable[[], Iterable[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def write_store(
     """Writes the store of ``plan`` to ``folder``, or continues what an earlier run of the same plan began.
 
     ``records`` gives every (layer, expert) once, with a callable that makes its packed record; callables run on ``workers`` threads
-    (default: the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``private`` says that no
+    (default: two more than the processors this process may use), a few at a time. ``force`` replaces a store that is there already. ``private`` says that no
     other process knows of ``folder``, so that no lock is needed, which some file systems do not have. ``check_source``
     is called when everything is read, and raises if that was not of one piece: then no store comes of it. ``scratch`` is prepared before the first
     record, if one is still to be made.
@@ -212,7 +215,12 @@ def write_store(
                     contextlib.closing(_Conversion(partial, plan, max_file_bytes)) as conversion,
                 ):
                     conversion.run(
-                        records, files, workers or len(os.sched_getaffinity(0)), progress, check_source, scratch
+                        records,
+                        files,
+                        workers or len(os.sched_getaffinity(0)) + _THREADS_READING,
+                        progress,
+                        check_source,
+                        scratch,
                     )
             _move_into_place(partial, folder)
     return Written(existing or open_store(folder), existed=existing is not None)
@@ -452,15 +460,16 @@ class _Conversion:
 
     def _write_anew(self, path: Path, file: NewFile) -> OtherFile:
         digest, checksums = hashlib.blake2b(digest_size=16), []
-        with path.open("wb") as stream:
+        with path.open("wb", buffering=0) as stream:
             for number, block in enumerate(_blocks(file.chunks())):
                 self._stop_if_asked()
-                stream.write(block)
+                _write_all(stream.fileno(), block, number * BLOCK_BYTES)
                 digest.update(block)
                 checksums.append(block_checksum(self._journal.store_id, file.name, number, block))
-            stream.flush()
+                if (number + 1) * BLOCK_BYTES % _SYNC_BYTES == 0:
+                    _sync_data(stream.fileno())
             os.fsync(stream.fileno())
-            written = stream.tell()
+            written = os.fstat(stream.fileno()).st_size
         if written != file.size:
             raise store_error(
                 path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
@@ -515,9 +524,7 @@ class _Conversion:
 
     def _sync(self) -> None:
         for descriptor in self._descriptors:
-            os.fdatasync(descriptor)
-            # Written once and not read here again: leave the page cache to others.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            _sync_data(descriptor)
         self._journal.sync()
 
     def _write_manifest(self, files: Sequence[NewFile]) -> None:
@@ -608,16 +615,20 @@ class _Counter:
             self._progress(self.done, self._total)
 
 
-def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, cut where a file's checksums are."""
-    rest = bytearray()
+def _blocks(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
+    """The same bytes, cut where a file's checksums are. Each is overwritten by the next."""
+    block, filled = np.empty(BLOCK_BYTES, dtype=np.uint8).data, 0
     for chunk in chunks:
-        rest += chunk
-        while len(rest) >= BLOCK_BYTES:
-            yield bytes(rest[:BLOCK_BYTES])
-            del rest[:BLOCK_BYTES]
-    if rest:
-        yield bytes(rest)
+        rest = memoryview(chunk)
+        while len(rest):
+            part = rest[: BLOCK_BYTES - filled]
+            block[filled : filled + len(part)] = part
+            filled, rest = filled + len(part), rest[len(part) :]
+            if filled == BLOCK_BYTES:
+                yield block
+                filled = 0
+    if filled:
+        yield block[:filled]
 
 
 def described(path: Path, store_id: bytes) -> OtherFile:
@@ -807,11 +818,19 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _sync_data(descriptor: int) -> None:
+    os.fdatasync(descriptor)
+    # Written once and not read here again: leave the page cache to others.
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    rest = memoryview(data)
+    rest, at = memoryview(data), offset
     while len(rest):
-        count = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[count:], offset + count
+        count = os.pwrite(descriptor, rest, at)
+        rest, at = rest[count:], at + count
+    # Begins to write what is dirty, rather than all of it at the next sync.
+    os.posix_fadvise(descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
