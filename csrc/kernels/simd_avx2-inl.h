@@ -105,16 +105,20 @@ inline void restore_subnormals(uint32_t before) {
   if (_mm_getcsr() != before) _mm_setcsr(before);
 }
 
-inline Floats upper_e4m3(__m256i words) {
-  return as_floats(_mm256_srai_epi32(words, 4) & broadcast_word(0x87f00000));
+// The upper halves of the floats whose E4M3 are the upper bytes.
+inline Words upper_e4m3(Words pairs) {
+  return _mm256_srai_epi16(pairs, 4) & broadcast_word(0x87f087f0);
 }
-// Of two vectors of columns: the even ones, then the odd ones, which share words.
+// Of two vectors of columns: the even ones, then the odd ones, which share words. Reads the byte
+// before `from` too, which is a header's at least: a load that is one byte behind costs less than a
+// shift.
 inline void load_e4m3_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-  const Words words = load_words(from);
-  low[0] = upper_e4m3(shift_left<24>(words));
-  high[0] = upper_e4m3(shift_left<16>(words));
-  low[1] = upper_e4m3(shift_left<8>(words));
-  high[1] = upper_e4m3(words);
+  const Words first = upper_e4m3(load_words(static_cast<const char*>(from) - 1));
+  const Words second = upper_e4m3(load_words(from));
+  low[0] = as_floats(shift_left<16>(first));
+  high[0] = as_floats(shift_left<16>(second));
+  low[1] = as_floats(first & broadcast_word(0xffff0000));
+  high[1] = as_floats(second & broadcast_word(0xffff0000));
 }
 // What came in the order of load_e4m3_pairs.
 inline void put_in_order(Floats& first, Floats& second) {

@@ -186,8 +186,9 @@ class Server:
         self._thread.join(grace)
         if self._thread.is_alive():
             server.force_exit = True
-            for timed in list(self.manager.loaded_models.values()):
-                for pool in {module._mesh_pool for module in patched_modules(timed.model)}:
+            for model in [timed.model for timed in list(self.manager.loaded_models.values())]:
+                # None: transformers is unloading it.
+                for pool in set() if model is None else {module._mesh_pool for module in patched_modules(model)}:
                     pool.close()  # whatever computes raises
             self._thread.join(grace)
         generation = self._serve._generation_state
