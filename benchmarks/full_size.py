@@ -4,6 +4,9 @@ All 48 layers of 128 experts in int4, 15 GB, of random weights that were never a
 whose tokens share 39 % of their experts with the next one, as Qwen3's do; beside it llama.cpp with the same routing on a
 Q4_0 file of the same shapes, under the memory that torch_mesh took. (Routers of random weights choose nearly the same experts for every
 token, and so measure nothing of a cold path.)
+
+With --weights int4 tcq3 tcq2, formats in turn: of int4's bytes per token tcq3 reads 0.65 and tcq2 0.4 in 1.5 and 4 GB, and in 1.5 GB they make
+1.3 and 1.8 times its tokens/s.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from torch_mesh.store.writer import NewFile, StorePlan, write_store
 from torch_mesh.synthetic import synthetic_trace
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
-GROUP_SIZE = 64
+GROUP_SIZES = {"int4": 64, "tcq3": 128, "tcq2": 128}
+# Against int4 in the same memory: bytes per token at most, where that is 4 GB or less, and tokens/s at least, where it is 1.5.
+MOST_READ, LEAST_SPEED = {"tcq3": 0.65, "tcq2": 0.4}, {"tcq3": 1.3, "tcq2": 1.8}
 OVERLAP = 0.39
 DENSE = "int4"
 PROMPT, SEED = 16, 20260101
@@ -41,7 +46,7 @@ SLACK = 32 << 20
 DIFFERENT_EXPERTS = 64  # of random weights; more would only take longer to pack
 
 
-def dense_shards(folder: Path) -> None:
+def dense_shards(folder: Path, weights: str) -> None:
     """Everything but the experts, as safetensors with an index, and the config."""
     generator = torch.Generator().manual_seed(0)
     without_experts = synthetic.Shape(**{**vars(SHAPE), "experts": 0})
@@ -57,12 +62,12 @@ def dense_shards(folder: Path) -> None:
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    quantization = {"quant_method": "mesh", "weights": "int4", "group_size": GROUP_SIZE}
+    quantization = {"quant_method": "mesh", "weights": weights, "group_size": GROUP_SIZES[weights]}
     config = synthetic.config(SHAPE) | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def random_records() -> list[torch.Tensor]:
+def random_records(weights: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -72,8 +77,8 @@ def random_records() -> list[torch.Tensor]:
     return [
         pack_expert(
             ExpertTensors(weight(inner, hidden), weight(inner, hidden), weight(hidden, inner), None, None, None),
-            "int4",
-            GROUP_SIZE,
+            weights,
+            GROUP_SIZES[weights],
         )
         for _ in range(DIFFERENT_EXPERTS)
     ]
@@ -83,8 +88,8 @@ def file_of(path: Path) -> NewFile:
     return NewFile(path.name, path.stat().st_size, lambda: [path.read_bytes()])
 
 
-def store(directory: Path) -> Path:
-    path = directory / f"{SHAPE.name}-random-mesh-int4"
+def store(directory: Path, weights: str) -> Path:
+    path = directory / f"{SHAPE.name}-random-mesh-{weights}"
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
@@ -99,10 +104,10 @@ def store(directory: Path) -> Path:
         activation="silu",
     )
     modules = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(SHAPE.layers))
-    plan = StorePlan(shape, modules, "int4", GROUP_SIZE, "random", "random-0")
-    records = random_records()
+    plan = StorePlan(shape, modules, weights, GROUP_SIZES[weights], "random", "random-0")
+    records = random_records(weights)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        dense_shards(Path(folder))
+        dense_shards(Path(folder), weights)
         write_store(
             path,
             plan,
@@ -135,8 +140,8 @@ def planned(model: Path, resident: int, *known: str) -> dict[str, Any]:
 
 def measure(options: Any) -> Report:
     console = Console(stderr=True)
-    model = store(options.dir)
-    report = Report(f"Qwen3-30B-A3B's shapes, {SHAPE.layers} layers, int4, dense {DENSE}, batch 1")
+    formats = ", ".join(options.weights)
+    report = Report(f"Qwen3-30B-A3B's shapes, {SHAPE.layers} layers, {formats}, dense {DENSE}, batch 1")
     tokens = PROMPT + options.warm_up + options.tokens
     request = {
         "watch_memory": True,  # a look every 5 ms
@@ -151,51 +156,21 @@ def measure(options: Any) -> Report:
         trace = Path(folder) / "trace.npz"
         shape = {"layers": SHAPE.layers, "experts": SHAPE.experts, "top_k": SHAPE.experts_per_token}
         save_trace(synthetic_trace(**shape, prompts=1, prompt_tokens=2 * tokens, overlap=OVERLAP), trace)
-        for gigabytes in options.resident:
-            resident = int(gigabytes * 1e9)
-            name = f"{gigabytes:g} GB of experts"
-            own = request | {"trace": str(trace), "resident": resident, "dense": DENSE, "prefetch": "off"}
-            result = sessions.run(Path(sys.executable), "mesh_replay.py", model, sessions.NO_LIMIT, own)
-            seconds = options.tokens / result["tokens_per_second"]
-            console.print(f"{name}: {result['tokens_per_second']:.2f} tok/s, hit rate {result['hit_rate']:.1%}")
-            for label, known in (
-                ("plan", ()),
-                ("plan, told the overlap", ("--overlap", str(OVERLAP))),
-                ("plan, told the hit rate it had", ("--hit-rate", str(result["hit_rate"]))),
-            ):
-                plan = planned(model, resident, *known)
-                speed = plan["tokens_per_second"]
-                # Within 25 % either way: the larger of the two over the smaller.
-                ratio = max(speed, result["tokens_per_second"]) / min(speed, result["tokens_per_second"])
-                report.add(Row(f"tokens/s, {name}", result["tokens_per_second"], "tok/s", label, speed))
-                report.add(Row(f"off by, {name}, {label}", ratio, "x", "allowed", 1.25, at_most=1.0))
-            report.add(
-                Row(
-                    f"peak memory, {name}",
-                    result["anonymous_peak"] / 1e9,
-                    "GB",
-                    "plan",
-                    plan["peak_bytes"] / 1e9,
-                    at_most=1.05,
-                )
-            )
-            report.add(Row(f"seconds to open, {name}", result["load_seconds"], "s"))
-            report.add(Row(f"hit rate, {name}", 100 * result["hit_rate"], "%"))
-            report.add(Row(f"read per token, {name}", result["read_per_token"] / 1e6, "MB"))
-            report.add(Row(f"waiting for the disk, {name}", 100 * result["stall_seconds"] / seconds, "%"))
-            report.details[name] = sessions.without_logits({"torch_mesh": [result]})
-            for label in options.llama:
-                peer = request | {"trace": str(trace), "repack": False, "random_access": label == "random"}
-                peer |= {"measured": options.llama_tokens, "warm_up": options.llama_warm_up}
-                limit = result["group_peak"] + SLACK
-                run = sessions.run(synthetic.PEERS_PYTHON, "llama_replay.py", gguf(options.dir), limit, peer)
-                console.print(f"llama.cpp, {label}: {run['tokens_per_second']:.2f} tok/s")
-                for what, unit, entry, scale in (
-                    ("tokens/s", "tok/s", "tokens_per_second", 1.0),
-                    ("read per token", "MB", "read_per_token", 1e-6),
-                ):
-                    peer_name = f"llama.cpp Q4_0, {label}"
-                    report.add(Row(f"{what}, {name}", scale * result[entry], unit, peer_name, scale * run[entry]))
+        request["trace"] = str(trace)
+        results: dict[tuple[str, float], dict[str, Any]] = {}
+        for weights in options.weights:
+            model = store(options.dir, weights)
+            for gigabytes in options.resident:
+                name = f"{gigabytes:g} GB of experts" if len(options.weights) == 1 else f"{weights}, {gigabytes:g} GB"
+                own = request | {"resident": int(gigabytes * 1e9), "dense": DENSE, "prefetch": "off"}
+                result = sessions.run(Path(sys.executable), "mesh_replay.py", model, sessions.NO_LIMIT, own)
+                console.print(f"{name}: {result['tokens_per_second']:.2f} tok/s, hit rate {result['hit_rate']:.1%}")
+                results[weights, gigabytes] = result
+                add_rows(report, name, model, int(gigabytes * 1e9), result, options.tokens)
+                add_llama(report, name, result, request, options, console)
+            if options.remove:
+                shutil.rmtree(model)
+    add_comparison(report, results)
     report.notes += [
         f"{options.tokens} timed tokens after {options.warm_up}; the trace's tokens share {OVERLAP:.0%} of their experts with the next",
         "torch_mesh: compiled step, prefetch off (forced routing cannot be foretold by routers)",
@@ -206,10 +181,66 @@ def measure(options: Any) -> Report:
     return report
 
 
+def add_rows(report: Report, name: str, model: Path, resident: int, result: dict[str, Any], tokens: int) -> None:
+    seconds = tokens / result["tokens_per_second"]
+    for label, known in (
+        ("plan", ()),
+        ("plan, told the overlap", ("--overlap", str(OVERLAP))),
+        ("plan, told the hit rate it had", ("--hit-rate", str(result["hit_rate"]))),
+    ):
+        plan = planned(model, resident, *known)
+        speed = plan["tokens_per_second"]
+        # Within 25 % either way: the larger of the two over the smaller.
+        ratio = max(speed, result["tokens_per_second"]) / min(speed, result["tokens_per_second"])
+        report.add(Row(f"tokens/s, {name}", result["tokens_per_second"], "tok/s", label, speed))
+        report.add(Row(f"off by, {name}, {label}", ratio, "x", "allowed", 1.25, at_most=1.0))
+    peak = result["anonymous_peak"] / 1e9
+    report.add(Row(f"peak memory, {name}", peak, "GB", "plan", plan["peak_bytes"] / 1e9, at_most=1.05))
+    report.add(Row(f"seconds to open, {name}", result["load_seconds"], "s"))
+    report.add(Row(f"hit rate, {name}", 100 * result["hit_rate"], "%"))
+    report.add(Row(f"read per token, {name}", result["read_per_token"] / 1e6, "MB"))
+    report.add(Row(f"waiting for the disk, {name}", 100 * result["stall_seconds"] / seconds, "%"))
+    report.details[name] = sessions.without_logits({"torch_mesh": [result]})
+
+
+def add_llama(
+    report: Report, name: str, result: dict[str, Any], request: dict[str, Any], options: Any, console: Console
+) -> None:
+    for label in options.llama:
+        peer = request | {"repack": False, "random_access": label == "random"}
+        peer |= {"measured": options.llama_tokens, "warm_up": options.llama_warm_up}
+        limit = result["group_peak"] + SLACK
+        run = sessions.run(synthetic.PEERS_PYTHON, "llama_replay.py", gguf(options.dir), limit, peer)
+        console.print(f"llama.cpp, {label}: {run['tokens_per_second']:.2f} tok/s")
+        for what, unit, entry, scale in (
+            ("tokens/s", "tok/s", "tokens_per_second", 1.0),
+            ("read per token", "MB", "read_per_token", 1e-6),
+        ):
+            peer_name = f"llama.cpp Q4_0, {label}"
+            report.add(Row(f"{what}, {name}", scale * result[entry], unit, peer_name, scale * run[entry]))
+
+
+def add_comparison(report: Report, results: dict[tuple[str, float], dict[str, Any]]) -> None:
+    """Of formats with int4 in the same memory."""
+    for (weights, gigabytes), result in results.items():
+        int4 = results.get(("int4", gigabytes))
+        if weights == "int4" or int4 is None:
+            continue
+        most = MOST_READ[weights] if gigabytes <= 4 else None
+        least = LEAST_SPEED[weights] if gigabytes <= 1.5 else None
+        name = f"{weights}, {gigabytes:g} GB"
+        read, speed = ([each[entry] for each in (result, int4)] for entry in ("read_per_token", "tokens_per_second"))
+        report.add(Row(f"read per token, {name}", read[0] / 1e6, "MB", "int4", read[1] / 1e6, at_most=most))
+        report.add(Row(f"tokens/s, {name}", speed[0], "tok/s", "int4", speed[1], at_least=least))
+
+
 def main() -> int:
     arguments = harness.parser(__doc__)
     harness.add_dir(arguments)
     arguments.add_argument("--resident", type=float, nargs="+", default=[1.5, 4.0, 8.0], help="GB of experts")
+    arguments.add_argument(
+        "--weights", nargs="+", choices=GROUP_SIZES, default=["int4"], help="of the experts, in turn"
+    )
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--warm-up", type=int, default=96, help="tokens that fill the pool")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
@@ -222,11 +253,10 @@ def main() -> int:
     )
     arguments.add_argument("--llama-tokens", type=int, default=8, help="timed")
     arguments.add_argument("--llama-warm-up", type=int, default=24, help="tokens that fill the page cache")
-    arguments.add_argument("--remove", action="store_true", help="remove the large files at the end")
+    arguments.add_argument("--remove", action="store_true", help="remove each large file after its use")
     options = arguments.parse_args()
     status = measure(options).finish(options.json)
-    if options.remove:
-        shutil.rmtree(store(options.dir))
+    if options.remove and options.llama:
         gguf(options.dir).unlink()
     return status
 

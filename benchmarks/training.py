@@ -143,7 +143,7 @@ def measure_full_size(options: Any) -> Report:
         f"Training Qwen3-30B-A3B's shapes in int4, {options.tokens} tokens, rank {options.rank} on all experts"
     )
     run = Runs(report)
-    model = full_size.store(options.dir)
+    model = full_size.store(options.dir, "int4")
     request = request_of(options, options.tokens, options.sequences, full_size.SHAPE.vocab)
     # A step is minutes long: the first one is it, and what it allocates counts for little.
     request |= {"resident": int(options.full_size * 1e9), "warm_up": 0, "steps": 1}
