@@ -25,7 +25,7 @@ from .errors import StoreError, UnsupportedModelError
 from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .left_alone import load_left_alone
-from .modules import Absent
+from .modules import Absent, patched_modules
 from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
@@ -107,6 +107,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         layers = find_experts(model)
         origin = _find_origin(model, layers, checkpoint_files, self.quantization_config)
+        if ranks > 1 and origin.choice:
+            raise ValueError(f"weights={self.quantization_config.weights!r} does not go with ranks: name a format.")
         if ranks > 1:
             check_divisible(model, layers, origin.config, ranks)
             origin.share = share_of(ranks, layers)
@@ -135,6 +137,7 @@ class MeshQuantizer(PatchedModelQuantizer):
         if origin.stored:
             keep_expert_conversions(model, layers)
         assemble(model, layers, origin.config, origin, self)
+        next(patched_modules(model))._mesh_pool.choice = origin.choice
         return model
 
 
@@ -150,6 +153,8 @@ def _forget_quantization(model: Any) -> None:
 
 class _Opened(OfRecords):
     """The experts of a model that is being loaded."""
+
+    choice = ""  # why they are in their format, where weights="auto:8GiB" asked for the best
 
     def __init__(
         self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, **about: Any
@@ -301,7 +306,8 @@ def _find_origin(
     model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: list[str] | None, config: MeshConfig
 ) -> _Opened:
     if checkpoint_files and is_gguf(checkpoint_files[0]):
-        return _OfQuantised(model, Path(checkpoint_files[0]), layers, config, checkpoint_files)
+        config, choice = _with_format(Path(checkpoint_files[0]), config)
+        return _chosen(_OfQuantised(model, Path(checkpoint_files[0]), layers, config, checkpoint_files), choice)
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
             f"torch_mesh reads experts from safetensors and GGUF files; {model.config._name_or_path!r} has "
@@ -312,10 +318,28 @@ def _find_origin(
     if is_store(folder) or (stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model)):
         return _OfStore(model, folder, layers, config)
     _check_files(folder, checkpoint_files)
+    config, choice = _with_format(folder, config)
     if find_quantisation(folder) is not None:
-        return _OfQuantised(model, folder, layers, config, checkpoint_files)
+        return _chosen(_OfQuantised(model, folder, layers, config, checkpoint_files), choice)
     experts, weights = find_checkpoint_experts(folder, model), format_of(config)
-    return _OfCheckpoint(experts, model, layers, config, weights, checked_group_size(weights, config.group_size))
+    group_size = checked_group_size(weights, config.group_size)
+    return _chosen(_OfCheckpoint(experts, model, layers, config, weights, group_size), choice)
+
+
+def _with_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
+    """``config`` with the format that ``weights="auto:8GiB"`` takes, and why it does."""
+    if not config.weights.startswith("auto:"):
+        return config, ""
+    from .format_choice import choose_format  # which brings all of the plan
+
+    chosen, why = choose_format(folder, config)
+    _LOG.info("weights=%r has taken %s: %s", config.weights, chosen.weights, why)
+    return chosen, why
+
+
+def _chosen(origin: _Opened, choice: str) -> _Opened:
+    origin.choice = choice
+    return origin
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:

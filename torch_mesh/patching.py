@@ -52,6 +52,11 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     model is patched already or its experts hold no weights; ValueError for a wrong field or value.
     """
     config = (config or MeshConfig()).replace(**fields)
+    if config.weights.startswith("auto:"):
+        raise ValueError(
+            f"weights={config.weights!r} compares formats by a checkpoint's files, which a loaded model has none of: give it to from_pretrained, "
+            "or name a format, which torch-mesh plan --memory finds."
+        )
     check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)

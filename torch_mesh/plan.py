@@ -59,7 +59,7 @@ _PREFETCH_WAITING = 0.5
 _PREFETCH_READS = 1.5
 
 # Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
-# has it. bf16 is taken as exact, since checkpoints are mostly bf16.
+# has it. bf16 is that of a bf16 checkpoint; see ``_ROUNDED_TO_BF16`` for others.
 WEIGHT_ERROR: dict[str, dict[int, float]] = {
     "bf16": {0: 0.0},
     "int8": {32: 0.0050, 64: 0.0057, 128: 0.0063},
@@ -68,6 +68,9 @@ WEIGHT_ERROR: dict[str, dict[int, float]] = {
     "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
     "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
 }
+
+# What bf16 leaves of Gaussian weights in fp16 or fp32.
+_ROUNDED_TO_BF16 = 0.0017
 
 # What a choice of formats may leave where nobody says: four bits in any groups, and not three.
 MAX_ERROR = 0.10
@@ -115,6 +118,10 @@ class Sizes:
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
     conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
+    raw_staging_bytes: int = (
+        0  # those buffers where bf16 is read from a checkpoint's own files, whatever ``weights`` is
+    )
+    exact_in_bf16: bool = True  # False: fp16 and fp32, which bf16 rounds
 
 
 @dataclass(frozen=True)
@@ -261,8 +268,7 @@ def plan(
         used = shape.top_k if of_ranks is None else of_ranks.busiest
         seconds = [token_seconds(sizes, speeds, hits, prefetch, used) for hits in (rate.expected, rate.low, rate.high)]
     choices: tuple[FormatChoice, ...] = ()
-    comparable = gpu is None and of_ranks is None and config.lossy.fallback == "none" and hit_rate is None
-    if comparable and not is_store(folder) and not sizes.conversion and not isinstance(config.resident, float):
+    if not why_no_choice(folder, sizes, config, hit_rate=hit_rate, card=gpu is not None, ranks=ranks):
         choices = tuple(_format_choices(sizes, config, available, speeds, format_speeds or {}, overlap))
     status, advice = _verdict(sizes, None if slots is None else slots + on_gpu, fallback_slots, recommended, problem)
     return Plan(
@@ -356,14 +362,13 @@ def _format_choices(
     for weights, experts_speed in format_speeds.items():
         group = compared_group(weights, shape, config)
         record = shape.record_bytes(weights, group)
-        same = (weights, group) == (sizes.weights, sizes.group_size or 0)
         of_format = dataclasses.replace(
             sizes,
             weights=weights,
             group_size=group or None,
             expert_bytes=record,
             all_experts_bytes=record * shape.layers * shape.experts,
-            staging_bytes=sizes.staging_bytes if same else 0,
+            staging_bytes=sizes.raw_staging_bytes if weights == "bf16" else 0,
         )
         slots, _, _ = _slots(of_format, config, available, on_gpu=0, gpu_pool=0)
         if slots is None:
@@ -383,9 +388,36 @@ def _format_choices(
             hit_rate=rate,
             bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
             tokens_per_second=1 / seconds,
-            weight_error=WEIGHT_ERROR[weights][group],
+            weight_error=_ROUNDED_TO_BF16
+            if weights == "bf16" and not sizes.exact_in_bf16
+            else WEIGHT_ERROR[weights][group],
             chosen=False,
         )
+
+
+def why_no_choice(
+    folder: Path,
+    sizes: Sizes,
+    config: MeshConfig,
+    *,
+    hit_rate: float | None = None,
+    card: bool = False,
+    ranks: int = 1,
+) -> str:
+    """Why formats are not compared there; empty where they are."""
+    if is_store(folder):
+        return f"the experts of {folder} are {sizes.weights} already: give the checkpoint that it was converted from"
+    if sizes.conversion:
+        return "the checkpoint is quantised, and its own format is taken"
+    if isinstance(config.resident, float):
+        return "resident is a share of the experts, which is another amount of memory in each format: give it as a size"
+    if hit_rate is not None:
+        return "a known hit rate is of one format"
+    if card or ranks > 1:
+        return "experts on a card, or divided among ranks, are not compared"
+    if config.lossy.fallback != "none":
+        return "lossy.fallback has two formats"
+    return ""
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
@@ -408,6 +440,10 @@ def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
     """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone."""
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
+    if config.weights.startswith("auto:"):
+        raise ValueError(
+            f"weights={config.weights!r}: a plan compares the formats itself; leave weights out, and give --memory and --max-error."
+        )
     return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
 
 
@@ -511,7 +547,10 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     layers = find_experts(model)
     experts = find_checkpoint_experts(folder, model)
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
-    raw = experts.own_records == (weights, group_size) and config.store is None
+    unconverted = config.store is None
+    raw = experts.own_records == (weights, group_size) and unconverted
+    bf16_is_raw = experts.own_records == ("bf16", 0) and unconverted
+    staging = _C.Source(**experts.source_arguments()).staging_bytes if raw or bf16_is_raw else 0
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
@@ -523,9 +562,11 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         group_size,
         _dense_bytes(model, layers, config, _dense_dtype(model, experts)),
         layers_left_alone(model),
-        staging_bytes=_C.Source(**experts.source_arguments()).staging_bytes if raw else 0,
+        staging_bytes=staging if raw else 0,
         files=experts.expert_files,
         conversion=_conversion(experts, config, weights, group_size),
+        raw_staging_bytes=staging if bf16_is_raw else 0,
+        exact_in_bf16=experts.nearest().exact,
     )
 
 
@@ -561,6 +602,8 @@ def _sizes(
     staging_bytes: int,
     files: tuple[Path, ...],
     conversion: str = "",
+    raw_staging_bytes: int = 0,
+    exact_in_bf16: bool = True,
 ) -> Sizes:
     record = shape.record_bytes(weights, group_size)
     return Sizes(
@@ -577,6 +620,8 @@ def _sizes(
         staging_bytes=staging_bytes,
         files=files,
         conversion=conversion,
+        raw_staging_bytes=raw_staging_bytes,
+        exact_in_bf16=exact_in_bf16,
     )
 
 
@@ -711,5 +756,7 @@ def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: i
 
 
 def _smaller(sizes: Sizes) -> str:
-    smaller = {"bf16": "int8 or int4", "int8": "int4"}.get(sizes.weights)
+    smaller = {"bf16": "int8 or int4", "int8": "int4", "int4": "tcq3", "lut4": "tcq3", "tcq3": "tcq2"}.get(
+        sizes.weights
+    )
     return f", or take weights in {smaller}" if smaller else ""

@@ -123,6 +123,7 @@ class ExpertPool:
         self.top_k = least_slots
         self.lossy = config.lossy.modes
         self.left_alone = ""  # the experts of the model that are not in it
+        self.choice = ""  # why its format was taken, where weights="auto:..." chose it
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None
@@ -223,7 +224,8 @@ class ExpertPool:
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
         share = "" if self.share is None else f"{self.share}, "
-        return f"{share}weights={self.weights}{group}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
+        choice = f", chosen as {self.choice}" if self.choice else ""
+        return f"{share}weights={self.weights}{group}{choice}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

@@ -60,6 +60,35 @@ def one_of(*allowed: str | int) -> Values:
     return Values(", ".join(shown(entry) for entry in allowed), check)
 
 
+def auto_weights(name: str, value: str) -> tuple[int, float | None]:
+    """Bytes and the limit of error, if one is given, of weights such as ``"auto:8GiB"`` or ``"auto:8GiB:15%"``; ValueError for others."""
+    _, size_text, *limits = value.split(":")
+    size = parse_size(size_text if not size_text.strip().isdigit() else int(size_text), name)
+    if not limits:
+        return size, None
+    text = limits[0].strip()
+    number = _real(text[:-1]) if text.endswith("%") else None
+    if len(limits) > 1 or number is None or not 0 <= number <= 100:
+        raise ValueError(f"{name}={value!r}: after the size comes how far weights may be off, such as 'auto:8GiB:15%'.")
+    return size, number / 100
+
+
+def weights(*allowed: str) -> Values:
+    """One of ``allowed``, or "auto:SIZE" with a limit of error behind it or without."""
+    named = one_of(*allowed)
+
+    def check(name: str, value: Any) -> str:
+        if isinstance(value, str) and value.startswith("auto:"):
+            try:
+                auto_weights(name, value)
+            except ValueError as error:
+                raise ValueError(f"{error} weights='auto:8GiB' takes the fastest format in that memory.") from None
+            return value
+        return str(named.check(name, value))
+
+    return Values(f'{named.words}, or `"auto:8GiB"`', check)
+
+
 def count(of: str, least: int = 0, give: str = "0 or a positive number") -> Values:
     def check(name: str, value: Any) -> int:
         if (number := _whole(value)) is None or number < least:

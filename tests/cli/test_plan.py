@@ -485,6 +485,68 @@ def test_formats_are_not_compared_where_there_is_no_choice(mesh_tiny: Path, stor
     assert choices_of(mesh_tiny, "auto", hit_rate=0.5) == {}
 
 
+def test_bf16_reads_raw_whatever_format_was_asked_for(
+    mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its buffers of raw records take memory that resident="auto" cannot have; a store has none.
+    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 0)
+    staging = find_sizes(mesh_tiny, MeshConfig()).staging_bytes
+    assert staging > 0
+
+    def slots(**fields: Any) -> int:
+        config = MeshConfig(resident="auto", prefetch="off", **fields)
+        left = (512 << 20) + config.workspace_bytes + (find_sizes(mesh_tiny, config).dense_bytes or 0)
+        memory = left + staging + 100 * RECORD
+        planned = plan(mesh_tiny, config, memory=memory, speeds=MADE_UP, format_speeds=EQUALLY_FAST)
+        return next(choice.slots for choice in planned.format_choices if choice.weights == "bf16")
+
+    assert slots() == slots(weights="int4") == 100
+    assert slots(store=str(tmp_path / "store")) == min(192, 100 + staging // RECORD)
+
+
+def test_bf16_rounds_what_has_more_bits(mesh_tiny: Path, tmp_path: Path) -> None:
+    little = str(12 * RECORD)
+    assert choices_of(mesh_tiny, little)["bf16"].weight_error == 0
+    for dtype in (torch.float16, torch.float32):
+        folder = tmp_path / str(dtype)
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=dtype).save_pretrained(folder)
+        choices = choices_of(folder, little)
+        assert 0 < choices["bf16"].weight_error < choices["int8"].weight_error
+        assert chosen(folder, little, max_error=0) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--resident", "0.25"], "give it as a size"),
+        (["--resident", "1MiB", "--hit-rate", "0.5"], "hit rate is of one format"),
+        (["--ranks", "2"], "divided among ranks"),
+        (["--fallback", "int4"], "has two formats"),
+    ],
+)
+def test_why_no_format_is_named(
+    mesh_tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    reason: str,
+) -> None:
+    # Nor is anything measured for it.
+    monkeypatch.setattr("torch_mesh.speed.measure_formats", None)
+    assert main(["plan", str(mesh_tiny), "--memory", "8GiB", "--max-error", "15%", *options, *GIVEN]) == 0
+    assert reason in capsys.readouterr().out
+
+
+def test_no_format_fits_or_is_there_to_choose(
+    mesh_tiny: Path, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", str(mesh_tiny), "--memory", "1KiB", "--max-error", "15%", *GIVEN]) == 1
+    assert "fit in no format" in capsys.readouterr().out
+    monkeypatch.setattr("torch_mesh.speed.measure_formats", None)
+    assert main(["plan", str(store), "--memory", "8GiB", "--max-error", "15%", *GIVEN]) == 0
+    assert "are int4 already" in capsys.readouterr().out
+
+
 def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limited = [str(mesh_tiny), "--memory", "8GiB", "--max-error"]
     planned = run(capsys, *limited, "15%")

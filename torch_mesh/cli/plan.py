@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.plan import find_sizes, plan
+    from torch_mesh.plan import find_sizes, plan, why_no_choice
     from torch_mesh.speed import measure_formats, measure_speeds
 
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:
@@ -120,7 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
         rates = {"hit_rate": arguments.hit_rate, "overlap": arguments.overlap}
         training = None
         formats = {}
-        if arguments.memory is not None and not arguments.train and speeds is not None and not config.gpu.experts:
+        no_choice = why_no_choice(
+            folder, sizes, config, hit_rate=arguments.hit_rate, card=card is not None, ranks=arguments.ranks
+        )
+        if speeds is None:
+            no_choice = no_choice or "there is nothing to measure the disk by: give --disk-speed"
+        if arguments.memory is not None and not arguments.train and not no_choice:
             formats = measure_formats(sizes, config, memory=arguments.memory_speed)
         if arguments.train:
             training = _training(arguments, folder, config, sizes, speeds)
@@ -148,7 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
         if planned.format_choices:
             _print_formats(planned)
         elif arguments.max_error is not None:
-            Console().print("--max-error: there are no formats to compare here (docs/decisions/0059)")
+            reason = no_choice or "one token's experts fit in no format: give more memory"
+            Console().print(f"--max-error: no format is named, since {escape(reason)}.", soft_wrap=True)
     return 1 if planned.status == "too small" else 0
 
 

@@ -1,0 +1,96 @@
+"""weights="auto:8GiB": the format that torch-mesh plan names, with the memory that was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import _C, MeshConfig, MeshError
+from torch_mesh.modules import patched_modules
+from torch_mesh.plan import Speeds, plan
+from torch_mesh.store.convert import convert
+
+SLOW_DISK = Speeds(disk=1e7, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
+EQUALLY_FAST = dict.fromkeys(("bf16", "int8", "int4", "lut4", "tcq3", "tcq2"), 1e10)
+MEMORY = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch_mesh.format_choice.measure_speeds", lambda *_: SLOW_DISK)
+    monkeypatch.setattr("torch_mesh.format_choice.measure_formats", lambda *_: EQUALLY_FAST)
+
+
+def load(folder: Path, weights: str, **fields: Any) -> Any:
+    config = MeshConfig(weights=weights, io="threads", **fields)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("", "lut4"), (":15%", "tcq3"), (":30%", "tcq2"), (":0%", "bf16")])
+def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) -> None:
+    model = load(mesh_tiny, f"auto:{MEMORY}{limit}")
+    pool = next(patched_modules(model))._mesh_pool
+    share = float(limit[1:-1] or 10) / 100 if limit else 0.1
+    named = plan(mesh_tiny, MeshConfig(resident=MEMORY), speeds=SLOW_DISK, format_speeds=EQUALLY_FAST, max_error=share)
+    (choice,) = (choice for choice in named.format_choices if choice.chosen)
+    assert (pool.weights, pool.group_size, pool.slots) == (expected, choice.group_size or 0, choice.slots)
+    assert choice.weights == expected
+    shown = str(model)
+    assert "chosen as fastest of 6 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
+    # What others see of it is the format, and not the question.
+    assert model.config.quantization_config.weights == expected
+    assert "chosen" not in str(load(mesh_tiny, expected, resident=MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("weights", "fields", "reason"),
+    [
+        ("auto:8GiB", {"resident": "1GiB"}, "give one"),
+        ("auto:8GiB", {"store": "here"}, "leave store out"),
+        ("auto:8GiB", {"lossy": {"fallback": "int4"}}, "two formats"),
+        ("auto:1", {}, "fit in no format"),
+        ("auto:100KB:1%", {}, "no format whose weights are off by at most 1.0% fits; "),
+    ],
+)
+def test_what_it_cannot_choose_is_named(mesh_tiny: Path, weights: str, fields: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        load(mesh_tiny, weights, **fields)
+
+
+def test_where_there_is_nothing_to_choose(mesh_tiny: Path, tmp_path: Path) -> None:
+    store = convert(mesh_tiny, tmp_path / "int8", "int8").store.folder
+    with pytest.raises(ValueError, match="in .* are int8: leave weights"):
+        load(store, "auto:8GiB")
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    with pytest.raises(ValueError, match="give it to from_pretrained"):
+        torch_mesh.patch(model, weights="auto:8GiB")
+    with pytest.raises(MeshError, match="not patched"):
+        torch_mesh.unpatch(model)
+    with pytest.raises(ValueError, match="--max-error"):
+        plan(mesh_tiny, MeshConfig(weights="auto:8GiB"))
+    with pytest.raises(ValueError, match="is unknown"):
+        convert(mesh_tiny, tmp_path / "other", "auto:8GiB")
+
+
+@pytest.mark.parametrize(
+    "weights",
+    ["auto:", "auto:much", "auto:0", "auto:-1GiB", "auto:8GiB:", "auto:8GiB:15", "auto:8GiB:101%", "auto:8GiB:nan%",
+     "auto:8GiB:15%:1", "Auto:8GiB", "int4:8GiB"],
+)  # fmt: skip
+def test_nonsense_is_refused(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="weights="):
+        MeshConfig(weights=weights)
+    monkeypatch.setenv("TORCH_MESH_WEIGHTS", weights)
+    with pytest.raises(ValueError, match="TORCH_MESH_WEIGHTS="):
+        MeshConfig()
+
+
+def test_a_checkpoint_takes_no_memory_by_it() -> None:
+    with pytest.warns(UserWarning, match="only you choose"):
+        config = MeshConfig.of_checkpoint({"weights": "auto:8GiB", "group_size": 32})
+    assert (config.weights, config.group_size) == ("auto", 32)
