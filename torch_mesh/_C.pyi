@@ -102,6 +102,7 @@ def replay_ranks(
     read_seconds: float = 1.0,
     expert_seconds: float = 1.0,
     rest_seconds: float = 0.0,
+    one_disk: bool = False,
 ) -> list[dict[str, Any]]:
     """As ``replay``, of ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each layer: an answer for each.
 

@@ -115,7 +115,7 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
                          const std::optional<Array<int64_t>>& sequences,
                          const std::optional<Array<int64_t>>& forwards, const std::string& prefill,
                          const std::string& predictor, int32_t prefetch, double read_seconds,
-                         double expert_seconds, double rest_seconds) {
+                         double expert_seconds, double rest_seconds, bool one_disk) {
   if (ids.ndim() != 4 || ids.shape(0) < 1) {
     throw Error(ErrorKind::kInvalid,
                 "ids must be [ranks, tokens, layers, top_k], of a rank or more");
@@ -145,7 +145,8 @@ py::list replay_ranks_of(const Array<int32_t>& ids, const Array<double>& exchang
                               .prefill = prefill_from(prefill),
                               .read_seconds = read_seconds,
                               .expert_seconds = expert_seconds,
-                              .rest_seconds = rest_seconds};
+                              .rest_seconds = rest_seconds,
+                              .one_disk = one_disk};
   std::vector<ReplayResult> results;
   {
     py::gil_scoped_release released;
@@ -179,7 +180,7 @@ void define_replay(py::module_& module) {
              py::arg("sequences") = py::none(), py::arg("forwards") = py::none(),
              py::arg("prefill") = "auto", py::arg("predictor") = "off", py::arg("prefetch") = 0,
              py::arg("read_seconds") = 1., py::arg("expert_seconds") = 1.,
-             py::arg("rest_seconds") = 0.);
+             py::arg("rest_seconds") = 0., py::arg("one_disk") = false);
 }
 
 }  // namespace torch_mesh

@@ -179,6 +179,9 @@ class Foresight {
 // reads, then guesses.
 class Disk {
  public:
+  // free_at: until then it reads, for whichever of the ranks that share it.
+  explicit Disk(double& free_at) : free_at_(free_at) {}
+
   void queue(const Effects::Load& load) { queue_of(load.urgency).push_back(load.slot); }
 
   // It has become a demand read, unless it is under way.
@@ -199,7 +202,7 @@ class Disk {
       if (queue.empty()) continue;
       reading_ = queue.front();
       queue.pop_front();
-      end_ = std::max(end_, now) + seconds;
+      end_ = free_at_ = std::max(free_at_, now) + seconds;
       return true;
     }
     return false;
@@ -213,11 +216,12 @@ class Disk {
   std::array<std::deque<int32_t>, kUrgencies.size()> queues_;  // slots
   int32_t reading_ = -1;
   double end_ = 0;
+  double& free_at_;
 };
 
 class Replay {
  public:
-  Replay(const RoutingTrace& trace, const ReplayOptions& options)
+  Replay(const RoutingTrace& trace, const ReplayOptions& options, double& disk_free_at)
       : trace_(trace),
         options_(options),
         core_({.layers = trace.layers,
@@ -227,6 +231,7 @@ class Replay {
               options.policy == "belady"
                   ? make_belady(trace)
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
+        disk_(disk_free_at),
         foresight_(trace, options),
         guess_(options.prefetch),
         guessed_(trace.layers * trace.experts, -1) {
@@ -514,8 +519,11 @@ std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
     invalid("exchange_seconds are not [forwards, layers]");
   }
   check_times(exchange_seconds);
+  std::vector<double> free_at(options.one_disk ? 1 : ranks.size());
   std::deque<Replay> replays;  // which do not move
-  for (const RoutingTrace& trace : ranks) replays.emplace_back(trace, options);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    replays.emplace_back(ranks[rank], options, free_at[options.one_disk ? 0 : rank]);
+  }
   auto exchange = exchange_seconds.begin();
   for (int64_t forward = 0; forward < forwards; ++forward) {
     for (Replay& replay : replays) replay.begin_forward(forward);

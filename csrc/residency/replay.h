@@ -69,6 +69,7 @@ struct ReplayOptions {
   double read_seconds = 1;    // for one expert; the disk reads one at a time, in order of urgency
   double expert_seconds = 1;  // for computing one, however many tokens of the forward use it
   double rest_seconds = 0;    // of a layer, before its experts are known
+  bool one_disk = false;      // that the ranks share; otherwise each has its own
 };
 
 struct ReplayResult {
@@ -96,9 +97,9 @@ struct ReplayResult {
 // Throws Error(kInvalid) for a trace or options that make no sense.
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options);
 
-// Ranks that divide the experts, each with a pool and a disk of its own: what each has of the same
-// forwards. After each layer they wait for the last one and then for the exchange of its outputs,
-// while their disks go on. exchange_seconds: [forwards][layers].
+// Ranks that divide the experts, each with a pool of its own: what each has of the same forwards.
+// After each layer they wait for the last one and then for the exchange of its outputs, while their
+// disks go on. exchange_seconds: [forwards][layers].
 std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
                                        const ReplayOptions& options,
                                        std::span<const double> exchange_seconds);

@@ -207,6 +207,15 @@ TEST(ReplayRanks, WaitForTheLastOfThemAndForTheExchange) {
   EXPECT_DOUBLE_EQ(ranks[1].idle_seconds, 6 + 7 + 7);
 }
 
+TEST(ReplayRanks, MayShareADisk) {
+  // A read for each rank: one after the other, whichever is the first.
+  const Routing routing{1, 1, 4, 2, {0, 2}};
+  ReplayOptions options{.policy = "lru", .slots = 2, .read_seconds = 3};
+  EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 3);
+  options.one_disk = true;
+  EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 6);
+}
+
 TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
   // Rank 1 has nothing to do in layer 0, and is told of its expert of layer 1.
   const Routing routing{1, 2, 2, 1, {0, 1}};

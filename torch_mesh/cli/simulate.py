@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--placement",
         help=f"of experts, with commas: some of {', '.join(PLACEMENTS)} (by what sequences before --prompts use together); contiguous by itself",
     )
+    several.add_argument("--one-disk", action="store_true", help="the ranks are on one machine, and share its disk")
     several.add_argument(
         "--dispatch", help=f"of tokens, with commas: some of {', '.join(DISPATCHES)}; all_reduce by itself"
     )
@@ -95,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
         _print_nodes(on_nodes)
         return 0
     if given := [
-        option for option in ("network", "hidden_size", "placement", "dispatch") if getattr(arguments, option)
+        option
+        for option in ("network", "hidden_size", "placement", "dispatch", "one_disk")
+        if getattr(arguments, option)
     ]:
         raise ValueError(f"--{given[0].replace('_', '-')} is of several machines: say how many with --nodes")
     profile = None if arguments.profile is None else load_profile(arguments.profile)
@@ -156,7 +159,7 @@ def _simulate_nodes(
             trace,
             policy,
             resident,
-            Cluster(nodes, arguments.hidden_size, hardware, network, placement, dispatch),
+            Cluster(nodes, arguments.hidden_size, hardware, network, placement, dispatch, arguments.one_disk),
             prompts=parse_prompts(arguments.prompts),
             lookahead=arguments.prefetch == "lookahead",
             prefetch=arguments.fetch,

@@ -44,7 +44,8 @@ class Network:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` machines of the same ``hardware``, one rank each; ``hidden``: numbers in a token's hidden state."""
+    """``nodes`` machines of the same ``hardware``, one rank each; ``hidden``: numbers in a token's hidden state. ``one_disk``: that they share, as
+    ranks on one machine do."""
 
     nodes: int
     hidden: int
@@ -52,6 +53,7 @@ class Cluster:
     network: Network
     placement: str = "contiguous"
     dispatch: str = "all_reduce"
+    one_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def simulate_nodes(
         read_seconds=cluster.hardware.read_seconds(),
         expert_seconds=cluster.hardware.expert_seconds(),
         rest_seconds=cluster.hardware.rest_seconds(trace),
+        one_disk=cluster.one_disk,
     )
     counted = (starts >= begin) & (starts < end)
     seconds = float(counts[0]["seconds_of"][begin:end].sum())  # the same on each
