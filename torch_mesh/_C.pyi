@@ -70,18 +70,44 @@ def replay(
     recall: float = 0.75,
     seed: int = 0,
     read_seconds: float = 1.0,
-    layer_seconds: float = 1.0,
+    expert_seconds: float = 1.0,
+    rest_seconds: float = 0.0,
     profile: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,
     pins: float = 0.0,
     early_layers: int = 0,
     early_experts: int = 0,
 ) -> dict[str, Any]:
     """Recorded routing through the pool's own core, see csrc/residency/replay.h; the fields of ReplayResult, ``hits`` and ``accesses_of``
-    int64 [tokens].
+    int64 [tokens], ``seconds_of`` float64 [tokens].
 
-    ``ids`` [tokens, layers, top_k], ``scores`` and ``lookahead`` [tokens, layers, experts], ``sequences`` and ``forwards`` the first token
-    of each.
+    ``ids`` [tokens, layers, top_k], of experts that are elsewhere -1, behind all others; ``scores`` and ``lookahead`` [tokens, layers, experts],
+    ``sequences`` and ``forwards`` the first token of each.
     Raises ValueError for ids out of range or doubled, and for options that make no sense.
+    """
+
+def replay_ranks(
+    ids: npt.NDArray[np.int32],
+    exchange_seconds: npt.NDArray[np.float64],
+    *,
+    experts: int,
+    policy: str,
+    slots: int,
+    scores: npt.NDArray[np.float32] | None = None,
+    lookahead: npt.NDArray[np.float32] | None = None,
+    sequences: npt.NDArray[np.int64] | None = None,
+    forwards: npt.NDArray[np.int64] | None = None,
+    prefill: str = "auto",
+    predictor: str = "off",
+    prefetch: int = 0,
+    read_seconds: float = 1.0,
+    expert_seconds: float = 1.0,
+    rest_seconds: float = 0.0,
+    one_disk: bool = False,
+) -> list[dict[str, Any]]:
+    """As ``replay``, of ranks that each have ``experts`` of a layer and ``slots``, and wait for each other after each layer: an answer for each.
+
+    ``ids`` [ranks, tokens, layers, top_k], ``scores`` and ``lookahead`` [ranks, tokens, layers, experts], by each rank's own numbers;
+    ``exchange_seconds`` [forwards, layers], what comes after the last rank has computed.
     """
 
 def cuda_driver() -> str:

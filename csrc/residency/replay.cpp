@@ -22,9 +22,8 @@ namespace {
 [[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
 
 void check(const RoutingTrace& trace) {
-  if (trace.tokens < 1 || trace.layers < 1 || trace.experts < 1 || trace.top_k < 1 ||
-      trace.top_k > trace.experts) {
-    invalid("a trace needs at least one token, layer and expert, and top_k in [1, experts]; got " +
+  if (trace.tokens < 1 || trace.layers < 1 || trace.experts < 1 || trace.top_k < 1) {
+    invalid("a trace needs at least one token, layer and expert, and top_k of at least 1; got " +
             std::to_string(trace.tokens) + " tokens, " + std::to_string(trace.layers) +
             " layers, " + std::to_string(trace.experts) + " experts, top_k " +
             std::to_string(trace.top_k));
@@ -41,6 +40,12 @@ void check(const RoutingTrace& trace) {
   for (size_t i = 0; i < trace.ids.size(); ++i) {
     const auto step = static_cast<int64_t>(i / trace.top_k);
     const int32_t id = trace.ids[i];
+    if (id == RoutingTrace::kElsewhere) continue;
+    if (i % trace.top_k > 0 && trace.ids[i - 1] == RoutingTrace::kElsewhere) {
+      invalid("token " + std::to_string(step / trace.layers) + ", layer " +
+              std::to_string(step % trace.layers) + " names expert " + std::to_string(id) +
+              " behind one that is elsewhere (-1)");
+    }
     if (id >= 0 && id < trace.experts && seen[id] != step) {
       seen[id] = step;
       continue;
@@ -59,11 +64,20 @@ void check(const RoutingTrace& trace) {
   }
 }
 
+void check_times(std::span<const double> times) {
+  for (double seconds : times) {
+    if (!(seconds >= 0) || std::isinf(seconds)) {
+      invalid("times must be finite and not negative; got " + std::to_string(seconds));
+    }
+  }
+}
+
 void check(const ReplayOptions& options, const RoutingTrace& trace) {
   const int64_t all = int64_t{trace.layers} * trace.experts;
-  if (options.slots < trace.top_k || options.slots > all) {
-    invalid("slots must be in [top_k=" + std::to_string(trace.top_k) + ", " + std::to_string(all) +
-            "]; got " + std::to_string(options.slots));
+  const int32_t least = std::min(trace.top_k, trace.experts);
+  if (options.slots < least || options.slots > all) {
+    invalid("slots must be in [" + std::to_string(least) + ", " + std::to_string(all) +
+            "], from what a token may need to all experts; got " + std::to_string(options.slots));
   }
   if (options.prefetch < 0 || options.prefetch > trace.experts) {
     invalid("prefetch must be in [0, " + std::to_string(trace.experts) + "]; got " +
@@ -72,11 +86,7 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   if (!(options.recall >= 0 && options.recall <= 1)) {
     invalid("recall must be in [0, 1]; got " + std::to_string(options.recall));
   }
-  for (double seconds : {options.read_seconds, options.layer_seconds}) {
-    if (!(seconds >= 0) || std::isinf(seconds)) {
-      invalid("times must be finite and not negative; got " + std::to_string(seconds));
-    }
-  }
+  check_times(std::array{options.read_seconds, options.expert_seconds, options.rest_seconds});
   check(options.kept, trace.layers, trace.experts);
   if (options.predictor == "lookahead" && trace.lookahead.empty()) {
     invalid(
@@ -86,6 +96,10 @@ void check(const ReplayOptions& options, const RoutingTrace& trace) {
   if (options.deferred < 0 || options.deferred > trace.top_k) {
     invalid("deferred must be in [0, top_k=" + std::to_string(trace.top_k) + "]; got " +
             std::to_string(options.deferred));
+  }
+  if (options.deferred > 0 &&
+      std::ranges::find(trace.ids, RoutingTrace::kElsewhere) != trace.ids.end()) {
+    invalid("a rank puts no experts off: deferred must be 0 for a trace with experts elsewhere");
   }
   if (options.predictor != "off" && options.policy == "belady") {
     invalid("belady is the bound without prefetch; use predictor \"off\"");
@@ -137,7 +151,8 @@ class Foresight {
   double draw() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
 
   int32_t stand_in(int64_t step, std::span<int32_t> out) {
-    const std::span<const int32_t> truth = trace_.ids.subspan(step * trace_.top_k, trace_.top_k);
+    const std::span<const int32_t> truth =
+        trace_.chosen(step / trace_.layers, static_cast<int32_t>(step % trace_.layers));
     std::vector<bool> used(trace_.experts, false);
     size_t count = 0, others = trace_.experts - truth.size();
     for (int32_t id : truth) used[id] = true;
@@ -164,6 +179,9 @@ class Foresight {
 // reads, then guesses.
 class Disk {
  public:
+  // free_at: until then it reads, for whichever of the ranks that share it.
+  explicit Disk(double& free_at) : free_at_(free_at) {}
+
   void queue(const Effects::Load& load) { queue_of(load.urgency).push_back(load.slot); }
 
   // It has become a demand read, unless it is under way.
@@ -184,7 +202,7 @@ class Disk {
       if (queue.empty()) continue;
       reading_ = queue.front();
       queue.pop_front();
-      end_ = std::max(end_, now) + seconds;
+      end_ = free_at_ = std::max(free_at_, now) + seconds;
       return true;
     }
     return false;
@@ -198,11 +216,12 @@ class Disk {
   std::array<std::deque<int32_t>, kUrgencies.size()> queues_;  // slots
   int32_t reading_ = -1;
   double end_ = 0;
+  double& free_at_;
 };
 
 class Replay {
  public:
-  Replay(const RoutingTrace& trace, const ReplayOptions& options)
+  Replay(const RoutingTrace& trace, const ReplayOptions& options, double& disk_free_at)
       : trace_(trace),
         options_(options),
         core_({.layers = trace.layers,
@@ -212,33 +231,51 @@ class Replay {
               options.policy == "belady"
                   ? make_belady(trace)
                   : make_policy(options.policy, {trace.layers, trace.experts, options.slots})),
+        disk_(disk_free_at),
         foresight_(trace, options),
         guess_(options.prefetch),
         guessed_(trace.layers * trace.experts, -1) {
     result_.hits.assign(trace.tokens, 0);
     result_.accesses_of.assign(trace.tokens, 0);
-  }
-
-  ReplayResult run() {
-    const auto begin = std::chrono::steady_clock::now();
+    result_.seconds_of.assign(trace.tokens, 0);
     carry_out();
     while (disk_.start(0, 0)) land();  // a profile's experts are there when the first token comes
-    size_t sequence = 0;
-    for (int64_t forward = 0; forward < trace_.forward_count(); ++forward) {
-      if (sequence < trace_.sequences.size() &&
-          trace_.first_token(forward) == trace_.sequences[sequence]) {
-        foresight_.reset();
-        // Of prompts the core sees it itself.
-        for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
-          core_.begin_sequence(layer);
-        }
-        ++sequence;
-      }
-      for (int32_t layer = 0; layer < trace_.layers; ++layer) run_layer(forward, layer);
+  }
+
+  // In order, each with all of its layers.
+  void begin_forward(int64_t forward) {
+    if (sequence_ == trace_.sequences.size() ||
+        trace_.first_token(forward) != trace_.sequences[sequence_]) {
+      return;
     }
-    sum_up();
-    result_.decision_seconds =
+    foresight_.reset();
+    // Of prompts the core sees it itself.
+    for (int32_t layer = 0; trace_.forwards.empty() && layer < trace_.layers; ++layer) {
+      core_.begin_sequence(layer);
+    }
+    ++sequence_;
+  }
+
+  void run_layer(int64_t forward, int32_t layer) {
+    const auto begin = std::chrono::steady_clock::now();
+    const double before = now_;
+    run_experts(forward, layer);
+    result_.seconds_of[trace_.first_token(forward)] += now_ - before;
+    result_.decision_seconds +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+  double now() const { return now_; }
+
+  // Nothing but the disk goes on until then.
+  void idle_until(int64_t forward, double time) {
+    result_.seconds_of[trace_.first_token(forward)] += time - now_;
+    result_.idle_seconds += time - now_;
+    now_ = time;
+  }
+
+  ReplayResult end() {
+    sum_up();
     return std::move(result_);
   }
 
@@ -249,8 +286,10 @@ class Replay {
     std::vector<int32_t> experts;
   };
 
-  void run_layer(int64_t forward, int32_t layer) {
+  void run_experts(int64_t forward, int32_t layer) {
     const int64_t first = trace_.first_token(forward), last = trace_.first_token(forward + 1);
+    now_ += options_.rest_seconds;
+    busy_ += options_.rest_seconds;
     read_until(now_);
     if (!trace_.scores.empty()) {
       for (int64_t token = first; token < last; ++token) core_.observe(layer, scores(token, layer));
@@ -266,8 +305,8 @@ class Replay {
     if (phase == Phase::kPrefill) {
       prompt_.clear();
       for (int64_t token = first; token < last; ++token) {
-        const auto chosen = trace_.chosen(token, layer);
-        prompt_.insert(prompt_.end(), chosen.begin(), chosen.end());
+        const auto row = trace_.row(token, layer);
+        prompt_.insert(prompt_.end(), row.begin(), row.end());
       }
       part.ids = prompt_;
       part.top_k = trace_.top_k;
@@ -283,7 +322,7 @@ class Replay {
 
     const int64_t hits = counts(phase, layer).hits, accesses = counts(phase, layer).accesses;
     // Experts are read from memory once, however many tokens use them.
-    const double computing = options_.layer_seconds * static_cast<double>(distinct) / trace_.top_k;
+    const double computing = options_.expert_seconds * static_cast<double>(distinct);
     const double end = now_ + computing;
     busy_ += computing;
     queued_at_ = now_;
@@ -416,7 +455,7 @@ class Replay {
       result_.prefetch_used += layer.prefetches_used;
     }
     result_.virtual_seconds = now_;
-    result_.stalled_seconds = now_ - busy_;
+    result_.stalled_seconds = now_ - busy_ - result_.idle_seconds;
   }
 
   const RoutingTrace& trace_;
@@ -429,6 +468,7 @@ class Replay {
   std::vector<ClaimEntry> entries_;
   std::vector<int64_t> prompt_;  // ids of a prompt's tokens
   std::optional<Late> late_;
+  size_t sequence_ = 0;
   double queued_at_ = 0;  // when the last reads were queued
   double now_ = 0;
   double busy_ = 0;
@@ -456,9 +496,50 @@ std::vector<int32_t> experts_of(const RoutingTrace& trace, int64_t forward, int3
 }
 
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options) {
-  check(trace);
-  check(options, trace);
-  return Replay(trace, options).run();
+  const std::vector<double> nothing(static_cast<size_t>(trace.forward_count()) *
+                                    std::max(trace.layers, 0));
+  return std::move(replay_ranks(std::span(&trace, 1), options, nothing).front());
+}
+
+std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
+                                       const ReplayOptions& options,
+                                       std::span<const double> exchange_seconds) {
+  if (ranks.empty()) invalid("a replay needs at least one rank");
+  const RoutingTrace& first = ranks.front();
+  for (const RoutingTrace& trace : ranks) {
+    check(trace);
+    check(options, trace);
+    if (trace.tokens != first.tokens || trace.layers != first.layers ||
+        !std::ranges::equal(trace.forwards, first.forwards)) {
+      invalid("ranks have the same tokens, layers and forwards; one of them has others");
+    }
+  }
+  const int64_t forwards = first.forward_count();
+  if (std::ssize(exchange_seconds) != forwards * first.layers) {
+    invalid("exchange_seconds are not [forwards, layers]");
+  }
+  check_times(exchange_seconds);
+  std::vector<double> free_at(options.one_disk ? 1 : ranks.size());
+  std::deque<Replay> replays;  // which do not move
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    replays.emplace_back(ranks[rank], options, free_at[options.one_disk ? 0 : rank]);
+  }
+  auto exchange = exchange_seconds.begin();
+  for (int64_t forward = 0; forward < forwards; ++forward) {
+    for (Replay& replay : replays) replay.begin_forward(forward);
+    for (int32_t layer = 0; layer < first.layers; ++layer) {
+      double last = 0;
+      for (Replay& replay : replays) {
+        replay.run_layer(forward, layer);
+        last = std::max(last, replay.now());
+      }
+      last += *exchange++;
+      for (Replay& replay : replays) replay.idle_until(forward, last);
+    }
+  }
+  std::vector<ReplayResult> results;
+  for (Replay& replay : replays) results.push_back(replay.end());
+  return results;
 }
 
 }  // namespace torch_mesh

@@ -2,6 +2,7 @@
 // (core/core.h), which decides here as it does there.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -14,11 +15,15 @@ namespace torch_mesh {
 
 // Spans are of whole arrays, the last index fastest.
 struct RoutingTrace {
+  static constexpr int32_t kElsewhere = -1;
+
   int32_t tokens = 0;
   int32_t layers = 0;
   int32_t experts = 0;  // per layer
   int32_t top_k = 0;
-  std::span<const int32_t> ids;        // [tokens][layers][top_k], distinct within a layer
+  // [tokens][layers][top_k], distinct within a layer. What another rank has is missing: kElsewhere,
+  // behind all that is here.
+  std::span<const int32_t> ids;
   std::span<const float> scores;       // [tokens][layers][experts], router probabilities; or empty
   std::span<const float> lookahead;    // as scores: of `layer`, foretold one layer before; or empty
   std::span<const int64_t> sequences;  // first token of each, ascending; or empty: one sequence
@@ -33,8 +38,13 @@ struct RoutingTrace {
     if (forwards.empty()) return forward;
     return forward < std::ssize(forwards) ? forwards[forward] : tokens;
   }
-  std::span<const int32_t> chosen(int64_t token, int32_t layer) const {
+  // As the router lists them, with what is elsewhere; and without.
+  std::span<const int32_t> row(int64_t token, int32_t layer) const {
     return ids.subspan((token * layers + layer) * top_k, top_k);
+  }
+  std::span<const int32_t> chosen(int64_t token, int32_t layer) const {
+    const std::span<const int32_t> all = row(token, layer);
+    return all.first(std::ranges::find(all, kElsewhere) - all.begin());
   }
 };
 
@@ -56,8 +66,10 @@ struct ReplayOptions {
   PrefillWindow prefill = PrefillWindow::kAuto;
   int32_t deferred = 0;  // experts of a token that are put off by a layer at most where cold
   // Of the virtual clock; only ratios matter to the counts.
-  double read_seconds = 1;   // for one expert; the disk reads one at a time, in order of urgency
-  double layer_seconds = 1;  // what a layer takes for one token when nothing is cold
+  double read_seconds = 1;    // for one expert; the disk reads one at a time, in order of urgency
+  double expert_seconds = 1;  // for computing one, however many tokens of the forward use it
+  double rest_seconds = 0;    // of a layer, before its experts are known
+  bool one_disk = false;      // that the ranks share; otherwise each has its own
 };
 
 struct ReplayResult {
@@ -65,6 +77,7 @@ struct ReplayResult {
   // experts asked for.
   std::vector<int64_t> hits;
   std::vector<int64_t> accesses_of;
+  std::vector<double> seconds_of;  // by token, those of a forward at its first
   int64_t accesses = 0;
   int64_t inflight_misses = 0;
   int64_t cold_misses = 0;
@@ -76,11 +89,19 @@ struct ReplayResult {
   int64_t prefetch_used = 0;
   int64_t predicted_right = 0;  // predicted experts that the layer used, resident or not
   double virtual_seconds = 0;
-  double stalled_seconds = 0;
-  double decision_seconds = 0;  // wall clock of the whole replay: the core and the predictor
+  double stalled_seconds = 0;   // for reads
+  double idle_seconds = 0;      // for other ranks, and for what they exchange
+  double decision_seconds = 0;  // wall clock: the core and the predictor
 };
 
 // Throws Error(kInvalid) for a trace or options that make no sense.
 ReplayResult replay(const RoutingTrace& trace, const ReplayOptions& options);
+
+// Ranks that divide the experts, each with a pool of its own: what each has of the same forwards.
+// After each layer they wait for the last one and then for the exchange of its outputs, while their
+// disks go on. exchange_seconds: [forwards][layers].
+std::vector<ReplayResult> replay_ranks(std::span<const RoutingTrace> ranks,
+                                       const ReplayOptions& options,
+                                       std::span<const double> exchange_seconds);
 
 }  // namespace torch_mesh

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torch_mesh import _C
 from torch_mesh.cli import main
-from torch_mesh.foresight.simulation import simulate
-from torch_mesh.foresight.traces import load_trace
+from torch_mesh.foresight.nodes import Cluster, Network, simulate_nodes
+from torch_mesh.foresight.simulation import Hardware, simulate
+from torch_mesh.foresight.traces import Trace, load_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
 
@@ -72,6 +74,106 @@ def test_tokens_per_second_follow_the_disk(tmp_path: Path) -> None:
     assert fast["bytes_per_token"] == slow["bytes_per_token"] == pytest.approx(slow["reads_per_token"] * 1e6)
 
 
+MACHINE = Hardware(expert_bytes=1e6, disk_speed=1e9, memory_speed=2e10, other_seconds=1e-3)
+NETWORK = Network.parse("10Gbit/s,0.2ms")
+
+
+def a_trace(seed: int, tokens: int = 60, layers: int = 3, experts: int = 8, top_k: int = 3) -> Trace:
+    """With lookahead that is right, and prompts among the steps."""
+    random = np.random.default_rng(seed)
+    lookahead = random.random((tokens, layers, experts)).astype(np.float32)
+    ids = np.argsort(-lookahead, axis=2)[..., :top_k].astype(np.int32)
+    forwards = np.array([0, *range(20, 30), *range(50, tokens)])
+    return Trace("made-up", ids, np.array([0, 30, tokens]), experts, lookahead=lookahead, forwards=forwards)
+
+
+@pytest.mark.parametrize("ahead", ["off", "lookahead"])
+def test_one_node_is_one_process(seed: int, ahead: str) -> None:
+    trace = a_trace(seed)
+    for policy in ("auto", "lru"):
+        alone = simulate(trace, policy, 0.4, predictor=ahead, hardware=MACHINE)
+        cluster = Cluster(1, 64, MACHINE, NETWORK)
+        row = simulate_nodes(trace, policy, 0.4, cluster, lookahead=ahead == "lookahead")
+        assert alone.tokens_per_second is not None
+        assert (row.slots, row.hit_rate, row.busiest) == (alone.slots, alone.hit_rate, 3)
+        assert row.tokens_per_second == pytest.approx(alone.tokens_per_second)
+        assert row.read_bytes_per_token == pytest.approx(alone.bytes_per_token)
+        assert row.stall_share == pytest.approx(alone.stall_share)
+        assert row.sent_bytes_per_token == row.network_share == 0
+
+
+def test_what_nodes_send_and_wait_for_can_be_worked_out_by_hand() -> None:
+    # Two tokens of a forward, one each; both experts of the first on node 0, one of the second on each.
+    trace = Trace("two", np.array([[[0, 1]], [[2, 0]]], np.int32), np.array([0, 2]), 4, forwards=np.array([0]))
+    network = Network(bandwidth=1e3, latency=5)
+    row_bytes = 2 * 10
+
+    def of(dispatch: str) -> Any:
+        cluster = Cluster(2, 10, Hardware(1, 1, 1, other_seconds=3), network, dispatch=dispatch)
+        return simulate_nodes(trace, "lru", 1, cluster)
+
+    reduced = of("all_reduce")
+    assert reduced.busiest == 1.5
+    assert reduced.sent_bytes_per_token == 2 * 2 * row_bytes / 2
+    exchanged = 2 * (5 + 2 * row_bytes / 2 / 1e3)
+    waited = 3 + 2  # the rest; two experts on node 0 are read one after the other
+    assert reduced.tokens_per_second == pytest.approx(2 / (waited + exchanged))
+    assert reduced.network_share == pytest.approx(exchanged / (waited + exchanged))
+
+    sent = of("all_to_all")
+    counts = 2 * 8  # of node 1's two experts, or of node 0's
+    # Token 1 is node 1's, and has one expert on node 0: a row there and back; then each has a sum for the other.
+    assert sent.sent_bytes_per_token == (2 * counts + 2 * row_bytes + 2 * row_bytes) / 2
+    exchanged = (5 + counts / 1e3) + 2 * (5 + row_bytes / 1e3) + (5 + row_bytes / 1e3)
+    assert sent.tokens_per_second == pytest.approx(2 / (waited + exchanged))
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_nodes_divide_the_work_and_apart_more_evenly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: int
+) -> None:
+    machine = ["--expert-bytes", "1MB", "--disk-speed", "1GB", "--memory-speed", "20GB", "--hidden-size", "256"]
+    found = rows(
+        tmp_path,
+        *machine,
+        *("--nodes", f"1,{nodes}", "--network", "100Gbit/s,1us", "--placement", "contiguous,apart", "--prompts", "9:"),
+        *("--resident", "0.25", "--policy", "lru"),
+    )
+    alone, contiguous, apart = found
+    layers = load_trace(TRACE).layers
+    assert contiguous["sent_bytes_per_token"] == apart["sent_bytes_per_token"] == 2 * (nodes - 1) * 2 * 256 * layers
+    assert alone["busiest"] == 4 > contiguous["busiest"] > 1.05 * apart["busiest"] > 4 / nodes
+    assert alone["tokens_per_second"] < contiguous["tokens_per_second"] < apart["tokens_per_second"]
+    assert contiguous["hit_rate"] == pytest.approx(alone["hit_rate"], abs=0.05)
+    assert "apart" in capsys.readouterr().out
+
+
+def test_where_experts_are_is_nothing_to_their_hits_when_all_fit(seed: int) -> None:
+    trace = a_trace(seed)
+    for placement in ("contiguous", "apart"):
+        cluster = Cluster(2, 64, MACHINE, NETWORK, placement)
+        row = simulate_nodes(trace, "lru", 1.0, cluster, prompts=slice(1, None))
+        used = sum(len(np.unique(trace.ids[:, layer])) for layer in range(trace.layers))
+        assert row.read_bytes_per_token == pytest.approx(used * MACHINE.expert_bytes / trace.tokens)
+
+
+@pytest.mark.parametrize(
+    "text", ["10Gbit/s", "10,0.2ms", "fast,0.2ms", "0Gbit/s,1ms", "1.2.3Gbit/s,1ms", "-1Gbit/s,1ms"]
+)
+def test_a_network_is_a_bandwidth_and_a_latency(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 10Gbit/s,0.2ms"):
+        Network.parse(text)
+
+
+def test_networks_are_told_in_bits_or_bytes() -> None:
+    assert NETWORK == Network(1.25e9, pytest.approx(2e-4))
+    assert Network.parse("1.25 GB/s, 200us") == Network(1.25e9, pytest.approx(2e-4))
+
+
+NODES = ["--nodes", "2", "--network", "1Gbit/s,1ms", "--hidden-size", "8", "--expert-bytes", "1MB"]
+NODES += ["--disk-speed", "1GB", "--memory-speed", "1GB"]
+
+
 def test_prompts_count_apart_add_up() -> None:
     trace = load_trace(TRACE)
     whole = simulate(trace, "lru", 0.5)
@@ -91,6 +193,19 @@ def test_prompts_count_apart_add_up() -> None:
         (["--disk-speed", "1GB"], "all three"),
         (["--prefetch", "lookahead"], "lookahead scores"),
         (["--synthetic", "4,16"], "LAYERS,EXPERTS,TOP_K"),
+        (["--nodes", "2"], "--network and --hidden-size"),
+        (["--placement", "apart"], "with --nodes"),
+        ([*NODES, "--nodes", "two"], "such as 1,2,4"),
+        ([*NODES, "--nodes", "3"], "divided evenly"),
+        ([*NODES, "--nodes", "0"], "divided evenly"),
+        ([*NODES, "--placement", "hot"], "contiguous, apart"),
+        ([*NODES, "--dispatch", "mesh"], "all_reduce, all_to_all"),
+        ([*NODES, "--placement", "apart"], "sequences that are not counted"),
+        ([*NODES, "--pins", "0.5"], "of one process"),
+        ([*NODES, "--prefetch", "standin"], "lookahead alone"),
+        ([*NODES, "--prefetch", "lookahead"], "no lookahead scores"),
+        ([*NODES, "--other-bytes", "1MB", "--other-seconds", "1"], "two ways"),
+        ([*NODES, "--other-seconds", "-1"], "0 or more"),
     ],
 )
 def test_wrong_usage_says_what_is_allowed(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ TEST(Replay, APerfectPredictorOfAFastDiskHidesAllButTheFirstLayer) {
                                                        .prefetch = 2,
                                                        .recall = 1,
                                                        .read_seconds = .25,
-                                                       .layer_seconds = 1});
+                                                       .expert_seconds = .5});
   EXPECT_EQ(result.cold_misses, 2);
   EXPECT_EQ(result.inflight_misses, 0);
   EXPECT_EQ(result.prefetch_used, result.prefetched);
@@ -114,7 +114,7 @@ TEST(Replay, APerfectPredictorOfAFastDiskHidesAllButTheFirstLayer) {
 TEST(Replay, ASlowDiskIsWaitedForAndDemandGoesFirst) {
   // Two layers, disjoint experts on every token; the predictor is always wrong.
   Routing routing{4, 2, 8, 1, {0, 0, 1, 1, 2, 2, 3, 3}};
-  ReplayOptions options{.policy = "lru", .slots = 4, .read_seconds = 3, .layer_seconds = 1};
+  ReplayOptions options{.policy = "lru", .slots = 4, .read_seconds = 3};
   const double alone = replay(routing.trace(), options).virtual_seconds;
   EXPECT_DOUBLE_EQ(alone, 8 * 3.);
   options.predictor = "standin";
@@ -141,7 +141,7 @@ TEST(Replay, WhatIsNotBegunWhenItsLayerBeginsIsNotRead) {
 TEST(Replay, AForwardWaitsForSlotsThatAreReadIntoForOthers) {
   const Routing routing{1, 2, 8, 4, {0, 1, 2, 3, 4, 5, 6, 7}};
   const ReplayResult result =
-      replay(routing.trace(), {.policy = "lru", .slots = 4, .deferred = 4, .layer_seconds = .1});
+      replay(routing.trace(), {.policy = "lru", .slots = 4, .deferred = 4, .expert_seconds = .025});
   EXPECT_EQ(result.deferred, 4);
   EXPECT_EQ(result.cold_misses, 4);
 }
@@ -153,10 +153,142 @@ TEST(Replay, RefusesWhatMakesNoSense) {
   EXPECT_THROW(replay(routing.trace(), {.policy = "mru", .slots = 2}), Error);
   EXPECT_THROW(replay(routing.trace(), {.slots = 2, .predictor = "oracle"}), Error);
   EXPECT_THROW(replay(routing.trace(), {.slots = 2, .predictor = "lookahead"}), Error);
-  for (const std::vector<int32_t>& ids : {std::vector<int32_t>{1, 1}, {1, 4}, {-1, 2}, {1}}) {
+  for (const std::vector<int32_t>& ids :
+       {std::vector<int32_t>{1, 1}, {1, 4}, {-2, 2}, {-1, 2}, {1}}) {
     const Routing wrong{1, 1, 4, 2, ids};
     EXPECT_THROW(replay(wrong.trace(), {.slots = 2}), Error);
   }
+}
+
+// What ranks that own the same number of consecutive experts have of `routing`.
+std::vector<Routing> divided(const Routing& routing, int32_t ranks) {
+  const int32_t own = routing.experts / ranks;
+  std::vector<Routing> parts;
+  for (int32_t rank = 0; rank < ranks; ++rank) {
+    Routing part{routing.tokens, routing.layers, own, routing.top_k, {}};
+    for (size_t first = 0; first < routing.ids.size(); first += routing.top_k) {
+      for (int32_t i = 0; i < routing.top_k; ++i) {
+        const int32_t id = routing.ids[first + i];
+        if (id / own == rank) part.ids.push_back(id % own);
+      }
+      part.ids.resize(first + routing.top_k, RoutingTrace::kElsewhere);
+    }
+    parts.push_back(part);
+  }
+  return parts;
+}
+
+std::vector<ReplayResult> replay_parts(const std::vector<Routing>& parts,
+                                       const ReplayOptions& options, double exchange,
+                                       const std::vector<int64_t>& forwards = {}) {
+  std::vector<RoutingTrace> traces;
+  for (const Routing& part : parts) traces.push_back(part.trace());
+  for (RoutingTrace& trace : traces) trace.forwards = forwards;
+  const std::vector<double> seconds(traces[0].forward_count() * traces[0].layers, exchange);
+  return replay_ranks(traces, options, seconds);
+}
+
+TEST(ReplayRanks, WaitForTheLastOfThemAndForTheExchange) {
+  // Of two tokens the first needs two experts of rank 0, the second one of each rank.
+  const Routing routing{2, 1, 4, 2, {0, 1, 0, 2}};
+  const ReplayOptions options{.policy = "lru", .slots = 2, .read_seconds = 3, .rest_seconds = 5};
+  const std::vector<ReplayResult> ranks = replay_parts(divided(routing, 2), options, 7);
+  EXPECT_EQ(ranks[0].hits, (std::vector<int64_t>{0, 1}));
+  EXPECT_EQ(ranks[0].accesses_of, (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(ranks[1].accesses_of, (std::vector<int64_t>{0, 1}));
+  // The rest, then two reads, or one of rank 1, then the exchange.
+  for (const ReplayResult& rank : ranks) {
+    EXPECT_EQ(rank.seconds_of, (std::vector<double>{5 + 6 + 7, 5 + 3 + 7}));
+    EXPECT_DOUBLE_EQ(rank.virtual_seconds, 18 + 15);
+  }
+  EXPECT_DOUBLE_EQ(ranks[0].stalled_seconds, 6 - 2);
+  EXPECT_DOUBLE_EQ(ranks[0].idle_seconds, 7 + 2 + 7);
+  EXPECT_DOUBLE_EQ(ranks[1].stalled_seconds, 3 - 1);
+  EXPECT_DOUBLE_EQ(ranks[1].idle_seconds, 6 + 7 + 7);
+}
+
+TEST(ReplayRanks, MayShareADisk) {
+  // A read for each rank: one after the other, whichever is the first.
+  const Routing routing{1, 1, 4, 2, {0, 2}};
+  ReplayOptions options{.policy = "lru", .slots = 2, .read_seconds = 3};
+  EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 3);
+  options.one_disk = true;
+  EXPECT_DOUBLE_EQ(replay_parts(divided(routing, 2), options, 0)[0].virtual_seconds, 6);
+}
+
+TEST(ReplayRanks, DisksGoOnWhileTheirRankWaits) {
+  // Rank 1 has nothing to do in layer 0, and is told of its expert of layer 1.
+  const Routing routing{1, 2, 2, 1, {0, 1}};
+  const ReplayOptions options{.policy = "lru",
+                              .slots = 2,  // of which half may be read ahead
+
+                              .predictor = "standin",
+                              .prefetch = 1,
+                              .recall = 1,
+                              .read_seconds = 3,
+                              .expert_seconds = 1};
+  const std::vector<ReplayResult> ranks = replay_parts(divided(routing, 2), options, 0);
+  EXPECT_EQ(ranks[1].cold_misses, 0);
+  EXPECT_EQ(ranks[1].prefetch_used, 1);
+  EXPECT_DOUBLE_EQ(ranks[1].virtual_seconds, 3 + 1);
+}
+
+TEST(ReplayRanks, TogetherUseWhatOneProcessDoes) {
+  const auto seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  for (int round = 0; round < 20; ++round) {
+    Routing routing = random_routing(random, 60);
+    const auto ranks = static_cast<int32_t>(1 + random() % 4);
+    routing.experts *= ranks;
+    for (int32_t& id : routing.ids) id = id * ranks + static_cast<int32_t>(random() % ranks);
+    // With prompts of 20 tokens among the steps, and alone.
+    for (const std::vector<int64_t>& forwards :
+         {std::vector<int64_t>{}, {0, 20, 21, 22, 23, 43, 44, 59}}) {
+      RoutingTrace whole = routing.trace();
+      whole.forwards = forwards;
+      const std::vector<Routing> parts = divided(routing, ranks);
+      const int32_t own = routing.experts / ranks, least = std::min(own, routing.top_k);
+      for (std::string_view policy : policy_names()) {
+        SCOPED_TRACE(policy);
+        ReplayOptions options{.policy = std::string(policy),
+                              .slots = least + static_cast<int32_t>(random() % 3)};
+        options.slots = std::min(options.slots, own * routing.layers);
+        const std::vector<ReplayResult> results = replay_parts(parts, options, .25, forwards);
+        int64_t accesses = 0;
+        for (const ReplayResult& result : results) {
+          accesses += result.accesses;
+          EXPECT_EQ(hits(result) + result.inflight_misses + result.cold_misses, result.accesses);
+          EXPECT_EQ(result.seconds_of, results[0].seconds_of);
+          EXPECT_GE(result.stalled_seconds, -1e-9);
+          EXPECT_NEAR(std::accumulate(result.seconds_of.begin(), result.seconds_of.end(), 0.),
+                      result.virtual_seconds, 1e-6);
+        }
+        int64_t asked = 0;
+        for (int64_t forward = 0; forward < whole.forward_count(); ++forward) {
+          for (int32_t layer = 0; layer < whole.layers; ++layer) {
+            asked += std::ssize(experts_of(whole, forward, layer));
+          }
+        }
+        EXPECT_EQ(accesses, asked);
+        if (ranks > 1) continue;
+        EXPECT_EQ(hits(replay(whole, options)), hits(results[0]));
+      }
+    }
+  }
+}
+
+TEST(ReplayRanks, RefuseWhatMakesNoSense) {
+  const Routing routing{1, 1, 4, 2, {0, 1}};
+  std::vector<Routing> parts = divided(routing, 2);
+  EXPECT_THROW(replay_parts(parts, {.slots = 2, .deferred = 1}, 0), Error);
+  EXPECT_THROW(replay_parts(parts, {.slots = 2}, -1), Error);
+  EXPECT_THROW(replay_ranks({}, {.slots = 2}, {}), Error);
+  const std::vector<RoutingTrace> traces{parts[0].trace(), parts[1].trace()};
+  EXPECT_THROW(replay_ranks(traces, {.slots = 2}, std::vector<double>(2)), Error);
+  parts[1].tokens = 2;
+  parts[1].ids.resize(4, RoutingTrace::kElsewhere);
+  EXPECT_THROW(replay_parts(parts, {.slots = 2}, 0), Error);
 }
 
 TEST(Predictor, PreviousRanksByLastUse) {

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,17 @@ def traced(model: Any) -> Any:
 
 
 def endless(model: Any) -> None:
-    """Generates until something ends it."""
+    """Generates until something ends it, and writes down when a lost rank did."""
+    folder, rank = Path(sys.argv[1]), torch.distributed.get_rank()
     prompt = torch.randint(3, 100, (1, 5), generator=torch.Generator().manual_seed(1))
     model.generate(prompt, max_new_tokens=2)
-    (Path(sys.argv[1]) / f"generating{torch.distributed.get_rank()}").touch()
-    while True:
-        model.generate(prompt, max_new_tokens=100, min_new_tokens=100)
+    (folder / f"generating{rank}").touch()
+    try:
+        while True:
+            model.generate(prompt, max_new_tokens=100, min_new_tokens=100)
+    except torch_mesh.LostRankError:
+        (folder / f"lost{rank}").write_text(str(time.monotonic()))
+        raise
 
 
 def main(folder: Path) -> None:

@@ -7,12 +7,13 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,48 +308,101 @@ def test_every_family_runs_on_two_ranks(tmp_path: Path) -> None:
             raise AssertionError(name) from error
 
 
-def start(folder: Path, cases: list[dict[str, Any]], ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
-    """The ranks by themselves: torchrun would end them all with the first."""
+def start(
+    folder: Path, cases: list[dict[str, Any]], ranks: int, namespaces: Sequence[str] = (), **environment: str
+) -> list[subprocess.Popen[str]]:
+    """The ranks by themselves: torchrun would end them all with the first. In ``namespaces`` of the network, if there are some."""
     torch.save(cases, folder / "cases.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | environment
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    if namespaces:
+        shared |= {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "mesh0"}
     how: Any = {"stderr": subprocess.PIPE, "text": True}
+    inside = [["ip", "netns", "exec", name] for name in namespaces] or [[]] * ranks
     return [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(folder)], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **how
+            [*inside[rank], sys.executable, str(RANK), str(folder)],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **how,
         )
         for rank in range(ranks)
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def two_machines() -> Iterator[list[str]]:
+    """Namespaces of the network with a link between them, "mesh0" in each."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("a link can be cut where root may make network namespaces, with iproute2")
+    names = [f"mesh-test-{os.getpid()}-{rank}" for rank in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "mesh0", "netns", names[0], "type", "veth", "peer", "name", "mesh0", "netns", names[1])
+        for rank, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.78.0.{rank + 1}/24", "dev", "mesh0")
+            for device in ("lo", "mesh0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+GROUP_TIMEOUT = 20.0  # of the process group, in seconds
+SLACK = 10.0  # for processes that have to share a busy machine
+
+
+@pytest.fixture(scope="module")
+def small_gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("lost"), "GptOssExperts")[0]
+
+
+# Each dispatch, and the rank that has the process group's store as well as the other one.
+@pytest.mark.parametrize("trial", range(10))
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "cut link"])
 @pytest.mark.slow
-def test_a_rank_that_ends_or_stands_still_ends_the_others(tmp_path: Path, end: signal.Signals, way: str) -> None:
-    raw, _ = build(tmp_path, "GptOssExperts")
+def test_a_rank_that_is_lost_ends_the_others(
+    tmp_path: Path, small_gpt_oss: str, end: str, trial: int, request: pytest.FixtureRequest
+) -> None:
     case = {
-        "folder": raw,
+        "folder": small_gpt_oss,
         "model": model_of("GptOssExperts"),
-        "distributed": {"ep_implementation": way},
+        "distributed": {"ep_implementation": WAYS[trial % 2]},
         "extra": "endless",
     }
-    ranks = start(tmp_path, [case], 2, RANK_TIMEOUT="30")
+    namespaces = request.getfixturevalue("two_machines") if end == "cut link" else ()
+    lost = trial // 2 % 2
+    others = [rank for rank in range(2) if rank != lost or end == "cut link"]
+    ranks = start(tmp_path, [case], 2, namespaces, RANK_TIMEOUT=str(GROUP_TIMEOUT))
     try:
         deadline = time.monotonic() + 180
-        while not (tmp_path / "generating1").exists():
-            assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+        while not all((tmp_path / f"generating{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1][-4000:] for rank in ranks]
             time.sleep(0.05)
         time.sleep(random.random())
-        ranks[1].send_signal(end)
-        _, said = ranks[0].communicate(timeout=150)  # of which the interpreter's end takes a part
-        assert ranks[0].returncode == 1
-        assert re.search(r"LostRankError: Rank 0 of 2, in .*: another rank has ended, or has not answered", said), said[
-            -4000:
-        ]
+        ended = time.monotonic()
+        if end == "cut link":
+            ip("-n", namespaces[lost], "link", "set", "mesh0", "down")
+        else:
+            ranks[lost].send_signal(getattr(signal, end))
+        for rank in others:
+            _, said = ranks[rank].communicate(
+                timeout=300
+            )  # of which the interpreter's end takes a part, behind a cut link most of it
+            assert ranks[rank].returncode == 1, said[-4000:]
+            words = rf"LostRankError: Rank {rank} of 2, in .*: another rank has ended, or has not answered"
+            assert re.search(words, said), said[-4000:]
+            assert float((tmp_path / f"lost{rank}").read_text()) - ended < GROUP_TIMEOUT + SLACK
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        for process in ranks:
+            process.kill()
+            process.communicate()

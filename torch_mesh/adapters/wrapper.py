@@ -125,8 +125,8 @@ def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> N
 def _why_not(experts: MeshExperts) -> str:
     if experts._mesh_pool.share is not None:
         return (
-            f"this process has {experts._mesh_pool.share}, and transformers' dispatch hands no adapters on. Adapt other layers, or open the model "
-            "whole, without distributed_config."
+            f"this process has {experts._mesh_pool.share}, and PEFT would save, load and clip the gradients of adapters on these alone. Adapt other "
+            "layers, or open the model whole, without distributed_config."
         )
     if experts._mesh_device is not None:
         return (

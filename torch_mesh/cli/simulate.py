@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from torch_mesh.foresight.nodes import DISPATCHES, PLACEMENTS, Cluster, Network, NodesRow, simulate_nodes
 from torch_mesh.foresight.profiles import load_profile
 from torch_mesh.foresight.simulation import Hardware, Row, policy_names, simulate
 from torch_mesh.foresight.traces import Trace, load_trace
@@ -50,8 +53,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
     parser.add_argument("--other-bytes", help="of all weights but the experts")
+    parser.add_argument(
+        "--other-seconds", type=float, help="that a token takes besides its experts, as measured; or this"
+    )
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
     parser.add_argument("--memory-speed", help="bytes per second, such as 30GB")
+    several = parser.add_argument_group("several machines", "one rank each, with a part of every layer's experts")
+    several.add_argument(
+        "--nodes",
+        metavar="N",
+        help="how many, with commas between them, such as 1,2,4; sizes and speeds are those of one",
+    )
+    several.add_argument(
+        "--network",
+        metavar="BANDWIDTH,LATENCY",
+        help="of each machine's link, such as 10Gbit/s,0.2ms; the latency with what software adds",
+    )
+    several.add_argument(
+        "--hidden-size", type=int, help="numbers in a token's hidden state, which are exchanged in bf16"
+    )
+    several.add_argument(
+        "--placement",
+        help=f"of experts, with commas: some of {', '.join(PLACEMENTS)} (by what sequences before --prompts use together); contiguous by itself",
+    )
+    several.add_argument("--one-disk", action="store_true", help="the ranks are on one machine, and share its disk")
+    several.add_argument(
+        "--dispatch", help=f"of tokens, with commas: some of {', '.join(DISPATCHES)}; all_reduce by itself"
+    )
     parser.add_argument("--json", metavar="OUT", help='write {"rows": [...]} to this file')
     parser.set_defaults(run=run)
 
@@ -62,6 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prefetch != "off" and arguments.policy == "all":
         policies.remove("belady")  # the bound is one without prefetch
     hardware = _hardware(arguments)
+    if arguments.nodes is not None:
+        on_nodes = _simulate_nodes(arguments, policies, hardware)
+        _write_json(arguments, on_nodes)
+        _print_nodes(on_nodes)
+        return 0
+    if given := [
+        option
+        for option in ("network", "hidden_size", "placement", "dispatch", "one_disk")
+        if getattr(arguments, option)
+    ]:
+        raise ValueError(f"--{given[0].replace('_', '-')} is of several machines: say how many with --nodes")
     profile = None if arguments.profile is None else load_profile(arguments.profile)
     rows = [
         simulate(
@@ -88,10 +127,81 @@ def run(arguments: argparse.Namespace) -> int:
         for policy in policies
         for pins in _fractions(arguments.pins, "--pins")
     ]
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    _write_json(arguments, rows)
     _print_table(rows)
     return 0
+
+
+def _write_json(arguments: argparse.Namespace, rows: Sequence[Row | NodesRow]) -> None:
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+
+
+# What ranks do not have, or nobody has asked of several of them, with the value that leaves it out.
+_OF_ONE_PROCESS = {"profile": None, "pins": "0", "early_layers": 0, "early_experts": 0, "deferred_experts": 0}
+
+
+def _simulate_nodes(
+    arguments: argparse.Namespace, policies: Sequence[str], hardware: Hardware | None
+) -> list[NodesRow]:
+    for name, left_out in _OF_ONE_PROCESS.items():
+        if getattr(arguments, name) != left_out:
+            raise ValueError(f"--{name.replace('_', '-')} is of one process: leave it out with --nodes")
+    if arguments.prefetch not in ("off", "lookahead"):
+        raise ValueError(f"--prefetch is '{arguments.prefetch}'; machines read ahead by lookahead alone, or it is off")
+    if hardware is None or arguments.network is None or not arguments.hidden_size or arguments.hidden_size < 1:
+        raise ValueError(
+            "--nodes needs --network and --hidden-size, and --expert-bytes, --disk-speed and --memory-speed of one machine"
+        )
+    network = Network.parse(arguments.network)
+    return [
+        simulate_nodes(
+            trace,
+            policy,
+            resident,
+            Cluster(nodes, arguments.hidden_size, hardware, network, placement, dispatch, arguments.one_disk),
+            prompts=parse_prompts(arguments.prompts),
+            lookahead=arguments.prefetch == "lookahead",
+            prefetch=arguments.fetch,
+            use_scores=not arguments.no_scores,
+            prefill=arguments.prefill,
+            as_decode=arguments.as_decode,
+        )
+        for trace in _traces(arguments)
+        for resident in _fractions(arguments.resident, "--resident")
+        for policy in policies
+        for nodes in _counts(arguments.nodes)
+        # One machine has all experts, and exchanges nothing.
+        for placement in (_some(arguments.placement, PLACEMENTS, "--placement") if nodes > 1 else PLACEMENTS[:1])
+        for dispatch in (_some(arguments.dispatch, DISPATCHES, "--dispatch") if nodes > 1 else DISPATCHES[:1])
+    ]
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--nodes is '{text}'; allowed: numbers of machines such as 1,2,4") from None
+
+
+def _some(text: str | None, allowed: tuple[str, ...], option: str) -> list[str]:
+    """The first of those that are allowed, if none is named."""
+    parts = [allowed[0]] if text is None else text.split(",")
+    if set(parts) <= set(allowed):
+        return parts
+    raise ValueError(f"{option} is '{text}'; allowed: {', '.join(allowed)}, or some with commas between them")
+
+
+def _print_nodes(rows: list[NodesRow]) -> None:
+    names = ("resident", "policy", "nodes", "placement", "dispatch", "hits", "busiest", "read MB", "sent kB")
+    table = Table("trace", *names, "stalled", "network", "tokens/s")
+    for row in rows:
+        cells = [row.trace, f"{row.resident:g}", row.policy, str(row.nodes), row.placement, row.dispatch]
+        cells += [f"{row.hit_rate:.1%}", f"{row.busiest:.2f}"]
+        cells += [f"{row.read_bytes_per_token / 1e6:.1f}", f"{row.sent_bytes_per_token / 1e3:.1f}"]
+        cells += [f"{row.stall_share:.1%}", f"{row.network_share:.1%}", f"{row.tokens_per_second:.2f}"]
+        table.add_row(*cells)
+    Console(width=140).print(table, markup=False)
 
 
 def _traces(arguments: argparse.Namespace) -> list[Trace]:
@@ -140,8 +250,12 @@ def _hardware(arguments: argparse.Namespace) -> Hardware | None:
     expert, disk, memory = (parse_size(text, name) for text, name in zip(given, names, strict=True))
     if min(expert, disk, memory) <= 0:
         raise ValueError("--expert-bytes, --disk-speed and --memory-speed must be positive")
-    other = arguments.other_bytes
-    return Hardware(expert, disk, memory, 0 if other is None else parse_size(other, "--other-bytes"))
+    other, seconds = arguments.other_bytes, arguments.other_seconds
+    if other is not None and seconds is not None:
+        raise ValueError("--other-bytes and --other-seconds are two ways to say the same: leave one out")
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ValueError(f"--other-seconds must be 0 or more; got {seconds}")
+    return Hardware(expert, disk, memory, 0 if other is None else parse_size(other, "--other-bytes"), seconds)
 
 
 def _print_table(rows: list[Row]) -> None:

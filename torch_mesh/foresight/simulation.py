@@ -25,21 +25,28 @@ def predictor_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Hardware:
-    """``disk_speed`` and ``memory_speed`` in bytes/s, ``expert_bytes`` of one packed expert, ``other_bytes`` of all other weights.
+    """``disk_speed`` and ``memory_speed`` in bytes/s, ``expert_bytes`` of one packed expert, ``other_bytes`` of all other weights; or, in
+    their place, ``other_seconds`` that a forward takes besides its experts.
 
-    None for unknown: then times are in units of one expert's read, and a layer takes as long as reading top_k / 2.
+    None for unknown: then times are in units of one expert's read, and computing one takes half of that.
     """
 
     expert_bytes: float
     disk_speed: float
     memory_speed: float
     other_bytes: float = 0.0
+    other_seconds: float | None = None
 
     def read_seconds(self) -> float:
         return self.expert_bytes / self.disk_speed
 
-    def layer_seconds(self, trace: Trace) -> float:
-        return (trace.top_k * self.expert_bytes + self.other_bytes / trace.layers) / self.memory_speed
+    def expert_seconds(self) -> float:
+        return self.expert_bytes / self.memory_speed
+
+    def rest_seconds(self, trace: Trace) -> float:
+        """Of each layer."""
+        other = self.other_bytes / self.memory_speed if self.other_seconds is None else self.other_seconds
+        return other / trace.layers
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def simulate(
     are asked of ``predictor`` ahead of each layer of a decode step, top_k by default. Of a trace that says which tokens went through the
     model together (``forwards``) prompts are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``, ``profile``,
     ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig's ``residency``. Tokens per second are those of the virtual clock: a layer
-    takes max(its experts and its share of the other weights at ``memory_speed``, the reads it waits for at ``disk_speed``).
+    takes its share of all that is no expert, then max(its experts at ``memory_speed``, the reads it waits for at ``disk_speed``).
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
     """
@@ -125,7 +132,8 @@ def simulate(
         recall=recall,
         seed=seed,
         read_seconds=hardware.read_seconds() if hardware else 1.0,
-        layer_seconds=hardware.layer_seconds(trace) if hardware else trace.top_k / 2,
+        expert_seconds=hardware.expert_seconds() if hardware else 0.5,
+        rest_seconds=hardware.rest_seconds(trace) if hardware else 0.0,
         profile=profile.arrays() if profile else None,
         pins=pins,
         early_layers=early_layers,
