@@ -217,7 +217,7 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        place = {"mmap": ", io=mmap", "shared": ", of a shared pool"}.get(about["io"], "")
+        place = {"mmap": ", io=mmap", "shared": ", of a shared pool"}.get(str(about["io"]), "")
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
         resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{place}"
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
