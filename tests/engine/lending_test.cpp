@@ -259,6 +259,28 @@ TEST_F(LendingTest, KilledBorrowersLeaveNoPins) {
   }
 }
 
+TEST_F(LendingTest, OneThatIsKilledAsItConnectsLeavesNoPinEither) {
+  lend(4, 2, 50us);
+  std::mt19937 random(23);
+  for (int32_t kill = 0; kill < 100; ++kill) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(60);
+      for (;;) {
+        if (!forwards(*borrow(), 3, 1)) ::_exit(1);
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 5000));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+    expect_no_pins();
+  }
+  EXPECT_EQ(lender_->refused(), 0);
+  EXPECT_TRUE(forwards(*borrow(), 20, 2));
+}
+
 TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
   lend(4, 1);
   std::array<int, 2> pipe{};

@@ -315,7 +315,9 @@ struct Lender::Impl {
     if (borrower.refused) return;
     const ssize_t sent =
         ::send(borrower.socket.get(), &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent != sizeof(message)) refuse(borrower);
+    if (sent == sizeof(message)) return;
+    if (errno == EPIPE || errno == ECONNRESET) return;  // it has gone, which listen_to() will hear
+    refuse(borrower);
   }
 
   void close() {
