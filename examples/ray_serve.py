@@ -4,7 +4,11 @@
     torch-mesh convert MODEL FOLDER --weights int4
     python examples/ray_serve.py FOLDER --replicas 2
 
-Each replica is a process with a model and a pool of its own. With io="mmap" the records lie in the page cache, where all replicas use one copy.
+Each replica is a process with a model and a pool of its own. With io="mmap" the records lie in the page cache, where all replicas use one copy. Or they
+borrow from one pool, which has its own reader and policy:
+
+    torch-mesh share FOLDER --socket /tmp/pool.socket --resident 8GiB --workers 2
+    python examples/ray_serve.py FOLDER --replicas 2 --shared /tmp/pool.socket
 
     curl localhost:8000/ -H 'content-type: application/json' -d '{"prompt": "The sea was", "max_new_tokens": 20}'
 """
@@ -29,10 +33,9 @@ import torch_mesh
 
 @serve.deployment(max_ongoing_requests=1)  # a forward uses all threads that the replica has
 class Completions:
-    def __init__(self, folder: str, resident: float) -> None:
-        config = torch_mesh.MeshConfig(resident=resident, io="mmap")
+    def __init__(self, folder: str, config: dict[str, Any]) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=torch_mesh.MeshConfig(**config))
 
     async def __call__(self, request: Request) -> dict[str, Any]:
         return self.complete(**await request.json())
@@ -57,6 +60,7 @@ def main() -> None:
     parser.add_argument("folder", help="a converted model")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--resident", type=float, default=0.5, help="share of the experts (%(default)s)")
+    parser.add_argument("--shared", metavar="SOCKET", help="borrow from the pool of torch-mesh share in its place")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--ask", metavar="PROMPT", help="ask each replica a few times, print what comes, and end")
     arguments = parser.parse_args()
@@ -65,7 +69,11 @@ def main() -> None:
     # Ray gives a replica as many threads as it gives it processors.
     processors = max(1, (os.cpu_count() or 1) // arguments.replicas)
     deployment = Completions.options(num_replicas=arguments.replicas, ray_actor_options={"num_cpus": processors})
-    application = deployment.bind(os.path.abspath(arguments.folder), arguments.resident)
+    if arguments.shared is None:
+        config = {"resident": arguments.resident, "io": "mmap"}
+    else:
+        config = {"shared": os.path.abspath(arguments.shared)}
+    application = deployment.bind(os.path.abspath(arguments.folder), config)
     serve.run(application, blocking=arguments.ask is None)  # until Ctrl-C
     if arguments.ask is not None:
         with ThreadPoolExecutor(2 * arguments.replicas) as pool:

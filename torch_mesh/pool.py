@@ -218,14 +218,14 @@ class ExpertPool:
         about = self.engine.describe()
         group = "" if self.weights == "bf16" else f" (group {self.group_size})"
         every = self.layers * self.geometry.num_experts
-        mapped = ", io=mmap" if about["io"] == "mmap" else ""
+        place = {"mmap": ", io=mmap", "shared": ", of a shared pool"}.get(str(about["io"]), "")
         lossy = f", lossy: {self.lossy}" if self.lossy else ""
-        resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}"
+        resident = f"resident={about['slots']} of {every} experts, policy={about['policy']}{place}"
         stand_ins = "" if self.fallback is None else f", stand-ins: {self.fallback.describe()}"
         left_alone = f", left alone: {self.left_alone}" if self.left_alone else ""
         share = "" if self.share is None else f"{self.share}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
-        return f"{share}weights={self.weights}{group}{choice}, {resident}{mapped}{lossy}{stand_ins}{left_alone}"
+        return f"{share}weights={self.weights}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

@@ -22,6 +22,8 @@ def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
         named.append(f"resident={config.resident!r} is for torch-mesh share --resident to say")
     if config.io != "auto":
         named.append(f"io={config.io!r} is of who reads, which is the owner of the pool")
+    if config.verify == "always":
+        named.append("verify='always' is of who reads, too: the owner compares checksums when it first reads an expert")
     if config.residency.guard == "on":
         named.append("residency.guard='on' would shrink a pool that is not this process'")
     if config.lossy.modes:
@@ -40,22 +42,24 @@ def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
 class SharedPool:
     """A pool of the experts of ``store`` that lends its slots to up to ``workers`` processes of this user, which find it at ``socket``.
 
-    ``resident`` is as of MeshConfig, and is divided evenly among the workers. Raises ValueError where their parts are too small for a token and for
+    ``resident`` is as of MeshConfig, and is divided evenly among the workers; "auto" leaves each of them room for the rest of the model as the store
+    has it, and a workspace. Raises ValueError where their parts are too small for a token and for
     a socket that is taken, MemoryError where there is not so much memory.
     """
 
     def __init__(self, store: Store, socket: str | os.PathLike[str], resident: str | float, workers: int) -> None:
         manifest = store.manifest
         shape = manifest.shape
+        defaults = MeshConfig()
+        of_a_worker = sum(file.bytes for file in manifest.other_files) + defaults.workspace_bytes
         slots = resident_slots(
             resident,
             layers=shape.layers,
             experts=shape.experts,
             top_k=min(shape.top_k * workers, shape.layers * shape.experts),
             record_bytes=manifest.record_bytes,
-            reserved=0,
+            reserved=workers * of_a_worker,
         )
-        defaults = MeshConfig()
         self.slots = slots
         self.engine = _C.Engine(
             layers=shape.layers,

@@ -49,6 +49,9 @@ class Backend {
   // note.
   virtual void register_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   virtual void unregister_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
+  // The reader closes, and waits for what is under way. A backend that waits for others, and not
+  // for the kernel, ends it now. May be called again.
+  virtual void cancel() {}
   // Gives everything back; nothing may be under way.
   virtual void stop() = 0;
 

@@ -195,7 +195,10 @@ class IoLoop {
     taken_.hastened.clear();
     for (const BufferChange& change : taken_.buffers) carry_out(change);
     taken_.buffers.clear();
-    if (closing) scheduler_.cancel();
+    if (closing) {
+      scheduler_.cancel();
+      backend_->cancel();
+    }
     return closing;
   }
 

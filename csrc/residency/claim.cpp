@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "residency/lending/loan.h"
 #include "residency/pool_impl.h"
 
 namespace torch_mesh {
@@ -179,6 +180,14 @@ void Claim::wait_for_reads(Pool::Impl& impl, Pool::Impl::Lock& lock, int32_t tea
   if (late < 0) return;
   const ExpertId id = impl.core.slots()[late].expert;
   const ErrorPlace place = place_of(impl.source, id);
+  if (impl.options.loan != nullptr) {
+    throw Error(ErrorKind::kTimeout,
+                "the owner of the pool at " + impl.options.loan->path() + " did not lend " +
+                    describe(impl.source, id) + " within the time-out of " +
+                    std::to_string(impl.options.timeout.count()) +
+                    " ms; is it stopped, or its disk not healthy?",
+                place);
+  }
   throw Error(ErrorKind::kTimeout,
               "reading " + describe(impl.source, id) + " from " + place.file + " at offset " +
                   std::to_string(place.offset) + " takes longer than the time-out of " +

@@ -74,6 +74,7 @@ class FaultyBackend final : public Backend {
   void wake() override { inner_->wake(); }
   void register_buffer(const MemoryRegion& buffer) override { inner_->register_buffer(buffer); }
   void unregister_buffer(const MemoryRegion& buffer) override { inner_->unregister_buffer(buffer); }
+  void cancel() override { inner_->cancel(); }
   void stop() override { inner_->stop(); }
   const char* name() const override { return inner_->name(); }
   int32_t capacity() const override { return inner_->capacity(); }

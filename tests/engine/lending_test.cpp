@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -102,9 +104,19 @@ class LendingTest : public ::testing::Test {
   std::shared_ptr<Loan> loan(std::chrono::milliseconds timeout = 5s) const {
     return std::make_shared<Loan>(path(), store_.source(), kRecord, timeout, Runtime{});
   }
-  std::unique_ptr<Pool> borrow() const {
+  // What an owner of this store says that lends `places` of `slots`.
+  Welcome welcome_of(int32_t places, int32_t slots) const {
+    return {.places = places,
+            .layers = kLayers,
+            .experts = kExperts,
+            .slots = slots,
+            .record_bytes = kRecord,
+            .pool_bytes = slots * kRecord,
+            .fingerprint = lending::fingerprint(store_.source())};
+  }
+  std::unique_ptr<Pool> borrow(std::chrono::milliseconds timeout = 20s) const {
     PoolOptions options = options_of(1);
-    options.timeout = 20s;
+    options.timeout = timeout;
     options.loan = loan();
     options.slots = options.loan->places();
     return std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
@@ -245,6 +257,28 @@ TEST_F(LendingTest, KilledBorrowersLeaveNoPins) {
     EXPECT_LE(owner_->pinned(), survivor->slots());
     owner_->validate();
   }
+}
+
+TEST_F(LendingTest, OneThatIsKilledAsItConnectsLeavesNoPinEither) {
+  lend(4, 2, 50us);
+  std::mt19937 random(23);
+  for (int32_t kill = 0; kill < 100; ++kill) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(60);
+      for (;;) {
+        if (!forwards(*borrow(), 3, 1)) ::_exit(1);
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 5000));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+    expect_no_pins();
+  }
+  EXPECT_EQ(lender_->refused(), 0);
+  EXPECT_TRUE(forwards(*borrow(), 20, 2));
 }
 
 TEST_F(LendingTest, AWorkersForkedChildKeepsNothingWhenTheWorkerEnds) {
@@ -433,6 +467,215 @@ TEST_F(LendingTest, NobodyElseCanWriteToASharedPool) {
   EXPECT_EQ(mmap(nullptr, kRecord, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0), MAP_FAILED);
   EXPECT_NE(ftruncate(descriptor, kRecord), 0);
   EXPECT_EQ(pwrite(descriptor, "x", 1, 0), -1);
+}
+
+// Memory as an owner shares it, unless it is not `sealed`.
+Descriptor shared_memory(int64_t bytes, bool sealed) {
+  Descriptor memory(memfd_create("lending_test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  EXPECT_EQ(ftruncate(memory.get(), bytes), 0);
+  if (sealed) {
+    EXPECT_EQ(fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+  }
+  return memory;
+}
+
+// Welcomes whoever connects first, with these descriptors beside it, and says no more.
+class SilentOwner {
+ public:
+  SilentOwner(const std::string& path, const Welcome& welcome, std::vector<int> descriptors)
+      : listening_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+    const lending::Address address(path);
+    EXPECT_EQ(bind(listening_.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()),
+                   address.size),
+              0);
+    EXPECT_EQ(listen(listening_.get(), 8), 0);
+    thread_ = std::thread([this, welcome, descriptors = std::move(descriptors)] {
+      peer_ = Descriptor(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      iovec part{const_cast<Welcome*>(&welcome), sizeof(welcome)};
+      alignas(cmsghdr) std::array<char, CMSG_SPACE(4 * sizeof(int))> beside{};
+      msghdr header{};
+      header.msg_iov = &part;
+      header.msg_iovlen = 1;
+      if (!descriptors.empty()) {
+        const size_t bytes = descriptors.size() * sizeof(int);
+        header.msg_control = beside.data();
+        header.msg_controllen = CMSG_SPACE(bytes);
+        cmsghdr* control = CMSG_FIRSTHDR(&header);
+        control->cmsg_level = SOL_SOCKET;
+        control->cmsg_type = SCM_RIGHTS;
+        control->cmsg_len = CMSG_LEN(bytes);
+        std::memcpy(CMSG_DATA(control), descriptors.data(), bytes);
+      }
+      static_cast<void>(!sendmsg(peer_.get(), &header, MSG_NOSIGNAL));
+    });
+  }
+  ~SilentOwner() {
+    shutdown(listening_.get(), SHUT_RDWR);
+    if (thread_.joinable()) thread_.join();
+  }
+
+  void hang_up() {
+    thread_.join();
+    peer_.reset();
+  }
+
+ private:
+  Descriptor listening_;
+  Descriptor peer_;
+  std::thread thread_;
+};
+
+// Descriptors that this process has open.
+ptrdiff_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all));
+}
+
+TEST_F(LendingTest, AnOwnerThatStandsStillHoldsNoCloseUp) {
+  const Descriptor memory = shared_memory(4 * kRecord, true);
+  SilentOwner owner(path(), welcome_of(4, 4), {memory.get()});
+  auto pool = borrow(200ms);
+  const auto late = error_of([&] { forward(*pool, 1, {3}); });
+  EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
+  EXPECT_NE(std::string(late.what()).find("owner of the pool at " + path()), std::string::npos)
+      << late.what();
+  pool->prefetch(2, std::vector<int32_t>{1, 2});
+  std::atomic<bool> closed{false};
+  std::thread closer([&] {
+    pool.reset();
+    closed = true;
+  });
+  EXPECT_TRUE(eventually([&] { return closed.load(); }));
+  owner.hang_up();
+  closer.join();
+}
+
+TEST_F(LendingTest, WhatLendsNothingSoundIsRefused) {
+  const Descriptor sealed = shared_memory(4 * kRecord, true);
+  const Descriptor open_ended = shared_memory(4 * kRecord, false);
+  const Descriptor small = shared_memory(3 * kRecord, true);
+  const Descriptor file(::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  ASSERT_EQ(ftruncate(file.get(), 4 * kRecord), 0);
+  Welcome more = welcome_of(4, 4);
+  more.places = 5;
+  Welcome negative = welcome_of(4, 4);
+  negative.places = -1;
+  struct Case {
+    const char* what;
+    Welcome welcome;
+    std::vector<int> descriptors;
+  };
+  const Case cases[] = {
+      {"nothing", welcome_of(4, 4), {}},
+      {"memory that may shrink", welcome_of(4, 4), {open_ended.get()}},
+      {"less memory", welcome_of(4, 4), {small.get()}},
+      {"a file", welcome_of(4, 4), {file.get()}},
+      {"two", welcome_of(4, 4), {sealed.get(), open_ended.get()}},
+      {"more places than slots", more, {sealed.get()}},
+      {"fewer places than none", negative, {sealed.get()}},
+  };
+  for (const Case& each : cases) {
+    const ptrdiff_t before = open_descriptors();
+    {
+      SilentOwner owner(path(), each.welcome, each.descriptors);
+      const auto error = error_of([&] { loan(); });
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << each.what << ": " << error.what();
+    }
+    EXPECT_EQ(open_descriptors(), before) << each.what;
+    std::filesystem::remove(path());
+  }
+}
+
+TEST_F(LendingTest, NoRoomForTheDescriptorIsSaid) {
+  const Descriptor memory = shared_memory(4 * kRecord, true);
+  SilentOwner owner(path(), welcome_of(4, 4), {memory.get()});
+  rlimit limits{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limits), 0);
+  rlimit fewer = limits;
+  fewer.rlim_cur = 256;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &fewer), 0);
+  std::vector<Descriptor> all;
+  for (int copy = dup(memory.get()); copy >= 0; copy = dup(memory.get())) all.emplace_back(copy);
+  ASSERT_GE(all.size(), 2u);
+  // One for the connection, one for the end of it that the owner accepts.
+  all.pop_back();
+  all.pop_back();
+  const auto error = error_of([&] { loan(); });
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limits), 0);
+  EXPECT_EQ(error.kind(), ErrorKind::kRead) << error.what();
+  EXPECT_EQ(error.os_error(), EMFILE);
+}
+
+TEST_F(LendingTest, AForkedChildDoesNotKeepThePlacesOfAPoolThatIsClosed) {
+  lend(4, 1);
+  auto pool = borrow();
+  ASSERT_TRUE(forwards(*pool, 5, 1));
+  const pid_t heir = ::fork();  // which has the socket, too
+  if (heir == 0) {
+    ::alarm(60);
+    for (;;) ::pause();
+  }
+  pool.reset();
+  expect_no_pins();
+  ::kill(heir, SIGKILL);
+  ::waitpid(heir, nullptr, 0);
+}
+
+TEST_F(LendingTest, AFullQueueCanBeLeft) {
+  const lending::Address address(path());
+  const auto* at = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  const Descriptor silent(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(bind(silent.get(), at, address.size), 0);
+  ASSERT_EQ(listen(silent.get(), 0), 0);
+  std::vector<Descriptor> waiting;
+  do {
+    waiting.emplace_back(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  } while (connect(waiting.back().get(), at, address.size) == 0);
+  ASSERT_EQ(errno, EAGAIN);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto late = error_of([&] { loan(300ms); });
+  EXPECT_EQ(late.kind(), ErrorKind::kTimeout) << late.what();
+  Runtime runtime;
+  runtime.interrupted = [] { return true; };
+  const auto error = error_of([&] { Loan(path(), store_.source(), kRecord, 60s, runtime); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInterrupted) << error.what();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
+}
+
+TEST_F(LendingTest, OneOfSeveralOwnersGetsASocketLeftBehind) {
+  constexpr int32_t kOwners = 4;
+  for (int32_t round = 0; round < 50; ++round) {
+    {
+      const lending::Address address(path());
+      const Descriptor dead(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+      ASSERT_EQ(
+          bind(dead.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()), address.size),
+          0);
+    }
+    PoolOptions options = options_of(2);
+    options.sharing = Sharing::kShared;
+    std::array<std::unique_ptr<Pool>, kOwners> pools;
+    for (auto& pool : pools) {
+      pool = std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
+    }
+    std::array<std::unique_ptr<Lender>, kOwners> lenders;
+    std::barrier begin(kOwners);
+    std::vector<std::thread> threads;
+    for (int32_t owner = 0; owner < kOwners; ++owner) {
+      threads.emplace_back([&, owner] {
+        begin.arrive_and_wait();
+        try {
+          lenders[owner] = std::make_unique<Lender>(*pools[owner], path(), 1);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    ASSERT_EQ(std::ranges::count_if(lenders, [](const auto& lender) { return lender != nullptr; }),
+              1);
+    ASSERT_TRUE(forward(*borrow(), 1, {2}));
+  }
 }
 
 TEST_F(LendingTest, WhatCannotBeLentIsSaid) {

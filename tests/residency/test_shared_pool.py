@@ -48,7 +48,7 @@ def socket(tmp_path: Path) -> str:
 def share(store: Store, socket: str) -> Iterator[Callable[..., SharedPool]]:
     opened: list[SharedPool] = []
 
-    def open_shared(resident: float = 0.5, workers: int = 2) -> SharedPool:
+    def open_shared(resident: str | float = 0.5, workers: int = 2) -> SharedPool:
         opened.append(SharedPool(store, socket, resident, workers))
         return opened[-1]
 
@@ -86,6 +86,7 @@ def test_the_bits_are_those_of_a_pool_of_its_own(store: Store, socket: str, shar
             assert generated(model) == tokens
             stats = torch_mesh.stats(model)
             assert stats.slots == shared.lender.places == shared.slots // 2
+            assert "of a shared pool" in str(model)
     assert shared.lender.workers == 2
     shared.engine.validate()
     del model
@@ -115,6 +116,7 @@ def test_what_it_does_not_go_with_is_said(
     for fields in (
         {"resident": 0.5},
         {"io": "threads"},
+        {"verify": "always"},
         {"residency": {"guard": "on"}},
         {"lossy": {"routing_bias": 0.1}},
     ):
@@ -138,6 +140,16 @@ def test_what_it_does_not_go_with_is_said(
         open_model(store, shared=f"{socket}3")
     many.close()
     small.close()
+
+
+def test_auto_leaves_room_for_the_rest_of_each_worker(
+    store: Store, share: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = store.manifest
+    rest = sum(file.bytes for file in manifest.other_files) + MeshConfig().workspace_bytes
+    free = 4 * rest + (512 << 20) + 100 * manifest.record_bytes
+    monkeypatch.setattr("torch_mesh.memory.available_bytes", lambda: free)
+    assert share(resident="auto", workers=4).slots == 100
 
 
 def _work(folder: Path, socket: str, expected: list[int], results: Connection) -> None:

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
+from torch_mesh.sharing import SharedPool
 from torch_mesh.statistics.stats import stats
+from torch_mesh.store.manifest import open_store
 
 openai = pytest.importorskip("openai")
 
@@ -484,3 +487,45 @@ def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path, sa
     third = len(memory) // 3
     assert max(memory[-third:]) < 1.1 * max(memory[third : 2 * third])
     server.stop()
+
+
+def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[..., str]) -> None:
+    socket_path = tmp_path / "pool.socket"
+    pool = SharedPool(open_store(folder), socket_path, 0.5, workers=2)
+    command = [
+        sys.executable,
+        "-m",
+        "torch_mesh.cli",
+        "serve",
+        str(folder),
+        "--shared",
+        str(socket_path),
+        "--port",
+        "0",
+    ]
+    with ExitStack() as stack:
+        stack.callback(pool.close)
+        servers = []
+        for _ in range(2):
+            servers.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            stack.callback(servers[-1].kill)
+        clients = []
+        for server in servers:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[3].removesuffix(",")
+            clients.append(
+                stack.enter_context(openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120))
+            )
+
+        def complete(client: Any, text: str) -> str:
+            made = client.completions.create(model=str(folder), prompt=text, max_tokens=TOKENS, temperature=0)
+            return str(made.choices[0].text)
+
+        with ThreadPoolExecutor(2) as threads:
+            for text in TEXTS[:2]:
+                assert list(threads.map(lambda client, text=text: complete(client, text), clients)) == [says(text)] * 2
+        assert pool.lender.workers == 2
+        servers[0].kill()
+        servers[0].wait()
+        assert complete(clients[1], TEXTS[2]) == says(TEXTS[2])
+        assert pool.lender.workers == 1 and pool.engine.pinned() <= pool.lender.places

@@ -22,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="a folder that torch-mesh convert wrote")
     parser.add_argument("--socket", required=True, metavar="SOCKET", help="where workers find it")
     parser.add_argument(
-        "--resident", default="auto", metavar="SIZE", help="of the whole pool, as MeshConfig's (default: auto)"
+        "--resident",
+        default="auto",
+        metavar="SIZE",
+        help="of the whole pool, as MeshConfig's (default: auto, which leaves room for the rest of each worker)",
     )
     parser.add_argument(
         "--workers",

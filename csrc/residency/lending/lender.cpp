@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <optional>
@@ -36,6 +38,7 @@ using lending::Welcome;
 constexpr int kRequestsAtOnce = 64;
 // After the system had no descriptor for a connection: it stays in the queue until then.
 constexpr int kRetryMilliseconds = 100;
+constexpr std::chrono::seconds kLockPatience{10};
 
 [[noreturn]] void throw_system(const std::string& path, const char* what) {
   const int error = errno;
@@ -80,6 +83,26 @@ int errno_of(const Error& error) {
   }
 }
 
+// Of several owners that start at once, one looks at the socket, replaces it and listens before the
+// next one looks.
+Descriptor lock_folder(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  Descriptor locked(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (locked.get() < 0) throw_system(folder, "open the folder");
+  const auto deadline = std::chrono::steady_clock::now() + kLockPatience;
+  while (flock(locked.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) throw_system(folder, "lock the folder");
+    if (std::chrono::steady_clock::now() > deadline) {
+      throw Error(ErrorKind::kTimeout,
+                  "another process has locked " + folder + "; give a --socket in another folder");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return locked;
+}
+
 // Takes the place of a socket that nobody answers at.
 void make_room(const std::string& path, const Address& address) {
   struct stat about {};
@@ -117,6 +140,9 @@ struct Lender::Impl {
                .record_bytes = pool.shared_bytes() / pool.most_slots(),
                .pool_bytes = pool.shared_bytes(),
                .fingerprint = lending::fingerprint(pool.source())};
+    // The thread has nobody to throw to.
+    all.reserve(static_cast<size_t>(most));
+    polled.reserve(2 + 2 * static_cast<size_t>(most));
     wake_up.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
     listen_at(Address(path));
@@ -132,6 +158,7 @@ struct Lender::Impl {
   }
 
   void listen_at(const Address& address) {
+    const Descriptor locked = lock_folder(path);
     make_room(path, address);
     listening.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (listening.get() < 0) throw_system(path, "make a socket for");
@@ -155,7 +182,6 @@ struct Lender::Impl {
 
   void run() {
     pthread_setname_np(pthread_self(), "mesh-lend");
-    std::vector<pollfd> polled;
     while (!closing) {
       polled.clear();
       polled.push_back({wake_up.get(), POLLIN, 0});
@@ -289,7 +315,9 @@ struct Lender::Impl {
     if (borrower.refused) return;
     const ssize_t sent =
         ::send(borrower.socket.get(), &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent != sizeof(message)) refuse(borrower);
+    if (sent == sizeof(message)) return;
+    if (errno == EPIPE || errno == ECONNRESET) return;  // it has gone, which listen_to() will hear
+    refuse(borrower);
   }
 
   void close() {
@@ -318,6 +346,7 @@ struct Lender::Impl {
 
   // Of the thread.
   std::vector<std::unique_ptr<Borrower>> all;
+  std::vector<pollfd> polled;
   bool no_descriptors = false;
 
   std::thread thread;

@@ -1,5 +1,6 @@
 #include "residency/lending/loan.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -13,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <span>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -29,8 +31,39 @@ using lending::Welcome;
 
 constexpr int32_t kUnderWay = 32;      // requests
 constexpr int kAskMilliseconds = 100;  // how often the interrupt hook is asked
+constexpr std::chrono::milliseconds kRetryTime{20};
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-std::string seconds(std::chrono::milliseconds time) { return std::to_string(time.count()) + " ms"; }
+// How long to wait for an owner, with a look at the interrupt hook now and then.
+class Patience {
+ public:
+  Patience(const std::string& path, std::chrono::milliseconds timeout, const Runtime& runtime)
+      : path_(path), timeout_(timeout), runtime_(runtime) {}
+
+  // To be called after each wait of kAskMilliseconds at most.
+  void check() const {
+    if (runtime_.interrupted != nullptr && runtime_.interrupted()) {
+      throw Error(ErrorKind::kInterrupted, "interrupted while connecting to " + path_);
+    }
+    if (std::chrono::steady_clock::now() < deadline_) return;
+    throw Error(ErrorKind::kTimeout, "the owner of the pool at " + path_ + " did not answer in " +
+                                         std::to_string(timeout_.count()) + " ms; is it stopped?");
+  }
+
+ private:
+  const std::string& path_;
+  const std::chrono::milliseconds timeout_;
+  const Runtime& runtime_;
+  const std::chrono::steady_clock::time_point deadline_ =
+      std::chrono::steady_clock::now() + timeout_;
+};
+
+[[noreturn]] void throw_no_descriptors(const std::string& path, int error) {
+  throw Error(ErrorKind::kRead,
+              "cannot connect to " + path + ": " + strerror(error) +
+                  "; this process has too many open files, raise its limit (ulimit -n)",
+              {-1, -1, path, -1}, error);
+}
 
 }  // namespace
 
@@ -42,19 +75,7 @@ Loan::Loan(const std::string& path, const Source& source, int64_t record_bytes,
                 "only the records of a converted store can be shared; convert this checkpoint and "
                 "share that folder");
   }
-  const lending::Address address(path);
-  socket_.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  const auto* to = reinterpret_cast<const sockaddr*>(address.bytes.data());
-  // connect() waits while the owner's queue is full, as long as a send may take.
-  timeval patience{.tv_sec = timeout.count() / 1000, .tv_usec = timeout.count() % 1000 * 1000};
-  setsockopt(socket_.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
-  if (socket_.get() < 0 || connect(socket_.get(), to, address.size) != 0) {
-    const int error = errno;
-    throw Error(error == EAGAIN ? ErrorKind::kTimeout : ErrorKind::kRead,
-                "nobody shares a pool at " + path + " (" + strerror(error) +
-                    "); start its owner: torch-mesh share STORE --socket " + path,
-                {-1, -1, path, -1}, error);
-  }
+  connect_within(timeout, runtime);
   receive_welcome(timeout, runtime);
   if (welcome_.places == 0) {
     throw Error(ErrorKind::kRead,
@@ -77,24 +98,42 @@ Loan::Loan(const std::string& path, const Source& source, int64_t record_bytes,
 }
 
 Loan::~Loan() {
+  if (owner_.forked()) return;
+  // A child that this process has forked may have the socket, too.
+  shutdown(socket_.get(), SHUT_RDWR);
+  unmap();
+}
+
+void Loan::unmap() {
   if (begin_ != nullptr) munmap(begin_, static_cast<size_t>(welcome_.pool_bytes));
   if (tickets_ != nullptr) munmap(tickets_, static_cast<size_t>(places()) * kRecordAlignment);
 }
 
+// While the owner's queue is full, connect() has to be repeated.
+void Loan::connect_within(std::chrono::milliseconds timeout, const Runtime& runtime) {
+  const lending::Address address(path_);
+  const auto* to = reinterpret_cast<const sockaddr*>(address.bytes.data());
+  socket_.reset(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (socket_.get() < 0) throw_no_descriptors(path_, errno);
+  const Patience patience(path_, timeout, runtime);
+  while (connect(socket_.get(), to, address.size) != 0) {
+    const int error = errno;
+    if (error == EAGAIN || error == EINTR) {
+      std::this_thread::sleep_for(kRetryTime);
+      patience.check();
+      continue;
+    }
+    throw Error(ErrorKind::kRead,
+                "nobody shares a pool at " + path_ + " (" + strerror(error) +
+                    "); start its owner: torch-mesh share STORE --socket " + path_,
+                {-1, -1, path_, -1}, error);
+  }
+}
+
 void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& runtime) {
   pollfd polled{socket_.get(), POLLIN, 0};
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  int ready;
-  do {
-    ready = poll(&polled, 1, kAskMilliseconds);
-    if (ready == 0 && runtime.interrupted != nullptr && runtime.interrupted()) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while connecting to " + path_);
-    }
-  } while (ready <= 0 && std::chrono::steady_clock::now() < deadline);
-  if (ready <= 0) {
-    throw Error(ErrorKind::kTimeout, "the owner of the pool at " + path_ + " did not answer in " +
-                                         seconds(timeout) + "; is it stopped?");
-  }
+  const Patience patience(path_, timeout, runtime);
+  while (poll(&polled, 1, kAskMilliseconds) <= 0) patience.check();
   iovec part{&welcome_, sizeof(welcome_)};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> beside{};
   msghdr header{};
@@ -103,12 +142,18 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
   header.msg_control = beside.data();
   header.msg_controllen = beside.size();
   const ssize_t count = recvmsg(socket_.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  const bool cut = (header.msg_flags & MSG_CTRUNC) != 0;
+  int received = 0;
   for (cmsghdr* control = CMSG_FIRSTHDR(&header); count > 0 && control != nullptr;
        control = CMSG_NXTHDR(&header, control)) {
     if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS) continue;
-    int descriptor;
-    std::memcpy(&descriptor, CMSG_DATA(control), sizeof(descriptor));
-    shared_.reset(descriptor);
+    // With its padding there is room for two: each that has come is to be closed.
+    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= control->cmsg_len; at += sizeof(int)) {
+      int descriptor;
+      std::memcpy(&descriptor, CMSG_DATA(control) + at, sizeof(descriptor));
+      shared_.reset(descriptor);
+      ++received;
+    }
   }
   ucred peer{};
   socklen_t size = sizeof(peer);
@@ -120,6 +165,8 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
                     " closed the connection: it is ending, or runs as another user",
                 {-1, -1, path_, -1}, ECONNRESET);
   }
+  if (cut && received == 0) throw_no_descriptors(path_, EMFILE);
+  if (received > 1) shared_.reset();
   if (count != sizeof(welcome_) || welcome_.magic != lending::kMagic) {
     throw Error(
         ErrorKind::kInvalid,
@@ -130,9 +177,12 @@ void Loan::receive_welcome(std::chrono::milliseconds timeout, const Runtime& run
 
 void Loan::map() {
   struct stat about {};
+  // A read of memory that somebody cuts off would end this process.
+  const int seals = fcntl(shared_.get(), F_GET_SEALS);
   const bool sound = welcome_.places > 0 && welcome_.places <= welcome_.slots &&
-                     welcome_.pool_bytes == welcome_.slots * welcome_.record_bytes &&
-                     fstat(shared_.get(), &about) == 0 && about.st_size == welcome_.pool_bytes;
+                     welcome_.pool_bytes == welcome_.slots * welcome_.record_bytes && seals >= 0 &&
+                     (seals & kSeals) == kSeals && fstat(shared_.get(), &about) == 0 &&
+                     about.st_size == welcome_.pool_bytes;
   if (!sound) {
     throw Error(ErrorKind::kInvalid, "what answers at " + path_ + " lends no memory of its pool");
   }
@@ -146,7 +196,7 @@ void Loan::map() {
   if (tickets != MAP_FAILED) tickets_ = static_cast<std::byte*>(tickets);
   if (begin_ == nullptr || tickets_ == nullptr) {
     const int error = errno;
-    if (begin_ != nullptr) munmap(begin_, static_cast<size_t>(welcome_.pool_bytes));
+    unmap();
     throw Error(ErrorKind::kMemory, "cannot map the pool at " + path_ + ": " + strerror(error), {},
                 error);
   }
@@ -163,7 +213,7 @@ class LentBackend final : public Backend {
                   errno);
     }
     reads_.resize(static_cast<size_t>(loan_->places()));
-    failed_.reserve(kUnderWay);
+    ended_.reserve(kUnderWay);
     for (int32_t id = 0; id < source.layers * source.experts; ++id) {
       const Extent& extent = *source.expert(id / source.experts, id % source.experts);
       experts_[{extent.file, extent.offset}] = {0, id / source.experts, id % source.experts};
@@ -177,34 +227,36 @@ class LentBackend final : public Backend {
     request.place = static_cast<int32_t>((read.to - loan_->tickets_) / kRecordAlignment);
     loan_->lent_[request.place] = nullptr;
     reads_[request.place] = {read.chunk, read.bytes};
-    int error = lost_ ? ECONNRESET : 0;
+    int error = lost_;
     if (error == 0) {
       const ssize_t sent =
           send(loan_->socket_.get(), &request, sizeof(request), MSG_DONTWAIT | MSG_NOSIGNAL);
       if (sent != sizeof(request)) error = errno == EPIPE ? ECONNRESET : errno;
     }
-    if (error != 0) end(request.place, -error, failed_);
+    if (error != 0) end(request.place, -error);
   }
 
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
-    std::vector<ChunkResult>& ended = failed_;
-    if (ended.empty()) {
+    if (ended_.empty()) {
       std::array<pollfd, 2> polled{
-          {{wake_up_.get(), POLLIN, 0}, {lost_ ? -1 : loan_->socket_.get(), POLLIN, 0}}};
+          {{wake_up_.get(), POLLIN, 0}, {lost_ != 0 ? -1 : loan_->socket_.get(), POLLIN, 0}}};
       const auto milliseconds = static_cast<int>((timeout.count() + 999) / 1000);
       if (poll(polled.data(), polled.size(), milliseconds) > 0) {
         uint64_t count;
         if (polled[0].revents != 0) {
           static_cast<void>(!::read(wake_up_.get(), &count, sizeof(count)));
         }
-        if (polled[1].revents != 0) receive(ended);
+        if (polled[1].revents != 0) receive();
       }
     }
-    const size_t count = std::min(ended.size(), results.size());
-    std::copy_n(ended.begin(), count, results.begin());
-    ended.erase(ended.begin(), ended.begin() + static_cast<ptrdiff_t>(count));
+    const size_t count = std::min(ended_.size(), results.size());
+    std::copy_n(ended_.begin(), count, results.begin());
+    ended_.erase(ended_.begin(), ended_.begin() + static_cast<ptrdiff_t>(count));
     return static_cast<int32_t>(count);
   }
+
+  // The owner may stand still, and writes to no memory of this process.
+  void cancel() override { lose(ECANCELED); }
 
   void wake() override {
     const uint64_t one = 1;
@@ -232,31 +284,31 @@ class LentBackend final : public Backend {
     }
   };
 
-  void end(int32_t place, int64_t result, std::vector<ChunkResult>& ended) {
+  void end(int32_t place, int64_t result) {
     UnderWay& read = reads_[place];
-    ended.push_back({std::exchange(read.chunk, -1), result});
+    ended_.push_back({std::exchange(read.chunk, -1), result});
   }
 
-  void receive(std::vector<ChunkResult>& ended) {
-    while (ended.size() < kUnderWay) {
+  void receive() {
+    while (ended_.size() < kUnderWay) {
       Answer answer;
       const ssize_t count =
           recv(loan_->socket_.get(), &answer, sizeof(answer), MSG_DONTWAIT | MSG_TRUNC);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && errno == EAGAIN) return;
-      if (count != sizeof(answer) || !take(answer, ended)) return lose(ended);
+      if (count != sizeof(answer) || !take(answer)) return lose(ECONNRESET);
     }
   }
 
   // False for what no owner says.
-  bool take(const Answer& answer, std::vector<ChunkResult>& ended) {
+  bool take(const Answer& answer) {
     const Welcome& welcome = loan_->welcome_;
     if (answer.place < 0 || answer.place >= welcome.places || reads_[answer.place].chunk < 0) {
       return false;
     }
     if (answer.error != 0) {
       if (answer.error < 0 || answer.error > 4095) return false;
-      end(answer.place, -answer.error, ended);
+      end(answer.place, -answer.error);
       return true;
     }
     if (answer.offset < 0 || answer.offset % kRecordAlignment != 0 ||
@@ -264,24 +316,24 @@ class LentBackend final : public Backend {
       return false;
     }
     loan_->lent_[answer.place] = loan_->begin_ + answer.offset;
-    end(answer.place, reads_[answer.place].bytes, ended);
+    end(answer.place, reads_[answer.place].bytes);
     return true;
   }
 
   // What was lent stays: the owner has gone, or ends loans with the connection only.
-  void lose(std::vector<ChunkResult>& ended) {
-    lost_ = true;
+  void lose(int error) {
+    lost_ = error;
     for (int32_t place = 0; place < loan_->places(); ++place) {
-      if (reads_[place].chunk >= 0) end(place, -ECONNRESET, ended);
+      if (reads_[place].chunk >= 0) end(place, -error);
     }
   }
 
   const std::shared_ptr<Loan> loan_;
   const Descriptor wake_up_;
   std::unordered_map<Where, Request, Hash> experts_;
-  std::vector<UnderWay> reads_;      // by place
-  std::vector<ChunkResult> failed_;  // and others that have ended, to be told by wait()
-  bool lost_ = false;
+  std::vector<UnderWay> reads_;     // by place
+  std::vector<ChunkResult> ended_;  // to be told by wait()
+  int lost_ = 0;                    // an errno: the owner answers no more
 };
 
 class LentMemory final : public SlotMemory {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/owner_process.h"
 #include "base/runtime.h"
 #include "io/backend.h"
 #include "residency/lending/protocol.h"
@@ -22,8 +23,8 @@ class Loan {
   // Asks whoever lends at `path` for a part of its pool, which has to be of the store that `source`
   // is, with records of so many bytes. Throws Error(kRead) where nobody answers, all places are
   // taken or the owner is of another user; Error(kInvalid) for a raw source, another store or
-  // another version of torch_mesh; Error(kTimeout) where the owner stands still,
-  // Error(kInterrupted) on Ctrl-C then.
+  // another version of torch_mesh; Error(kTimeout) where the owner stands still, after twice the
+  // time-out at most, Error(kInterrupted) on Ctrl-C then.
   Loan(const std::string& path, const Source& source, int64_t record_bytes,
        std::chrono::milliseconds timeout, const Runtime& runtime);
   ~Loan();  // ends the loan
@@ -37,9 +38,12 @@ class Loan {
   friend class LentMemory;
   friend class LentBackend;
 
+  void connect_within(std::chrono::milliseconds timeout, const Runtime& runtime);
   void receive_welcome(std::chrono::milliseconds timeout, const Runtime& runtime);
   void map();
+  void unmap();
 
+  const OwnerProcess owner_;
   const std::string path_;
   lending::Descriptor socket_;
   lending::Descriptor shared_;

@@ -3,7 +3,6 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <cstring>
 #include <vector>
@@ -19,11 +18,8 @@ uint64_t fingerprint(const Source& source) {
        {source.layers, source.experts, source.first_expert, source.routed_experts}) {
     all.push_back(static_cast<uint64_t>(count));
   }
-  uint64_t id[2];
-  static_assert(sizeof(id) == sizeof(source.store_id));
-  std::memcpy(id, source.store_id.data(), sizeof(id));
-  all.insert(all.end(), {id[0], id[1]});
-  return XXH3_64bits(all.data(), all.size() * sizeof(uint64_t));
+  return record_checksum(source.store_id, 0, 0, reinterpret_cast<const std::byte*>(all.data()),
+                         static_cast<int64_t>(all.size() * sizeof(uint64_t)));
 }
 
 void Descriptor::reset(int number) {
