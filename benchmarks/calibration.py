@@ -1,4 +1,4 @@
-"""Claim: of what rounding mesh-tiny's experts to 4 bits does to its predictions, calibration takes off a sixth or more.
+"""Claim: of what rounding mesh-tiny's experts to 4, 3 and 2 bits does to its predictions, calibration takes off a sixth or more.
 
 "Divergence" is Kullback and Leibler's, of the unpatched model's prediction of each token from the engine's, in thousandths of a nat: perplexity, which is shown beside it, may
 fall by chance when a model gets worse. Records are calibrated on every other document of tests/data/text, prose and code alike, and measured on the first of the others; "prose
@@ -26,7 +26,11 @@ import torch_mesh
 from torch_mesh import _C
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 
-FORMATS = tuple((weights, group_size) for weights in ("int4", "lut4") for group_size in (32, 64, 128))
+FORMATS = (
+    *((weights, group_size) for weights in ("int4", "lut4") for group_size in (32, 64, 128)),
+    ("tcq3", 128),
+    ("tcq2", 128),
+)
 KINDS = ("prose", "code")
 
 

@@ -24,7 +24,7 @@ def record_layout(
     that is not there is at -1.
     """
 
-def calibration_step(format: str) -> int:
+def calibration_order(format: str) -> tuple[int, int]:
     """Inputs whose codes ``torch.ops.torch_mesh.pack_calibrated`` chooses together; 0 for a format that it does not take."""
 
 def tokens_per_chunk(

@@ -112,8 +112,11 @@ void define(py::module_& m) {
   define_of_layout(m, "record_bytes", record_bytes);
   define_of_layout(m, "record_layout", record_layout);
   m.def(
-      "calibration_step",
-      [](const std::string& format) { return calibration_step(format_from_name(format)); },
+      "calibration_order",
+      [](const std::string& format) {
+        const CalibrationOrder order = calibration_order(format_from_name(format));
+        return py::make_tuple(order.streams, order.step);
+      },
       py::arg("format"));
   define_of_layout(m, "tokens_per_chunk", chunk_tokens, py::arg("top_k"), py::arg("workspace"));
   m.attr("MOST_THREADS") = kMostThreads;

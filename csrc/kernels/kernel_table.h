@@ -124,6 +124,27 @@ struct GroupQuantiser {
   void (*finish)(const QuantisedGroup& group, std::byte* to);
 };
 
+// What a squared distance of one level costs while codes of a trellis are chosen.
+inline constexpr float kTrellisDistance = 4;
+
+// One of the streams of a trellis in a block of 64 columns (store/trellis.h), with a code for each
+// step.
+struct TrellisStream {
+  int32_t steps;          // those of padding included
+  int32_t group_steps;    // that share a scale
+  const float* targets;   // [steps][kBlockColumns]
+  const float* units;     // [steps] what a squared distance of one level costs; 0: padding
+  const float* scales;    // [steps / group_steps][kBlockColumns], as they are stored
+  const float* inverses;  // of these; 0 where a scale is
+  uint8_t* codes;         // of a step, 4 * kBlockColumns behind those of the step before
+  float* values;          // [steps][kBlockColumns] what the codes stand for
+  // States by column: before the first code, which is behind the last one, and behind those that
+  // are chosen.
+  uint16_t* ring;
+  uint16_t* now;
+  std::byte* scratch;  // PackTrellis::scratch_bytes
+};
+
 struct KernelTable {
   const char* name;
 
@@ -185,6 +206,14 @@ struct KernelTable {
     int64_t (*scratch_bytes)(int32_t depth_padded);
     void (*pack)(const float* panel, int32_t depth, const PackedMatrix& matrix, std::byte* scratch,
                  std::byte* block);
+    // The same part by part, for targets that are changed by what has been chosen. A ring begins
+    // where its two ends meet best for the targets as they stand.
+    void (*begin)(const TrellisStream& stream);
+    // Looks for the best path through steps [first, first + count) and keeps the codes of the
+    // first `kept`. Steps have to be kept in turn, the last ones with the stream's end in sight.
+    void (*choose)(const TrellisStream& stream, int32_t first, int32_t count, int32_t kept);
+    // codes[depth_padded][kBlockColumns] -> the block's words; its scales stay.
+    void (*store)(const uint8_t* codes, const PackedMatrix& matrix, std::byte* block);
   };
   PackTrellis pack_trellis[kFormats - static_cast<int>(Format::kTcq2)];
 

@@ -104,10 +104,10 @@ void check_rounds(Format format) {
 
 void check_calibrates(Format format) {
   check_rounds(format);
-  if (calibration_step(format) > 0) return;
+  if (calibration_order(format).step > 0) return;
   std::string allowed;
   for (int i = 0; i < kFormats; ++i) {
-    if (calibration_step(static_cast<Format>(i)) == 0) continue;
+    if (calibration_order(static_cast<Format>(i)).step == 0) continue;
     allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(i)));
   }
   throw Error(ErrorKind::kInvalid, std::string("there is no calibration for ") +

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kernels/kernel_table.h"
+#include "kernels/small_floats.h"
 #include "kernels/weight_panel.h"
+#include "store/trellis.h"
 
 namespace torch_mesh {
 namespace {
@@ -103,15 +106,182 @@ class Block {
   alignas(64) float importance_[kRun];
 };
 
+// Codes of a stream that are chosen together, and how many behind them a path looks at, whose
+// targets their errors then change.
+constexpr int32_t kTrellisStep = 16;
+constexpr int32_t kTrellisSight = 16;
+// What an input counts for in its stream, by the median, lies within these, lest distances lose
+// what costs can tell apart.
+constexpr float kLeastWeight = 0.125f;
+constexpr float kMostWeight = 4.0f;
+
+// One block of a trellis, stream by stream: Viterbi's algorithm has a stream's targets as they
+// stand in sight, and a stream's errors change all of those behind it. Scales are those of plain
+// packing.
+class TrellisBlockPacker {
+ public:
+  TrellisBlockPacker(const KernelTable& table, const PackedMatrix& matrix,
+                     const InputMoments& moments)
+      : table_(table),
+        trellis_(
+            table.pack_trellis[static_cast<int>(matrix.format) - static_cast<int>(Format::kTcq2)]),
+        matrix_(matrix),
+        moments_(moments),
+        steps_(matrix.depth_padded / kTrellisStreams),
+        weights_(block_floats(matrix.depth_padded)),
+        targets_(weights_.size()),
+        errors_(block_floats(static_cast<int32_t>(round_up(steps_, kSquare)))),
+        values_(block_floats(steps_)),
+        scales_(block_floats(matrix.groups())),
+        inverses_(scales_.size()),
+        codes_(weights_.size()),
+        units_(static_cast<size_t>(steps_)),
+        scratch_(static_cast<size_t>(trellis_.scratch_bytes(matrix.depth_padded)) + 64) {}
+
+  void pack(const MatrixView& view, int32_t first_row, std::byte* block) {
+    load(view, first_row);
+    pack_plain(block);
+    for (int32_t s = 0, first = 0; s < kTrellisStreams; ++s) {
+      const int32_t inputs = inputs_of(s);
+      quantise(s, first, inputs);
+      first += inputs;
+    }
+    trellis_.store(codes_.data(), matrix_, block);
+  }
+
+ private:
+  static size_t block_floats(int32_t rows) { return static_cast<size_t>(rows) * kBlockColumns; }
+  int32_t inputs_of(int32_t stream) const {
+    return std::max(matrix_.depth - stream + kTrellisStreams - 1, 0) / kTrellisStreams;
+  }
+  static float* row(std::vector<float>& panel, int64_t k) {
+    return panel.data() + k * kBlockColumns;
+  }
+  float* target(int32_t stream, int32_t step) {
+    return row(targets_, int64_t{stream} * steps_ + step);
+  }
+  float* weight(int32_t stream, int32_t step) {
+    return row(weights_, int64_t{step} * kTrellisStreams + stream);
+  }
+  const float* feedback(int32_t to, int32_t from) const {
+    return moments_.feedback + int64_t{to} * matrix_.depth + from;
+  }
+
+  void load(const MatrixView& view, int32_t first_row) {
+    const int32_t rows = std::min(matrix_.columns - first_row, kBlockColumns);
+    for (int32_t k = 0; k < matrix_.depth_padded; k += kSquare) {
+      const int32_t inputs = std::clamp(matrix_.depth - k, 0, kSquare);
+      load_panel(table_, view, first_row, rows, k, inputs, kSquare, row(weights_, k));
+    }
+    for (int32_t s = 0; s < kTrellisStreams; ++s) {
+      for (int32_t j = 0; j < steps_; ++j) std::copy_n(weight(s, j), kBlockColumns, target(s, j));
+    }
+  }
+
+  // For the scales.
+  void pack_plain(std::byte* block) {
+    void* scratch = scratch_.data();
+    size_t room = scratch_.size();
+    aligned_ = static_cast<std::byte*>(std::align(64, room - 64, scratch, room));
+    trellis_.pack(weights_.data(), matrix_.depth, matrix_, aligned_, block);
+    for (int32_t g = 0; g < matrix_.groups(); ++g) {
+      const std::byte* of_group = block + g * matrix_.group_bytes;
+      for (int32_t c = 0; c < kBlockColumns; ++c) {
+        const float scale = bf16_at(of_group + c * 2);
+        row(scales_, g)[c] = scale;
+        row(inverses_, g)[c] = scale > 0 ? 1 / scale : 0;
+      }
+    }
+  }
+
+  // Stream `s`, whose `inputs` are from number `first` on among those of the moments.
+  void quantise(int32_t s, int32_t first, int32_t inputs) {
+    weigh(moments_.importance + first, inputs);
+    uint16_t ring[kBlockColumns], now[kBlockColumns];
+    const TrellisStream stream{steps_,
+                               matrix_.group_size / kTrellisStreams,
+                               target(s, 0),
+                               units_.data(),
+                               scales_.data(),
+                               inverses_.data(),
+                               codes_.data() + s * kBlockColumns,
+                               values_.data(),
+                               ring,
+                               now,
+                               aligned_};
+    trellis_.begin(stream);
+    for (int32_t j = 0; j < steps_; j += kTrellisStep) {
+      const int32_t left = steps_ - j;
+      trellis_.choose(stream, j, std::min(left, kTrellisStep + kTrellisSight),
+                      std::min(left, kTrellisStep));
+      const int32_t count = std::min(inputs - j, kTrellisStep);
+      if (count <= 0) continue;
+      for (int32_t i = j; i < j + count; ++i) {
+        for (int32_t c = 0; c < kBlockColumns; ++c) {
+          row(errors_, i)[c] = weight(s, i)[c] - row(values_, i)[c];
+        }
+      }
+      const int32_t behind = j + count;
+      if (behind == inputs) continue;
+      table_.feed_forward(row(errors_, j), count, feedback(first + behind, first + j),
+                          matrix_.depth, inputs - behind, target(s, behind));
+    }
+    feed_beyond(s, first, inputs);
+  }
+
+  void feed_beyond(int32_t s, int32_t first, int32_t inputs) {
+    int32_t to = first + inputs;
+    for (int32_t t = s + 1; t < kTrellisStreams; to += inputs_of(t), ++t) {
+      for (int32_t j = 0; j < inputs; j += kSquare) {
+        const SquareRows rows{feedback(to, first + j), matrix_.depth, std::min(inputs - j, kSquare),
+                              inputs_of(t)};
+        if (rows.count > 0) table_.multiply_square(row(errors_, j), rows, target(t, 0));
+      }
+    }
+  }
+
+  void weigh(const float* importance, int32_t inputs) {
+    std::fill(units_.begin(), units_.end(), 0.0f);
+    if (inputs == 0) return;
+    std::vector<float> sorted(importance, importance + inputs);
+    std::nth_element(sorted.begin(), sorted.begin() + inputs / 2, sorted.end());
+    const float median = sorted[static_cast<size_t>(inputs / 2)];
+    for (int32_t j = 0; j < inputs; ++j) {
+      const float weight = std::clamp(importance[j] / median, kLeastWeight, kMostWeight);
+      units_[static_cast<size_t>(j)] = kTrellisDistance * weight;
+    }
+  }
+
+  const KernelTable& table_;
+  const KernelTable::PackTrellis trellis_;
+  const PackedMatrix& matrix_;
+  const InputMoments& moments_;
+  const int32_t steps_;          // of each stream
+  std::vector<float> weights_;   // [depth_padded][kBlockColumns]
+  std::vector<float> targets_;   // [stream][step][kBlockColumns]
+  std::vector<float> errors_;    // of a stream, to whole squares
+  std::vector<float> values_;    // of a stream
+  std::vector<float> scales_;    // [group][kBlockColumns]
+  std::vector<float> inverses_;  // of these; 0 where a scale is
+  std::vector<uint8_t> codes_;   // [depth_padded][kBlockColumns]
+  std::vector<float> units_;     // of a stream's inputs
+  std::vector<std::byte> scratch_;
+  std::byte* aligned_ = nullptr;
+};
+
 }  // namespace
 
-int32_t calibration_step(Format format) {
-  return kernel_table().quantisers[static_cast<int>(format)].step;
+CalibrationOrder calibration_order(Format format) {
+  if (is_trellis(format)) return {kTrellisStreams, kTrellisStep};
+  return {1, kernel_table().quantisers[static_cast<int>(format)].step};
 }
 
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,
                            const MatrixView& view, const InputMoments& moments, int32_t first_row,
                            std::byte* block) {
+  if (is_trellis(matrix.format)) {
+    return TrellisBlockPacker(table, matrix, moments).pack(view, first_row, block);
+  }
   Block(table, matrix, view, moments, first_row).pack(block + matrix.header_bytes);
 }
 

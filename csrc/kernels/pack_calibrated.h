@@ -32,8 +32,14 @@ struct ExpertMoments {
   InputMoments intermediate;  // of what down sees
 };
 
-// Inputs whose codes a format chooses together; 0: calibration is not for it.
-int32_t calibration_step(Format format);
+// How a format goes through its inputs: those of one stream (k, k + streams ...) after those of
+// another, and in each `step` inputs together. Moments are of the inputs in that order. A step of
+// 0: calibration is not for it.
+struct CalibrationOrder {
+  int32_t streams;
+  int32_t step;
+};
+CalibrationOrder calibration_order(Format format);
 
 // One block of 64 columns, whose first one is `first_row` of the view.
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,

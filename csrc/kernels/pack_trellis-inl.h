@@ -18,9 +18,8 @@ constexpr int32_t predecessor(Tcq2, int32_t state) { return state >> 8; }
 constexpr int32_t predecessor(Tcq3, int32_t state) { return state >> 7 << 1 | (state >> 2 & 1); }
 
 // Costs have 16 bits, of which the lowest name the predecessor i that a state has been reached
-// from: one minimum then chooses both. A squared distance of one level costs kDistance units; what
-// is further away than kMostDistance units is equally far, so that no path costs kMostCost more
-// than another for long.
+// from: one minimum then chooses both. What is further away than
+// kMostDistance units is equally far, so that no path costs kMostCost more than another for long.
 template <typename Code>
 struct Costs {
   static constexpr int32_t kBits = Code::kCodes == 4 ? 2 : 3;
@@ -30,7 +29,8 @@ struct Costs {
   static constexpr uint32_t kMostDistance = 2047;
   static constexpr uint32_t kMostCost = (0xffffu >> kBits) - kMostDistance;
 };
-constexpr float kDistance = 4;
+// Gaussian weights of this root mean square are what the levels were made for.
+constexpr float kRootMeanSquare = 11.0f;
 constexpr int32_t kLevels = 64;
 constexpr int32_t kStepsBetween = 4;  // subtractions of the least cost
 constexpr int32_t kTailSteps = 16;
@@ -64,6 +64,29 @@ struct Trellis {
 };
 template <typename Code>
 constexpr Trellis<Code> kTrellis;
+
+// What takes a group's weights, of which `count` are no padding, to levels, until there are codes
+// to choose a scale by.
+inline Floats provisional_inverse(const Columns& columns, int32_t count) {
+  Floats squares = broadcast(0.0f);
+  for (int32_t i = 0; i < columns.depth; ++i) {
+    squares = multiply_add(columns.row(i), columns.row(i), squares);
+  }
+  alignas(64) float each[kLanes];
+  store(each, squares);
+  for (float& value : each) {
+    value = value > 0 ? kRootMeanSquare / __builtin_sqrtf(value / static_cast<float>(count)) : 0.0f;
+  }
+  return load(each);
+}
+
+// Where a weight lies among the levels.
+inline Floats position_of(Floats weight, Floats inverse) {
+  const Floats position =
+      multiply_add(weight, inverse, broadcast(static_cast<float>(kTrellisZero)));
+  // Beyond the levels only a little, lest all of them are equally far.
+  return minimum(maximum(position, broadcast(-8.0f)), broadcast(kLevels + 7.0f));
+}
 
 // Streams of two sets of kLanes each, in the lower and upper halves of words.
 template <typename Code>
@@ -102,10 +125,11 @@ struct Viterbi {
     }
   }
 
-  // `positions` are where the streams' next weights lie among the levels, each set's `count`ed or
-  // not. Writes Cost::kWords words of predecessors.
-  void step(const Floats (&positions)[2], const bool (&counted)[2], std::byte* predecessors) {
-    measure(positions, counted);
+  // `positions` are where the streams' next weights lie among the levels, and `units` what a
+  // squared distance of one level costs in each set: 0 for padding. Writes Cost::kWords words of
+  // predecessors.
+  void step(const Floats (&positions)[2], const float (&units)[2], std::byte* predecessors) {
+    measure(positions, units);
     for (int32_t w = 0; w < Cost::kWords; ++w) {
       const int32_t family = w * Cost::kSlots / Code::kCodes;
       Words kept = broadcast_word(0);
@@ -134,16 +158,26 @@ struct Viterbi {
 
   // The state of least cost that each stream is in.
   void best(uint16_t* states) const {
-    for (int32_t lane = 0; lane < 2 * kLanes; ++lane) {
-      uint16_t least = 0xffff;
-      for (int32_t s = 0; s < Code::kStates; ++s) {
-        uint16_t cost;
-        __builtin_memcpy(&cost, present() + of_lane(s, lane), sizeof(cost));
-        cost = static_cast<uint16_t>(cost >> Cost::kBits);
-        if (cost >= least) continue;
-        least = cost;
-        states[lane] = static_cast<uint16_t>(s);
+    constexpr int32_t kRun = 32;
+    alignas(64) std::byte leasts[Code::kStates / kRun * kLanes * 4];  // of runs of states
+    Words least = both_halves(0xffff);
+    for (int32_t run = 0; run < Code::kStates / kRun; ++run) {
+      Words own = at(present(), run * kRun);
+      for (int32_t s = 1; s < kRun; ++s) {
+        own = minimum_uint16(own, at(present(), run * kRun + s));
       }
+      put(leasts, run, own);
+      least = minimum_uint16(least, own);
+    }
+    alignas(64) std::byte of_all[kLanes * 4];
+    put(of_all, 0, least);
+    for (int32_t lane = 0; lane < 2 * kLanes; ++lane) {
+      const int32_t cost = cost_of(of_all, 0, lane);
+      int32_t run = 0;
+      while (cost_of(leasts, run, lane) != cost) ++run;
+      int32_t s = run * kRun;
+      while (cost_of(present(), s, lane) != cost) ++s;
+      states[lane] = static_cast<uint16_t>(s);
     }
   }
 
@@ -165,15 +199,19 @@ struct Viterbi {
   static int64_t of_lane(int32_t word, int32_t lane) {
     return (int64_t{word} * kLanes + lane % kLanes) * 4 + lane / kLanes * 2;
   }
+  static int32_t cost_of(const std::byte* words, int32_t index, int32_t lane) {
+    uint16_t cost;
+    __builtin_memcpy(&cost, words + of_lane(index, lane), sizeof(cost));
+    return cost >> Cost::kBits;
+  }
 
-  void measure(const Floats (&positions)[2], const bool (&counted)[2]) {
+  void measure(const Floats (&positions)[2], const float (&units)[2]) {
     const Floats most = broadcast(static_cast<float>(Cost::kMostDistance));
     for (int32_t level = 0; level < kLevels; ++level) {
       Words both[2];
       for (int i = 0; i < 2; ++i) {
         const Floats apart = positions[i] - broadcast(static_cast<float>(level));
-        const Floats unit = broadcast(counted[i] ? kDistance : 0.0f);
-        both[i] = to_integers(minimum(apart * apart * unit, most));
+        both[i] = to_integers(minimum(apart * apart * broadcast(units[i]), most));
       }
       put(distances, level, shift_left<Cost::kBits>(both[0] | shift_left<16>(both[1])));
     }
@@ -205,6 +243,32 @@ struct Viterbi {
     return static_cast<uint32_t>(predecessor(Code{}, state));
   }
 };
+
+// kCount codes' bits, of kBits each from bit kFrom on, in the bytes of their streams. `codes` are
+// those of kLanes columns, `stride` from one input to the next.
+template <int kBits, int kCount, int kFrom>
+inline Words word_of_codes(const uint8_t* codes, int32_t stride) {
+  Words word = broadcast_word(0);
+  for (int32_t j = kCount - 1; j >= 0; --j) {
+    word = shift_left<kBits>(word);
+    for (int32_t stream = 0; stream < kTrellisStreams; ++stream) {
+      Words code = load_bytes(codes + (j * kTrellisStreams + stream) * stride);
+      if (kFrom == 1) code = shift_right<1>(code);
+      word = word | byte_of_word(code & broadcast_word((1u << kBits) - 1), stream);
+    }
+  }
+  return word;
+}
+template <typename Code>
+inline void store_unit(const uint8_t* codes, int32_t stride, std::byte* words) {
+  if constexpr (Code::kUnitWords == 1) {
+    store_words(words, word_of_codes<2, 4, 0>(codes, stride));
+  } else {
+    store_words(words, word_of_codes<2, 4, 1>(codes, stride));
+    store_words(words + kTrellisLine, word_of_codes<2, 4, 1>(codes + 16 * stride, stride));
+    store_words(words + 2 * kTrellisLine, word_of_codes<1, 8, 0>(codes, stride));
+  }
+}
 
 // Of TrellisColumns: the costs, [steps][Costs::kWords] words of predecessors, [depth_padded] words
 // of positions, as many bytes of codes.
@@ -262,7 +326,8 @@ class TrellisColumns {
   void store(const TrellisBlock<Code>& block, int32_t column, const float* panel,
              std::byte* to) const {
     for (int32_t u = 0; u < block.units; ++u) {
-      store_unit(to + (block.words(u) - block.block) + block.to_column(column), u);
+      store_unit<Code>(codes_ + int64_t{u} * Code::kUnitDepth * kLanes, kLanes,
+                       to + (block.words(u) - block.block) + block.to_column(column));
     }
     for (int32_t k = 0; k < padded_; k += group_) {
       alignas(64) std::byte levels[kMaxGroup * kBlockColumns];
@@ -283,9 +348,6 @@ class TrellisColumns {
   }
 
  private:
-  // Gaussian weights of this root mean square are what the levels were made for.
-  static constexpr float kRootMeanSquare = 11.0f;
-
   // Weights of the group that begins at k, without padding.
   int32_t counted(int32_t k) const {
     const int32_t left = depth_ > k ? depth_ - k : 0;
@@ -294,23 +356,9 @@ class TrellisColumns {
 
   void place(const float* panel, int32_t k) {
     const Columns columns(panel, group_);
-    Floats squares = broadcast(0.0f);
+    const Floats inverse = provisional_inverse(columns, counted(k));
     for (int32_t i = 0; i < group_; ++i) {
-      squares = multiply_add(columns.row(i), columns.row(i), squares);
-    }
-    alignas(64) float each[kLanes];
-    torch_mesh::store(each, squares);
-    const auto count = static_cast<float>(counted(k));
-    for (float& value : each) {
-      value = value > 0 ? kRootMeanSquare / __builtin_sqrtf(value / count) : 0.0f;
-    }
-    const Floats inverse = load(each);
-    for (int32_t i = 0; i < group_; ++i) {
-      const Floats position =
-          multiply_add(columns.row(i), inverse, broadcast(static_cast<float>(kTrellisZero)));
-      // Beyond the levels only a little, lest all of them are equally far.
-      const Floats inside = minimum(maximum(position, broadcast(-8.0f)), broadcast(kLevels + 7.0f));
-      torch_mesh::store(positions_ + (k + i) * kLanes, inside);
+      torch_mesh::store(positions_ + (k + i) * kLanes, position_of(columns.row(i), inverse));
     }
   }
 
@@ -319,20 +367,19 @@ class TrellisColumns {
   }
   void step(int32_t stream, int32_t j, int32_t kept) {
     Floats positions[2];
-    bool counted[2];
+    float units[2];
     for (int32_t i = 0; i < 2; ++i) {
       const int32_t k = j * kTrellisStreams + stream + i * kTrellisStreams / 2;
       positions[i] = load(positions_ + k * kLanes);
-      counted[i] = k < depth_;
+      units[i] = k < depth_ ? kTrellisDistance : 0.0f;
     }
-    viterbi_.step(positions, counted, predecessors(kept));
+    viterbi_.step(positions, units, predecessors(kept));
     if (j % kStepsBetween == kStepsBetween - 1) viterbi_.subtract_least();
   }
   int32_t back(int32_t kept, int32_t lane, uint16_t& state) const {
     return Viterbi<Code>::back(predecessors(kept), lane, state);
   }
 
-  Words codes(int32_t k) const { return load_bytes(codes_ + k * kLanes); }
   static Words byte_at(Words words, int32_t byte) {
     switch (byte) {
       case 0:
@@ -343,30 +390,6 @@ class TrellisColumns {
         return shift_right<16>(words) & broadcast_word(0xff);
       default:
         return shift_right<24>(words);
-    }
-  }
-  // kCount codes' bits, of `kBits` each from bit `from` on, in the bytes of their streams.
-  template <int32_t kBits, int32_t kCount>
-  Words word_of(int32_t k, int32_t from) const {
-    Words word = broadcast_word(0);
-    for (int32_t j = kCount - 1; j >= 0; --j) {
-      word = shift_left<kBits>(word);
-      for (int32_t stream = 0; stream < kTrellisStreams; ++stream) {
-        Words code = codes(k + j * kTrellisStreams + stream);
-        if (from == 1) code = shift_right<1>(code);
-        word = word | byte_of_word(code & broadcast_word((1u << kBits) - 1), stream);
-      }
-    }
-    return word;
-  }
-  void store_unit(std::byte* words, int32_t unit) const {
-    const int32_t k = unit * Code::kUnitDepth;
-    if constexpr (Code::kUnitWords == 1) {
-      store_words(words, word_of<2, 4>(k, 0));
-    } else {
-      store_words(words, word_of<2, 4>(k, 1));
-      store_words(words + kTrellisLine, word_of<2, 4>(k + 16, 1));
-      store_words(words + 2 * kTrellisLine, word_of<1, 8>(k, 0));
     }
   }
   // [group / 4][kLanes]

@@ -16,6 +16,7 @@
 #include "kernels/plain_products-inl.h"
 #include "kernels/products-inl.h"
 #include "kernels/quantise_group-inl.h"
+#include "kernels/quantise_trellis-inl.h"
 
 namespace torch_mesh {
 namespace {
@@ -130,8 +131,7 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows,
           low_rank_in,
           low_rank_out,
           {pack_bf16_group, pack_int8_group, pack_int4_group, pack_lut4_group},
-          {{trellis_scratch<Tcq2>, pack_trellis_block<Tcq2>},
-           {trellis_scratch<Tcq3>, pack_trellis_block<Tcq3>}},
+          {trellis_packing<Tcq2>(), trellis_packing<Tcq3>()},
           {GroupQuantiser{}, quantiser_of<Int8Codes>(), quantiser_of<Int4Codes>(),
            quantiser_of<Lut4Codes>()},
           feed_forward};

@@ -418,7 +418,9 @@ Bytes pack_by(const Weights& weights, const ExpertMoments& moments, const Kernel
   return record;
 }
 
-constexpr Format kCalibratedFormats[] = {Format::kInt8, Format::kInt4, Format::kLut4};
+constexpr Format kFedInputByInput[] = {Format::kInt8, Format::kInt4, Format::kLut4};
+constexpr Format kCalibratedFormats[] = {Format::kInt8, Format::kInt4, Format::kLut4, Format::kTcq2,
+                                         Format::kTcq3};
 
 TEST(PackCalibrated, EveryTableAndThreadPacksTheSameBits) {
   Random random;
@@ -441,7 +443,7 @@ TEST(PackCalibrated, EveryTableAndThreadPacksTheSameBits) {
 
 TEST(PackCalibrated, WithNothingToFeedItIsPlainPacking) {
   Random random;
-  for (Format format : kCalibratedFormats) {
+  for (Format format : kFedInputByInput) {
     for (int32_t group : {32, 64, 128}) {
       for (bool gated : {true, false}) {
         const Shape shape{format, group, 256, 128, gated, true};
@@ -493,7 +495,7 @@ TEST(PackCalibrated, StepsOfSeveralInputsFeedThoseBehindThem) {
 
 TEST(PackCalibrated, IsForSomeFormats) {
   Random random;
-  for (Format format : {Format::kBf16, Format::kMxfp4, Format::kTcq2}) {
+  for (Format format : {Format::kBf16, Format::kMxfp4, Format::kFp8}) {
     const Shape shape{format, 32, 64, 64};
     const Weights weights(shape.layout(), random);
     const RandomMoments moments(shape.layout(), random, 0.0f);

@@ -13,7 +13,8 @@ from torch_mesh import _C
 from torch_mesh.calibration import moments
 from torch_mesh.calibration.moments import InputMoments, Moments, feedback_of
 
-FORMATS = ("int8", "int4", "lut4")
+FED_INPUT_BY_INPUT = ("int8", "int4", "lut4")
+FORMATS = (*FED_INPUT_BY_INPUT, "tcq3", "tcq2")
 BLOCK_COLUMNS = 64
 
 
@@ -88,7 +89,8 @@ def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int,
     for hidden, intermediate in ((192, 136), (320, 64)):
         expert = Expert.random(hidden, intermediate, gated=gated)
         plain = expert.pack(weights, group_size)
-        factors = feedback_of(_mean(expert.seen)), feedback_of(_mean(expert.seen_by_down))
+        order = _C.calibration_order(weights)
+        factors = feedback_of(_mean(expert.seen), *order), feedback_of(_mean(expert.seen_by_down), *order)
         calibrated = expert.pack_calibrated(weights, group_size, *factors)
         for rows, exact, old, new in zip(
             (expert.seen, expert.seen_by_down), (expert.gate_up, expert.down), plain, calibrated, strict=True
@@ -137,7 +139,7 @@ def test_it_is_gptq(group_size: int) -> None:
         )
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", FED_INPUT_BY_INPUT)
 def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
     expert = Expert.random(128, 256)
     plain = expert.pack(weights, 64)
@@ -151,7 +153,21 @@ def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
         assert (new - exact).norm() < 1.001 * (old - exact).norm()
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", ["tcq2", "tcq3"])
+def test_where_nothing_is_known_trellises_lose_no_more_than_by_plain_packing(weights: str) -> None:
+    expert = Expert.random(100, 200)
+    order = _C.calibration_order(weights)
+    factors = feedback_of(torch.zeros(100, 100), *order), feedback_of(torch.zeros(200, 200), *order)
+    for exact, old, new in zip(
+        (expert.gate_up, expert.down),
+        expert.pack(weights, 64),
+        expert.pack_calibrated(weights, 64, *factors),
+        strict=True,
+    ):
+        assert (new - exact).norm() < 1.03 * (old - exact).norm()
+
+
+@pytest.mark.parametrize("weights", FED_INPUT_BY_INPUT)
 def test_inputs_that_are_always_zero(weights: str) -> None:
     expert = Expert.random(96, 70)
     seen = expert.seen.clone()
@@ -163,13 +179,15 @@ def test_inputs_that_are_always_zero(weights: str) -> None:
     assert _error(seen, expert.gate_up, gate_up) < 0.2
 
 
-@pytest.mark.parametrize("step", [1, 4, 16])
-def test_the_factors_give_the_moments_back(step: int) -> None:
+@pytest.mark.parametrize(("streams", "step"), [(1, 1), (1, 4), (1, 16), (4, 1), (4, 4), (4, 16)])
+def test_the_factors_give_the_moments_back(streams: int, step: int) -> None:
     inputs = 50
     mean = _mean(_correlated(inputs))
     damped = mean.double() + moments.DAMPING * mean.diagonal().median() * torch.eye(inputs)
-    factors = feedback_of(mean, step)
-    block = torch.arange(inputs) // step
+    factors = feedback_of(mean, streams, step)
+    order = torch.cat([torch.arange(first, inputs, streams) for first in range(streams)])
+    damped = damped[order][:, order]
+    block = order % streams * inputs + order // streams // step
     together = (block == block.unsqueeze(1)).double()
     lower = torch.tril(factors.feedback, -1).double()
     assert step == 1 or (lower * together).abs().max() < 1e-5, "errors are fed to inputs that are chosen together"
@@ -207,7 +225,7 @@ def test_inputs_that_dwarf_the_others_and_go_together_have_factors() -> None:
         assert (factors.importance > 0).all()
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "tcq2"])
+@pytest.mark.parametrize("weights", ["bf16", "mxfp4", "fp8"])
 def test_formats_that_calibration_is_not_for(weights: str) -> None:
     factors = feedback_of(torch.eye(64)), feedback_of(torch.eye(64))
     with pytest.raises(ValueError, match="int8, int4, lut4"):

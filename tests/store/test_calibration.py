@@ -255,7 +255,7 @@ def test_tokens_without_a_text(tmp_path: Path, mesh_tiny: Path, capsys: pytest.C
 
 
 def test_the_formats_are_those_that_packing_takes() -> None:
-    assert CALIBRATED == tuple(weights for weights in FORMAT_VERSIONS if _C.calibration_step(weights) > 0)
+    assert CALIBRATED == tuple(weights for weights in FORMAT_VERSIONS if _C.calibration_order(weights)[1] > 0)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,10 @@ def sample_of(count: int) -> torch.Tensor:
     return torch.linspace(0, count - 1, min(count, _SAMPLE)).long()
 
 
-def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
-    """The factors of H = M D M^T, H being damped ``moments``: M^T and the diagonal of D, see csrc/kernels/pack_calibrated.h. M has unit blocks of
-    ``step`` inputs on its diagonal, as a format wants it that chooses the codes of so many together (``_C.calibration_step``).
+def feedback_of(moments: torch.Tensor, streams: int = 1, step: int = 1) -> InputMoments:
+    """The factors of H = M D M^T, H being damped ``moments``: M^T and the diagonal of D, see csrc/kernels/pack_calibrated.h. The inputs are in the
+    order that a format goes through them (``_C.calibration_order``): those of one of the ``streams`` (k, k + streams ...) after those of another. Of those that it
+    chooses the codes of together, ``step`` of a stream, M has unit blocks on its diagonal.
 
     Raises MeshError for moments that are not finite.
     """
@@ -96,7 +97,10 @@ def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
         raise MeshError("the text makes hidden states that are not finite, or too large to be squared in fp32")
     if not bool((power > 0).any()):  # nothing is known: every input counts alike
         return InputMoments(torch.zeros_like(moments), torch.ones_like(power))
-    damped = _with_power(moments, DAMPING)
+    inputs = torch.arange(len(power))
+    parts = [inputs[first::streams] for first in range(streams)]
+    order = torch.cat(parts)
+    damped = _with_power(moments, DAMPING)[order][:, order]
     # H = R R^T with R upper triangular, from the factor of H with its inputs in reverse.
     reverse = damped.flip(0, 1)
     factor, failed = torch.linalg.cholesky_ex(reverse)
@@ -111,15 +115,18 @@ def feedback_of(moments: torch.Tensor, step: int = 1) -> InputMoments:
     upper = factor.float().flip(0, 1)
     scale = upper.diagonal()
     single = InputMoments((upper / scale).T.contiguous(), scale.square())
-    return single if step == 1 else _in_steps(single, step)
+    if step == 1:
+        return single
+    return _in_steps(single, [len(some) for part in parts for some in part.split(step)])
 
 
-def _in_steps(single: InputMoments, step: int) -> InputMoments:
-    """Of factors for one input at a time, those for ``step`` inputs: M B^-1 and the diagonal of B D B^T, B being the blocks of M on its diagonal."""
-    inputs = len(single.importance)
+def _in_steps(single: InputMoments, counts: list[int]) -> InputMoments:
+    """Of factors for one input at a time, those for so many inputs in each step: M B^-1 and the diagonal of B D B^T, B being the blocks of M on its diagonal."""
     feedback, importance = single.feedback.clone(), single.importance.clone()
-    for first in range(0, inputs, step):
-        own = slice(first, first + step)
+    first = 0
+    for count in counts:
+        own = slice(first, first + count)
+        first += count
         block = torch.tril(single.feedback[own, own], -1)  # B^T without its diagonal, which is 1
         block.diagonal().fill_(1)
         feedback[own] = torch.linalg.solve_triangular(block, feedback[own], upper=False, unitriangular=True)

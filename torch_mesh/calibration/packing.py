@@ -86,7 +86,7 @@ class Calibrator:
                 )
         try:
             hidden, intermediate = self._layer_seen(layer).moments(
-                self._layers[layer], expert, tensors, _C.calibration_step(self._weights)
+                self._layers[layer], expert, tensors, *_C.calibration_order(self._weights)
             )
         except MeshError as problem:
             raise MeshError(f"{self._layers[layer].path}, expert {expert}: {problem}") from None
@@ -139,9 +139,9 @@ class _SeenLayer:
         self._shared = every.mean()
 
     def moments(
-        self, layer: ExpertsLayer, expert: int, tensors: ExpertTensors, step: int
+        self, layer: ExpertsLayer, expert: int, tensors: ExpertTensors, streams: int, step: int
     ) -> tuple[InputMoments, InputMoments]:
-        """Of what gate and up see, and of what down sees, for a format that chooses the codes of ``step`` inputs together."""
+        """Of what gate and up see, and of what down sees, in a format's ``_C.calibration_order``."""
         tokens, choice = (self._rows.ids == expert).nonzero(as_tuple=True)
         routing = self._rows.weights[tokens, choice].square()
         hidden, intermediate = Moments(layer.hidden), Moments(layer.intermediate)
@@ -158,8 +158,8 @@ class _SeenLayer:
         of_sample = Moments(layer.intermediate)
         of_sample.add(seen_by_down(self._sample), torch.ones(len(self._sample)))
         return (
-            feedback_of(blended(hidden, self._shared), step),
-            feedback_of(blended(intermediate, of_sample.mean()), step),
+            feedback_of(blended(hidden, self._shared), streams, step),
+            feedback_of(blended(intermediate, of_sample.mean()), streams, step),
         )
 
 
