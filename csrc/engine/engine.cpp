@@ -175,7 +175,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
-    compute(call, ready, part, workspace);
+    compute(call, forward.phase, ready, part, workspace);
     // The next chunk wants the same experts: nothing that has a slot need make room before it. Half
     // of the pool is left to others meanwhile.
     const bool kept =
@@ -192,8 +192,8 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
 // One batch in one region: preparing the rows before the first, adding up the products after the
 // last. An expert's down tasks stand behind all gate_up tasks of its node, so that by then its own
 // have ended.
-void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
-                     Workspace& workspace) const {
+void Engine::compute(const ExpertsCall& call, Phase phase, std::span<const ReadyExpert> ready,
+                     Part part, Workspace& workspace) const {
   std::array<ExpertRows, kReadyBatch> experts;
   int64_t rows = 0;
   for (size_t i = 0; i < ready.size(); ++i) {
@@ -230,7 +230,7 @@ void Engine::compute(const ExpertsCall& call, std::span<const ReadyExpert> ready
   if (part.last) queue.add(call.tokens * strips, {0, reduce});
 
   const int32_t team = team_for(rows * ffn_.multiply_adds_per_row(), options_.threads);
-  const ExpertFfn& products = ffn(call.layer, call.tokens);
+  const ExpertFfn& products = ffn(call.layer, phase);
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
@@ -348,13 +348,13 @@ void Engine::linear_chunk(const LinearCall& call, int64_t begin, int64_t end, Fo
     const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
-    compute_linear(chunk, rows, ready, part, workspace);
+    compute_linear(chunk, forward.phase, rows, ready, part, workspace);
     claim.release(ready);
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
 }
 
-void Engine::compute_linear(const LinearCall& call, int32_t rows,
+void Engine::compute_linear(const LinearCall& call, Phase phase, int32_t rows,
                             std::span<const ReadyExpert> ready, Part part,
                             Workspace& workspace) const {
   const Grouping& grouping = workspace.grouping;
@@ -376,6 +376,7 @@ void Engine::compute_linear(const LinearCall& call, int32_t rows,
   if (part.last) queue.add(rows, {0, store});
 
   const int32_t team = team_for(work, options_.threads);
+  const ExpertFfn& products_of = ffn(call.layer, phase);
   const auto current_node = [&] { return placement.current_node(); };
   queue.run(runtime_, team, current_node, [&](int32_t stage, int64_t at) {
     const auto task = static_cast<int32_t>(at);
@@ -387,8 +388,8 @@ void Engine::compute_linear(const LinearCall& call, int32_t rows,
     } else if (stage < store) {
       const ReadyExpert& expert = ready[placement[stage - linear]];
       const int32_t first = grouping.first[expert.index];
-      ffn_.linear(call.projection, task, prepared, expert.record, first,
-                  grouping.rows(expert.index), products + first * width, width);
+      products_of.linear(call.projection, task, prepared, expert.record, first,
+                         grouping.rows(expert.index), products + first * width, width);
     } else {
       store_row(products + at * width, width,
                 row_pointer(call.out.data, call.out.type, call.out.row_stride, at), call.out.type);

@@ -131,9 +131,9 @@ class Engine {
                       const VisitRun& visit);
 
  private:
-  // For a forward of so many rows.
-  const ExpertFfn& ffn(int32_t layer, int32_t rows) const {
-    const auto& ffns = phase_of(rows) == Phase::kDecode ? few_rows_ffns_ : ffns_;
+  // For a forward of that phase, whatever chunk of it.
+  const ExpertFfn& ffn(int32_t layer, Phase phase) const {
+    const auto& ffns = phase == Phase::kDecode ? few_rows_ffns_ : ffns_;
     return ffns[place_of(layer, ffns.size())];
   }
   // In a list of one for each layer, or of one for all.
@@ -146,7 +146,7 @@ class Engine {
   struct Part {
     bool first, last;
   };
-  void compute(const ExpertsCall& call, std::span<const ReadyExpert> ready, Part part,
+  void compute(const ExpertsCall& call, Phase phase, std::span<const ReadyExpert> ready, Part part,
                Workspace& workspace) const;
   ExpertRows rows_of(const ReadyExpert& ready, const Adapters& adapters,
                      Workspace& workspace) const;
@@ -159,8 +159,8 @@ class Engine {
   void visit_copies(int32_t layer, std::span<const int32_t> experts, int32_t begin, int32_t end,
                     int32_t at_once, const VisitRun& visit);
   void read_ahead(int32_t layer, std::span<const int32_t> rest);
-  void compute_linear(const LinearCall& call, int32_t rows, std::span<const ReadyExpert> ready,
-                      Part part, Workspace& workspace) const;
+  void compute_linear(const LinearCall& call, Phase phase, int32_t rows,
+                      std::span<const ReadyExpert> ready, Part part, Workspace& workspace) const;
 
   EngineOptions options_;
   Runtime runtime_;

@@ -12,7 +12,7 @@ namespace {
 struct RuntimeGemm {
   static constexpr bool kSignedRows = false;   // of bytes
   static constexpr bool kWholeTiles = false;   // writes sums of rows that there are not
-  static constexpr int32_t kGroupsAhead = 0;   // that are asked for while sums are scaled
+  static constexpr int32_t kGroupsAhead = 0;   // how far to ask for weights while sums are scaled
   static constexpr int32_t kBf16Depth = 2048;  // of one gemm: its rows are gathered on the stack
 
   const Runtime& runtime;

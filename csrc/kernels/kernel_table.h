@@ -148,7 +148,8 @@ struct TrellisStream {
 struct KernelTable {
   const char* name;
 
-  // From this many rows of one expert on, the runtime's gemm is used, if there is one. By Format.
+  // From this many rows of one expert on, the tiles below are used, or else the runtime's gemm, if
+  // there is one of them. By Format.
   // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
   // The processor's own products of many rows, in the place of the runtime's gemm; nullptr: it has

@@ -23,8 +23,8 @@ void prepare_rows(const KernelTable& table, const PackedMatrix& matrix, const vo
                   ScalarType type, int64_t row_stride, int32_t begin, int32_t end,
                   std::byte* prepared);
 
-// The rows of one task against blocks of one matrix. Whether gemm runs depends on the number of
-// rows alone, so a product's bits do too.
+// The rows of one task against blocks of one matrix. Whether gemm or tiles run depends on the
+// number of rows and on Runtime::few_rows alone, so a product's bits do too.
 class TaskProducts {
  public:
   TaskProducts(const KernelTable& table, const Runtime& runtime, const PackedMatrix& matrix,

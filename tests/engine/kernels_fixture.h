@@ -25,6 +25,7 @@ namespace torch_mesh {
 extern const KernelTable kEmulatedAvxVnniTable;
 extern const KernelTable kEmulatedVnniTable;
 extern const KernelTable kEmulatedBf16Table;
+extern const KernelTable kEmulatedIntelBf16Table;
 extern const KernelTable kEmulatedAmxTable;
 
 namespace testing {
@@ -336,6 +337,7 @@ inline std::vector<const KernelTable*> all_tables() {
     if (name == "avx512") {
       tables.push_back(&kEmulatedVnniTable);
       tables.push_back(&kEmulatedBf16Table);
+      tables.push_back(&kEmulatedIntelBf16Table);
       tables.push_back(&kEmulatedAmxTable);
     }
   }

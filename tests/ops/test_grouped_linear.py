@@ -7,6 +7,7 @@ import torch
 from tiny_pools import OpenPool, Spec, TinyPool, ops, relative_error
 from torch import Tensor
 
+from torch_mesh import _C
 from torch_mesh.store.manifest import FORMAT_VERSIONS
 
 SPECS = [
@@ -47,6 +48,28 @@ ROWS = [
     (0, 0, 0, 0, 0, 0, 0, 65),
     (5, 5, 5, 5, 5, 5, 5, 5),
 ]
+
+
+@pytest.mark.parametrize("projection", [0, 1])
+@pytest.mark.parametrize("weights", sorted(TOLERANCE))
+def test_a_token_of_a_decode_step_has_the_bits_that_it_has_alone(
+    open_pool: OpenPool, weights: str, projection: int
+) -> None:
+    """All of them take every expert."""
+    spec = Spec(weights=weights, hidden=328, intermediate=200)
+    pool = open_pool(spec, in_memory=True)
+    features, out_features = _features(spec, projection)
+    x = torch.randn(_C.MOST_DECODE_ROWS, features)
+
+    def products(tokens: Tensor) -> Tensor:
+        """[tokens, experts, out_features]"""
+        rows, offsets = tokens.repeat(spec.experts, 1), _offsets(*[len(tokens)] * spec.experts)
+        out = ops.grouped_linear(rows, offsets, pool.handle(), projection, out_features, spec.experts)
+        return out.view(spec.experts, len(tokens), out_features).transpose(0, 1)
+
+    alone = torch.cat([products(x[[i]]) for i in range(len(x))])
+    for count in range(2, len(x) + 1):
+        assert torch.equal(products(x[:count]), alone[:count]), count
 
 
 @pytest.mark.parametrize("projection", [0, 1])
