@@ -34,6 +34,7 @@ from .pool import ExpertPool, least_slots, pool_slots
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .sharing import check_shared
 from .speculation.models import check_speculation, take_speculation
+from .speculation.mtp import take_mtp
 from .undivided import check_forwards
 from .undo import Undo, undone_on_error
 
@@ -154,6 +155,7 @@ def assemble(
         take_products(model, layers, config)
         take_attention(model, config)
         take_speculation(model, config)
+        take_mtp(model)
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)
         attach_quantizer(model, quantizer)

@@ -313,6 +313,11 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     return max(kinds.values(), key=lambda alike: sum(layer.nbytes for layer in alike))
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether ``find_experts`` would find any."""
+    return any(True for _ in _all_layers(model))
+
+
 def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
     pooled = {layer.path for layer in find_experts(model)}

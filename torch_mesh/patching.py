@@ -25,6 +25,7 @@ from .other_format import Records, format_of, other_config
 from .packed_weight import device_of
 from .saving import PatchedModelQuantizer, detach_quantizer
 from .speculation.models import undo_speculation
+from .speculation.mtp import undo_mtp
 from .statistics.speculated import drop_tally
 from .store.convert import checked_group_size, convert_model
 from .store.manifest import OF_CODES
@@ -126,6 +127,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     undo_lossy(model)
     undo_compile(model)
     undo_speculation(model)
+    undo_mtp(model)
     drop_tally(model)
     restore_dense(model, device)
     for layer in find_experts(model):

@@ -21,6 +21,8 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
     StoppingCriteria,
@@ -290,6 +292,44 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
         )
 
 
+def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
+    original: PreTrainedModel, tokenizer: Any
+) -> None:
+    """Each text but the last ends where others go on: what was drafted behind its end, or instead of it, is none of its tokens."""
+    model = _patched(original, resident=0.25, dense="bf16")
+    tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
+    inputs = tokenizer([*PROMPTS.values()], return_tensors="pt", padding=True)
+    length = inputs["input_ids"].shape[1]
+    free = _generate(model, inputs)
+    kept = {"return_dict_in_generate": True, "output_logits": True}
+    differed = False
+    for end in {int(token) for token in free[:3, length + 9 : length + 30].flatten()}:
+        plain = _generate(model, inputs, eos_token_id=end, **kept)
+        for drafts in (free, free ^ (free == end)):  # that know the end, and that do not
+            answers = iter(drafts)
+            speculation = Speculation(Always(3), lambda ids, answers=answers: Right(next(answers), ids))  # type: ignore
+            found = _generate(model, inputs, eos_token_id=end, custom_generate=speculation, **kept)
+            assert torch.equal(plain.sequences, found.sequences)
+            differed |= not torch.equal(plain.sequences, free[:, : plain.sequences.shape[1]])
+            for one, other in zip(plain.past_key_values.layers, found.past_key_values.layers, strict=True):
+                assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+            assert torch.equal(torch.stack(plain.logits), torch.stack(found.logits))
+    assert differed, "no text ended before another"
+
+
+class Right:
+    """In the place of a drafter: what the text would be if it never ended."""
+
+    def __init__(self, answer: torch.Tensor, tokens: list[int]) -> None:
+        self.answer, self.place = answer.tolist(), len(tokens)
+
+    def draft(self, length: int) -> list[int]:
+        return self.answer[self.place : self.place + length]
+
+    def extend(self, tokens: list[int]) -> None:
+        self.place += len(tokens)
+
+
 class _EndsIn(StoppingCriteria):
     """Each text at a token, which transformers does not know to end it: it goes on while others do."""
 
@@ -504,6 +544,54 @@ def test_a_forward_that_fails_leaves_the_states_before_it(failing: int, monkeypa
         model, tokens, past_key_values=cache, eos_token_id=None, max_new_tokens=plain.sequences.shape[1] - seen.count
     )
     _check(model, inputs, plain, rest)
+
+
+class _Breaks(LogitsProcessor):
+    """Breaks at a token."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == self.at:
+            raise ZeroDivisionError("a processor that breaks")
+        return scores
+
+
+@pytest.mark.parametrize("drafted", [0, 7])
+@pytest.mark.parametrize("name", [NEXT, QWEN])
+def test_a_processor_that_breaks_leaves_a_cache_of_the_tokens_so_far(name: str, drafted: int) -> None:
+    """As in plain decoding: the last token is in it, in keys and in states."""
+    model = torch_mesh.patch(_spread(name), resident=0.5)
+    inputs = _inputs(20)
+    answer = _generate(model, inputs, eos_token_id=None)
+    for at in range(40, 48):
+        caches = []
+        for how in ({}, {"custom_generate": knowing(answer, drafted)}):
+            cache = DynamicCache(config=model.config)
+            options = {"past_key_values": cache, "logits_processor": LogitsProcessorList([_Breaks(at)])}
+            with pytest.raises(ZeroDivisionError):
+                _generate(model, inputs, eos_token_id=None, **options, **how)
+            caches.append(cache)
+        plain, found = caches
+        assert found.get_seq_length() == plain.get_seq_length() == at
+        for one, other in zip(_states(found), _states(plain), strict=True):
+            assert (one - other).norm() <= 1e-3 * other.norm()
+
+
+def test_a_cache_that_records_linear_attention_goes_back() -> None:
+    """transformers' own assisted decoding leaves such ones: the states of convolutions grow with each token."""
+    model = torch_mesh.patch(_spread(NEXT), resident=0.5)
+    inputs = _inputs(20)
+    plain = _plain(model, inputs, eos_token_id=None)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    speculation = knowing(plain.sequences, 7)
+    found = _generate(model, inputs, eos_token_id=None, custom_generate=speculation, past_key_values=cache)
+    _check(model, inputs, plain, found)
+    accepted = speculation._controller.accepted
+    assert sum(accepted) > 0 and min(accepted) < 7, "nothing was taken back"
+    assert all(layer.record_past for layer in cache.layers if isinstance(layer, LinearAttentionLayer))
 
 
 def test_keys_that_a_server_keeps_are_kept() -> None:

@@ -154,8 +154,8 @@ class Speculation:
                 raise
             try:
                 tokens = text.add_while(drafted, logits)
-            finally:  # a streamer or a criterion may end it, and the cache be used again
-                rewinding.take_back(count + 1 - (text.ids.shape[1] - length))
+            finally:  # a processor, a streamer or a criterion may end it, and the cache be used again
+                rewinding.take_back(count + 1 - text.rows)
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
@@ -184,6 +184,7 @@ class _Text:
     ) -> None:
         self.ids = ids
         self.finished = False
+        self.rows = 0  # of the last forward, that are of tokens of the text
         self.most_length: int = stopping_criteria.max_length or sys.maxsize
         self._process = logits_processor
         self._stop = stopping_criteria
@@ -234,13 +235,16 @@ class _Text:
         return [int(each) for each in token]
 
     def add_while(self, drafted: Sequence[Sequence[int]], logits: Tensor) -> list[list[int]]:
-        """The tokens [added][texts] of logits [texts, drafted + 1, vocabulary], up to the first that was not drafted, in whichever text."""
+        """The tokens [added][texts] of logits [texts, drafted + 1, vocabulary], up to the first that was not drafted, in whichever text.
+
+        The padding of a text that has just ended was not, and has to be in the cache.
+        """
         tokens: list[list[int]] = []
         count = logits.shape[1] - 1
         for row in range(count + 1):
+            self.rows = row + 1
             tokens.append(self.add(logits[:, row]))
-            each = zip(tokens[row], drafted, self._goes_on(), strict=True)
-            if self.finished or row == count or any(on and token != own[row] for token, own, on in each):
+            if self.finished or row == count or tokens[row] != [own[row] for own in drafted]:
                 break
         return tokens
 

@@ -19,7 +19,7 @@ from ..modules import change_class
 
 _DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
 _CACHE = ("cache_params", "past_key_values")  # how mixers call it
-_State = list[Tensor]
+_State = list[dict[int, Tensor | None]]
 
 
 def is_linear(layer: Any) -> bool:
@@ -114,7 +114,7 @@ class LinearAttention:
             setattr(cache, _DRAFTING, self)
 
     def step(self, mixer: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What ``forward`` gives for hidden states [1, tokens, hidden], for one token after the other."""
+        """What ``forward`` gives for hidden states [texts, tokens, hidden], for one token after the other."""
         hidden = args[0] if args else kwargs["hidden_states"]
         tokens = hidden.shape[1]
         if tokens == 1:
@@ -154,15 +154,20 @@ def _one(args: tuple[Any, ...], kwargs: dict[str, Any], token: int) -> tuple[tup
     return args, kwargs | {"hidden_states": kwargs["hidden_states"][:, token : token + 1]}
 
 
-def _tensors(layer: Any) -> list[Tensor]:
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in states if state is not None]
+def _states(layer: Any) -> list[dict[int, Tensor | None]]:
+    return [layer.conv_states, layer.recurrent_states]
 
 
 def _copied(layer: Any) -> _State:
-    return [state.clone() for state in _tensors(layer)]
+    return [{key: None if state is None else state.clone() for key, state in each.items()} for each in _states(layer)]
 
 
-def _restore(layer: Any, state: _State) -> None:
-    for kept, tensor in zip(_tensors(layer), state, strict=True):
-        kept.copy_(tensor)
+def _restore(layer: Any, copied: _State) -> None:
+    """In place, for compiled steps; but the states of convolutions grow while transformers records them."""
+    for states, kept in zip(_states(layer), copied, strict=True):
+        for key, state in kept.items():
+            now = states[key]
+            if now is None or state is None or now.shape != state.shape:
+                states[key] = state
+            else:
+                now.copy_(state)

@@ -1,0 +1,196 @@
+"""``generate(use_mtp=True)`` of patched models: the heads of a checkpoint are kept, their experts in a pool."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import TINY_MODELS
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import torch_mesh
+from torch_mesh import MeshConfig, MeshError
+from torch_mesh.speculation import mtp
+from torch_mesh.store.convert import convert
+
+pytestmark = pytest.mark.skipif(mtp.MtpModel is None, reason="this transformers has no heads for drafts")
+
+# Of each family its fields, and how a checkpoint calls the layer of its only head, and what else of it.
+_FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    "MellumExperts": (
+        {
+            "num_nextn_predict_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "mtp.layers.0.",
+        {
+            "mtp.fc": "eh_proj",
+            "mtp.pre_fc_norm_embedding": "norm",
+            "mtp.pre_fc_norm_hidden": "norm",
+            "mtp.norm": "norm",
+        },
+    ),
+    "Glm4MoeExperts": (
+        {"num_nextn_predict_layers": 1},
+        "model.layers.3.",
+        {
+            "model.layers.3.eh_proj": "eh_proj",
+            "model.layers.3.enorm": "norm",
+            "model.layers.3.hnorm": "norm",
+            "model.layers.3.shared_head.norm": "norm",
+        },
+    ),
+}
+
+
+@pytest.fixture(params=_FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose head has the last layer once more."""
+    fields, layer, others = _FAMILIES[request.param]
+    tiny = TINY_MODELS[request.param]
+    model = dataclasses.replace(tiny, fields={**tiny.fields, **fields}).build()
+    if layer.startswith("model."):  # where transformers knows the numbers of the published models alone
+        pattern = rf"model\.layers\.{model.config.num_hidden_layers}\..*"
+        monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [pattern])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    hidden = model.config.hidden_size
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    heads = {name.replace(last, layer): each.clone() for name, each in weights.items() if name.startswith(last)}
+    whole = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)  # of the hidden state alone
+    values = {"norm": torch.ones(hidden), "eh_proj": whole}
+    heads |= {f"{name}.weight": values[kind].to(torch.bfloat16).contiguous() for name, kind in others.items()}
+    save_file(weights | heads, file, metadata={"format": "pt"})
+    return tmp_path
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The heads that were built: weakly, so as not to keep them."""
+    found: list[Any] = []
+    built = mtp.MtpModel.from_pretrained
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        heads = built(*args, **kwargs)
+        found.append(weakref.ref(heads))
+        return heads
+
+    monkeypatch.setattr(mtp.MtpModel, "from_pretrained", counted)
+    return found
+
+
+def _loaded(folder: Path, **fields: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **fields)
+
+
+def _patched(folder: Path, **fields: Any) -> PreTrainedModel:
+    return torch_mesh.patch(_loaded(folder), **{"resident": 0.5, "attention": "mesh", "dense": "bf16"} | fields)
+
+
+def _generate(model: PreTrainedModel, **options: Any) -> torch.Tensor:
+    ids = torch.arange(5, 25)[None]
+    settings = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(input_ids=ids, **settings | options)
+
+
+def _check(model: PreTrainedModel, **options: Any) -> None:
+    """Tokens with heads are those without; where a router in fp32 (GLM's) rounds otherwise, up to two logits that were nearly equal."""
+    plain = _generate(model, return_dict_in_generate=True, output_logits=True, **options)
+    found = _generate(model, use_mtp=True, **options)
+    if not torch.equal(found, plain.sequences):
+        assert model.config.model_type == "glm4_moe"
+        first = int((found != plain.sequences).nonzero()[0, 1]) - 20
+        largest = plain.logits[first][0].topk(2).values
+        assert largest[0] - largest[1] <= 0.02 * largest[0].abs()
+
+
+def _forwards(model: PreTrainedModel, **options: Any) -> tuple[torch.Tensor, int]:
+    count = 0
+
+    def seen(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    handle = model.register_forward_pre_hook(seen)
+    tokens = _generate(model, **options)
+    handle.remove()
+    return tokens, count
+
+
+def test_heads_are_built_once_and_tokens_are_those_of_plain_decoding(folder: Path, loads: list[Any]) -> None:
+    model = _patched(folder)
+    names, parameters = set(model.state_dict()), sum(1 for _ in model.parameters())
+    for _ in range(3):
+        _check(model)
+    found, forwards = _forwards(model, use_mtp=True, max_new_tokens=90)
+    assert found.shape == (1, 110) and forwards < 90, "no draft was right"
+    assert len(loads) == 1
+    (experts,) = (module for module in loads[0]().modules() if hasattr(module, "_mesh_pool"))
+    pool = experts._mesh_pool
+    assert pool.weights == "int8" and pool.slots < 8 and pool.engine.stats()["bytes_read"].sum() > 0
+    assert set(model.state_dict()) == names and sum(1 for _ in model.parameters()) == parameters
+    _generate(model, use_mtp=True, prompt_lookup_num_tokens=3)  # which goes first with transformers too
+    torch.manual_seed(3)
+    assert _generate(model, use_mtp=True, do_sample=True).shape == (1, 70)
+
+
+def test_converted_folders_have_their_heads(folder: Path, loads: list[Any], tmp_path: Path) -> None:
+    fields = {"resident": 0.5, "attention": "mesh", "dense": "bf16"}
+    model = _loaded(folder, quantization_config=MeshConfig(weights="int8", **fields))
+    _check(model)
+    store = tmp_path / "store"
+    convert(folder, store, "int8")
+    again = _loaded(store, quantization_config=MeshConfig(**fields))
+    for _ in range(2):
+        _check(again)
+    assert len(loads) == 2
+
+
+def test_heads_go_with_the_patch(folder: Path, loads: list[Any]) -> None:
+    model = _patched(folder)
+    _generate(model, use_mtp=True)
+    copied = copy.deepcopy(model)
+    _check(copied)
+    del copied
+    torch_mesh.unpatch(model, lossy=True)
+    gc.collect()
+    assert loads[0]() is None and not any("mtp" in name or "candidate" in name for name in vars(model))
+    before = len(loads)
+    for _ in range(2):
+        _generate(model, use_mtp=True)
+    assert len(loads) == before + 2, "an unpatched model does not do as transformers does"
+
+
+def test_a_model_that_was_cast_has_its_heads_anew(folder: Path, loads: list[Any]) -> None:
+    model = _patched(folder, dense="none", attention="model")
+    _generate(model, use_mtp=True)
+    model.float()
+    _generate(model, use_mtp=True)
+    gc.collect()
+    assert len(loads) == 2 and loads[0]() is None
+    assert next(loads[1]().layers.parameters()).dtype == torch.float32
+
+
+def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _patched(folder)
+    message = r"take [\d,]+ bytes until their experts are packed, and 1,000 are free"
+    with monkeypatch.context() as patched, pytest.raises(MeshError, match=message):
+        patched.setattr(mtp, "available_bytes", lambda: 1000)
+        _generate(model, use_mtp=True)
+    assert not loads
+    _check(model)
+    assert len(loads) == 1
+
+
+def test_models_without_heads_say_so() -> None:
+    model = torch_mesh.patch(TINY_MODELS["Qwen3MoeExperts"].build(), resident=0.5)
+    with pytest.raises(ValueError, match="num_mtp_layers"):
+        _generate(model, use_mtp=True)

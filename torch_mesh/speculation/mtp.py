@@ -1,0 +1,123 @@
+"""Heads that a checkpoint has for drafts (multi-token prediction): ``generate(use_mtp=True)`` of patched models.
+
+transformers builds the layers of these heads anew in every ``generate``, with all their experts in the model's dtype. Here they are built once, and
+their experts go into a pool of their own, in 8 bits: of GLM-5.2's a head in 4 bits was right in 4 % of its drafts, in 8 bits in 59 % (colibri #8).
+What is drafted with them, and how it is verified, is transformers' own.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+from torch import nn
+from transformers import cache_utils, modeling_layers
+from transformers.generation import GenerationMixin, candidate_generator
+from transformers.utils import ContextManagers
+
+from ..errors import MeshError
+from ..families import has_experts
+from ..memory import available_bytes
+from ..modules import patched_modules
+
+# All since transformers 5.23.
+MtpCache: Any = getattr(cache_utils, "MtpCache", None)
+MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
+_Generator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
+_METHOD, _KEPT = "_get_candidate_generator", "_mesh_mtp"
+_lock = threading.Lock()
+
+
+class KeptHeads(_Generator):
+    """As transformers' own, but for the model of the heads, which it is given."""
+
+    def __init__(self, model: Any, heads: Any, generation_config: Any, logits_processor: Any) -> None:
+        self.num_mtp_layers = heads.num_mtp_layers
+        self.model_kwargs_overrides = {"output_hidden_states": -1}  # of the last layer alone
+        self.device = _device(model)
+        self.mtp_model = heads
+        self.mtp_cache = MtpCache(config=model.config.get_mtp_config())
+        self.mtp_cache.activate_past_recording()
+        self.do_sample = generation_config.do_sample
+        self.logits_processor = logits_processor
+        self.is_main_model_prefill = True
+
+
+def take_mtp(model: nn.Module) -> None:
+    """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any."""
+    if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
+        setattr(model, _METHOD, types.MethodType(_candidate_generator, model))
+
+
+def undo_mtp(model: nn.Module) -> None:
+    """The reverse of ``take_mtp``; what was kept is let go."""
+    vars(model).pop(_METHOD, None)
+    vars(model).pop(_KEPT, None)
+
+
+def _candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    other = generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens
+    wanted = bool(generation_config.use_mtp) and all(each is None for each in other)
+    if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
+        theirs: Any = getattr(type(self), _METHOD)
+        return theirs(self, generation_config, *args, **kwargs)
+    return KeptHeads(self, _heads(self), generation_config, kwargs["logits_processor"])
+
+
+def _device(model: Any) -> Any:
+    """Where transformers has the heads: with the last layer."""
+    return next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
+
+
+def _dtype(model: Any) -> Any:
+    """That of hidden states. In ``config.dtype``, which transformers takes, a model that was cast has the old one."""
+    return model.get_input_embeddings().weight.dtype
+
+
+def _heads(model: Any) -> Any:
+    """The heads of ``model``: those of the last time, unless it was cast, moved or named otherwise since."""
+    made_for = (model.config.name_or_path, _dtype(model), _device(model))
+    with _lock:
+        kept = vars(model).get(_KEPT)
+        if kept is None or kept[0] != made_for:
+            vars(model).pop(_KEPT, None)  # before others are made, which take memory
+            kept = vars(model)[_KEPT] = (made_for, _make(model))
+        heads = kept[1]
+        heads.tie_with_main_model(model)  # whose embedding or head may be others by now
+    return heads
+
+
+def _make(model: Any) -> Any:
+    from ..patching import patch  # which imports this module
+
+    _check_memory(model)
+    heads = MtpModel.from_pretrained(model, device_map={"": _device(model)})
+    heads.layers.to(_dtype(model))
+    pool = next(patched_modules(model))._mesh_pool
+    # Of the heads' experts the same share as of the model's; none of what is the model's own, whatever the environment says.
+    share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
+    own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "predictor": None, "stats": {"file": None}}
+    if has_experts(heads.layers):
+        patch(
+            heads.layers,
+            weights="int8",
+            resident=share,
+            threads=pool.threads or "auto",
+            attention="model",
+            speculation="off",
+            **own,
+        )
+    return heads
+
+
+def _check_memory(model: Any) -> None:
+    """Raises MeshError where the heads, which are whole in memory until they are packed, have no room there."""
+    with ContextManagers(MtpModel.get_init_context(model.config.dtype, False, False, None)):
+        outline = MtpModel(model, model.config.get_text_config().num_mtp_layers)
+    needed, free = sum(parameter.nbytes for parameter in outline.layers.parameters()), available_bytes()
+    if needed > free:
+        raise MeshError(
+            f"use_mtp=True: the MTP layers of {type(model).__name__} take {needed:,} bytes until their experts are packed, and "
+            f"{free:,} are free. Free some, or leave use_mtp out: speculation='lookup' drafts without such layers."
+        )
