@@ -190,6 +190,13 @@ struct Viterbi {
     state = kTrellis<Code>.sources[place / Code::kCodes][i];
     return place % Code::kCodes;
   }
+  // Of the step from one state to the next. (Code::level() at run time would be data that this
+  // object gives away.)
+  static int32_t level(uint16_t from, uint16_t to) {
+    const int32_t place = kTrellis<Code>.places[to];
+    const auto& levels = kTrellis<Code>.levels[place / Code::kCodes][place % Code::kCodes];
+    return levels[predecessor(Code{}, from)];
+  }
 
  private:
   static Words first_cost(int32_t state, uint32_t cost) {

@@ -48,8 +48,9 @@ class TrellisRing {
       for (int32_t j = count - 1; j >= kept; --j) back(j, lane, state);
       stream_.now[column] = state;
       for (int32_t j = kept - 1; j >= 0; --j) {
+        const uint16_t to = state;
         const int32_t code = back(j, lane, state);
-        const int32_t level = Code::level(state, code) - kTrellisZero;
+        const int32_t level = Viterbi<Code>::level(state, to) - kTrellisZero;
         const int64_t row = int64_t{first + j} * kBlockColumns;
         stream_.codes[row * kTrellisStreams + column] = static_cast<uint8_t>(code);
         stream_.values[row + column] =
