@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -482,32 +483,37 @@ Descriptor shared_memory(int64_t bytes, bool sealed) {
 // Welcomes whoever connects first, with these descriptors beside it, and says no more.
 class SilentOwner {
  public:
-  SilentOwner(const std::string& path, const Welcome& welcome, std::vector<int> descriptors)
+  // `before` runs in the owner's thread, between its accepting and its welcome.
+  SilentOwner(
+      const std::string& path, const Welcome& welcome, std::vector<int> descriptors,
+      std::function<void()> before = [] {})
       : listening_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
     const lending::Address address(path);
     EXPECT_EQ(bind(listening_.get(), reinterpret_cast<const sockaddr*>(address.bytes.data()),
                    address.size),
               0);
     EXPECT_EQ(listen(listening_.get(), 8), 0);
-    thread_ = std::thread([this, welcome, descriptors = std::move(descriptors)] {
-      peer_ = Descriptor(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      iovec part{const_cast<Welcome*>(&welcome), sizeof(welcome)};
-      alignas(cmsghdr) std::array<char, CMSG_SPACE(4 * sizeof(int))> beside{};
-      msghdr header{};
-      header.msg_iov = &part;
-      header.msg_iovlen = 1;
-      if (!descriptors.empty()) {
-        const size_t bytes = descriptors.size() * sizeof(int);
-        header.msg_control = beside.data();
-        header.msg_controllen = CMSG_SPACE(bytes);
-        cmsghdr* control = CMSG_FIRSTHDR(&header);
-        control->cmsg_level = SOL_SOCKET;
-        control->cmsg_type = SCM_RIGHTS;
-        control->cmsg_len = CMSG_LEN(bytes);
-        std::memcpy(CMSG_DATA(control), descriptors.data(), bytes);
-      }
-      static_cast<void>(!sendmsg(peer_.get(), &header, MSG_NOSIGNAL));
-    });
+    thread_ = std::thread(
+        [this, welcome, descriptors = std::move(descriptors), before = std::move(before)] {
+          peer_ = Descriptor(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+          before();
+          iovec part{const_cast<Welcome*>(&welcome), sizeof(welcome)};
+          alignas(cmsghdr) std::array<char, CMSG_SPACE(4 * sizeof(int))> beside{};
+          msghdr header{};
+          header.msg_iov = &part;
+          header.msg_iovlen = 1;
+          if (!descriptors.empty()) {
+            const size_t bytes = descriptors.size() * sizeof(int);
+            header.msg_control = beside.data();
+            header.msg_controllen = CMSG_SPACE(bytes);
+            cmsghdr* control = CMSG_FIRSTHDR(&header);
+            control->cmsg_level = SOL_SOCKET;
+            control->cmsg_type = SCM_RIGHTS;
+            control->cmsg_len = CMSG_LEN(bytes);
+            std::memcpy(CMSG_DATA(control), descriptors.data(), bytes);
+          }
+          static_cast<void>(!sendmsg(peer_.get(), &header, MSG_NOSIGNAL));
+        });
   }
   ~SilentOwner() {
     shutdown(listening_.get(), SHUT_RDWR);
@@ -588,22 +594,23 @@ TEST_F(LendingTest, WhatLendsNothingSoundIsRefused) {
 
 TEST_F(LendingTest, NoRoomForTheDescriptorIsSaid) {
   const Descriptor memory = shared_memory(4 * kRecord, true);
-  SilentOwner owner(path(), welcome_of(4, 4), {memory.get()});
   rlimit limits{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limits), 0);
   rlimit fewer = limits;
-  fewer.rlim_cur = 256;
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &fewer), 0);
-  std::vector<Descriptor> all;
-  for (int copy = dup(memory.get()); copy >= 0; copy = dup(memory.get())) all.emplace_back(copy);
-  ASSERT_GE(all.size(), 2u);
-  // One for the connection, one for the end of it that the owner accepts.
-  all.pop_back();
-  all.pop_back();
-  const auto error = error_of([&] { loan(); });
+  fewer.rlim_cur = 3;  // three are open: of the test, the owner and the worker
+  std::optional<Error> error;
+  {
+    SilentOwner owner(path(), welcome_of(4, 4), {memory.get()},
+                      [&] { ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &fewer), 0); });
+    error = error_of([&] { loan(); });
+  }
+  const int copy = dup(memory.get());
+  const int refused = errno;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limits), 0);
-  EXPECT_EQ(error.kind(), ErrorKind::kRead) << error.what();
-  EXPECT_EQ(error.os_error(), EMFILE);
+  ASSERT_EQ(copy, -1);
+  ASSERT_EQ(refused, EMFILE);
+  EXPECT_EQ(error->kind(), ErrorKind::kRead) << error->what();
+  EXPECT_EQ(error->os_error(), EMFILE);
 }
 
 TEST_F(LendingTest, AForkedChildDoesNotKeepThePlacesOfAPoolThatIsClosed) {
