@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny, tiny_model
 
 from torch_mesh import _C
-from torch_mesh.errors import StoreError, UnsupportedModelError
+from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, convert_model, pack_expert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
-from torch_mesh.store.rest import WITHOUT_TORCH_MESH
+from torch_mesh.store.rest import WITHOUT_TORCH_MESH, written
 from torch_mesh.store.verify import verify
 
 WEIGHTS = ("bf16", "int8", "int4", "lut4", "tcq3", "tcq2")
@@ -375,3 +375,10 @@ def test_memory_is_bounded_by_a_few_experts(tmp_path: Path, family: str) -> None
     command = [sys.executable, "-c", PEAK, str(tmp_path / "source"), str(tmp_path / "store")]
     rise = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert rise < 20 * expert_bytes, f"{rise / expert_bytes:.1f} experts of 96"
+
+
+@pytest.mark.parametrize("made", [torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.bfloat16)])
+def test_a_tensor_that_is_not_as_announced_is_not_written(made: torch.Tensor) -> None:
+    promised = written("norm.weight", torch.float32, (4, 3), lambda: made)
+    with pytest.raises(MeshError, match=r"norm.weight is .*promises \(4, 3\), torch.float32"):
+        promised.read()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torch_mesh.errors import MeshError
 from torch_mesh.store.checkpoint import CheckpointExperts
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
@@ -261,7 +262,10 @@ def written(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: Calla
     """What ``values`` makes when it is wanted."""
 
     def chunks() -> Iterator[memoryview]:
-        yield values().contiguous().flatten().view(torch.uint8).numpy().data
+        made = values()
+        if made.shape != shape or made.dtype != dtype:
+            raise MeshError(f"{name} is {tuple(made.shape)}, {made.dtype}, where its file promises {shape}, {dtype}")
+        yield made.contiguous().flatten().view(torch.uint8).numpy().data
 
     return Dense(Tensor(name, DENSE_DTYPES[dtype], shape, 0, math.prod(shape) * dtype.itemsize), chunks)
 
