@@ -7,7 +7,8 @@
 //
 // There is no barrier: a stage names the stages before it that must have ended, and its tasks wait
 // for those alone. Nobody counts the threads, so one that comes late, or never, because its core is
-// busy elsewhere holds nothing up; the others have done its share.
+// busy elsewhere holds nothing up; the others have done its share. Where a task throws its thread
+// leaves, and the rest of its run counts as ended, so that nobody waits for it.
 //
 // Where experts lie on several NUMA nodes the list is cut into lanes: a first one for everyone, one
 // for each node, a last one for everyone. A thread takes what its own node's lane has and then what

@@ -36,7 +36,7 @@ struct OperandRows {
   int32_t count;
 };
 
-// sums[row][column] = rows · block, fp32, for at most kTileRows rows.
+// sums[row][column] = rows · block, fp32, for 1 to kTileRows rows.
 struct BlockProducts {
   const std::byte* block;
   OperandShape shape;
@@ -159,10 +159,10 @@ struct KernelTable {
     void (*end)() = nullptr;
     void (*products[kFormats])(const BlockProducts& products) = {};  // by Format
   };
+  Tiles tiles;
   // From this many rows at once on, formats of float products go by panels, which give the same
   // bits; nullptr: none. By Format.
   int32_t panel_rows;
-  Tiles tiles;
   void (*panels[kFormats])(const BlockProducts& products);
 
   void (*products[kFormats])(const BlockProducts& products);  // by Format

@@ -54,7 +54,7 @@ TEST(Pack, TakesEveryTypeAndView) {
     for (auto* matrix : {&weights.gate, &weights.up, &weights.down}) {
       for (float& w : *matrix) w = std::round(w * 1000) / 64;  // at most 8 bits: exact in all types
     }
-    const Bytes expected = weights.pack(kernel_table());
+    const Bytes expected = weights.pack(*all_tables().front());
 
     std::vector<uint16_t> brain(count);
     std::vector<_Float16> half(count), transposed(count), interleaved(2 * count);
@@ -70,14 +70,16 @@ TEST(Pack, TakesEveryTypeAndView) {
     views.gate = {half.data(), ScalarType::kFloat16, shape.hidden, 1};
     views.up = {transposed.data(), ScalarType::kFloat16, 1, shape.intermediate};
     views.down = {brain.data(), ScalarType::kBf16, shape.intermediate, 1};
-    Bytes record(layout.bytes);
-    pack_record(layout, views, record.data());
-    EXPECT_TRUE(record == expected) << name_of(shape);
-
-    views.gate = {interleaved.data(), ScalarType::kFloat16, 2, 2 * shape.intermediate};
-    views.up = {interleaved.data() + 1, ScalarType::kFloat16, 2, 2 * shape.intermediate};
-    pack_record(layout, views, record.data());
-    EXPECT_TRUE(record == expected) << name_of(shape);
+    ExpertViews of_one = views;
+    of_one.gate = {interleaved.data(), ScalarType::kFloat16, 2, 2 * shape.intermediate};
+    of_one.up = {interleaved.data() + 1, ScalarType::kFloat16, 2, 2 * shape.intermediate};
+    for (const KernelTable* table : all_tables()) {
+      for (const ExpertViews& each : {views, of_one}) {
+        Bytes record(layout.bytes);
+        pack_record(layout, each, record.data(), *table);
+        EXPECT_TRUE(record == expected) << name_of(shape) << ' ' << table->name;
+      }
+    }
   }
 }
 

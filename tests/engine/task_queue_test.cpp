@@ -103,7 +103,7 @@ TEST(TaskQueue, ATaskThatThrowsHoldsNobodyUp) {
   }
 }
 
-TEST(TaskQueue, RunsAreNeighboursAndOneThreadGetsAllInOrder) {
+TEST(TaskQueue, OneThreadGetsAllInOrder) {
   TaskQueue queue;
   queue.add(100, {0, 0});
   queue.add(50, {0, 1});
