@@ -94,6 +94,7 @@ def measure(options: Any) -> Report:
     report = Report(f"Divergence of {options.model.name} from its unpatched self over {count} tokens")
     for kind in KINDS:
         report.add(Row(f"perplexity of {kind}, unpatched", exact[kind].perplexity, ""))
+    points = report.details["points"] = {}  # of figure.py
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mixed = split_text(options.text, KINDS, folder / "mixed.jsonl")
@@ -115,6 +116,11 @@ def measure(options: Any) -> Report:
                 return {kind: predict(model, ids) for kind, ids in texts.items()}
 
             plain, calibrated, of_prose = run(None), run(mixed), run(prose)
+            points[f"{weights} g{group_size}"] = {
+                "bits": bits(weights, group_size),
+                "plain": mean_divergence(exact, plain),
+                "calibrated": mean_divergence(exact, calibrated),
+            }
             add_rows(
                 report,
                 f"{weights} g{group_size}, {bits(weights, group_size):.3g} bits",
@@ -125,6 +131,10 @@ def measure(options: Any) -> Report:
             )
     report.notes.append(f"calibrated on at most {options.tokens} tokens")
     return report
+
+
+def mean_divergence(exact: dict[str, Predictions], other: dict[str, Predictions]) -> float:
+    return sum(exact[kind].divergence(other[kind]) for kind in KINDS) / len(KINDS)
 
 
 def add_rows(

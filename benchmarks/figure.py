@@ -2,6 +2,7 @@
 
 usage: figure.py cold-decode cold_decode.json docs/cold_decode.svg
        figure.py roofline layer_peers.json docs/roofline.svg
+       figure.py formats calibration.json docs/formats.svg
        figure.py gpu-timeline gpu_decode.json gpu_decode.svg
 """
 
@@ -22,6 +23,7 @@ import matplotlib.pyplot as plt
 from layer_peers import KT, MESH, ONNX, TORCH, TRANSFORMERS, bits_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 from op_layer import EXPERTS, TOP_K, WEIGHTS_PER_EXPERT
 
 OURS, OTHERS = "#c2410c", "#94a3b8"
@@ -95,6 +97,34 @@ def draw_roofline(report: dict[str, Any], target: Path) -> None:
     finish(figure, report, f"{report['title']}: one row (left), 512 rows (right)", target)
 
 
+def draw_formats(report: dict[str, Any], target: Path) -> None:
+    """What formats do to a model's predictions, by bits: plain, and calibrated below it."""
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    points = {tuple(name.split(" g")): point for name, point in report["details"]["points"].items()}
+    for family in ("int4", "lut4", "tcq"):  # a line each, of all its bits and group sizes
+        members = sorted((point["bits"], point) for (name, _), point in points.items() if name.startswith(family))
+        bits, all_of = [bits for bits, _ in members], [point for _, point in members]
+        for kind, colour in (("plain", OTHERS), ("calibrated", OURS)):
+            style = "s--" if family == "int4" else "o-"
+            axes.plot(bits, [point[kind] for point in all_of], style, color=colour, linewidth=1, label=kind)
+            if family != "tcq":
+                offset = (6, 0 if kind == "plain" else -7)
+                axes.annotate(family, (bits[-1], all_of[-1][kind]), offset, textcoords="offset points", **SMALL)
+    for (name, group_size), point in points.items():
+        if name.startswith("tcq"):
+            label = f"{name}, groups of {group_size}"
+            axes.annotate(label, (point["bits"], point["plain"]), (6, 4), textcoords="offset points", **SMALL)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles, frameon=False)
+    axes.set(yscale="log", xlabel="bits a weight, scales included", ylabel="divergence, 0.001 nat a token")
+    axes.yaxis.set_major_locator(FixedLocator([5, 10, 20, 40, 80]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.08)
+    finish(figure, report, report["title"], target)
+
+
 def draw_roofs(axes: Axes, report: dict[str, Any]) -> None:
     """The limits that were measured in the same rounds: a plain read of the weights, and torch's square products."""
     read, *products = (statistics.median(report["details"][f"limit, {name}"]) for name in ("read", *DTYPES))
@@ -136,7 +166,12 @@ def draw_gpu_timeline(report: dict[str, Any], target: Path) -> None:
     finish(figure, report, report["title"], target)
 
 
-DRAWN = {"cold-decode": draw_cold_decode, "roofline": draw_roofline, "gpu-timeline": draw_gpu_timeline}
+DRAWN = {
+    "cold-decode": draw_cold_decode,
+    "roofline": draw_roofline,
+    "formats": draw_formats,
+    "gpu-timeline": draw_gpu_timeline,
+}
 
 
 def draw(name: str, report: dict[str, Any], target: Path) -> None:
