@@ -8,13 +8,18 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "base/error.h"
+#include "base/signals_blocked.h"
 
 namespace torch_mesh {
 namespace {
@@ -79,6 +84,28 @@ int populate(std::byte* data, size_t bytes) {
   return 0;
 }
 
+// The kernel clears pages on the thread that asks for them: one alone takes seconds for each 10 GB,
+// and where a virtual machine's host has to find them, too, far longer.
+int populate(std::span<const MemoryRegion> segments) {
+  std::atomic<size_t> next{0};
+  std::atomic<int> failed{0};
+  const auto work = [&] {
+    for (size_t at = next++; at < segments.size() && failed == 0; at = next++) {
+      if (const int error = populate(segments[at].data, segments[at].bytes)) failed = error;
+    }
+  };
+  std::vector<std::thread> others;
+  const size_t threads = std::min<size_t>(segments.size(), std::thread::hardware_concurrency());
+  try {
+    const SignalsBlocked blocked;
+    while (others.size() + 1 < threads) others.emplace_back(work);
+  } catch (const std::system_error&) {  // those that there are will do
+  }
+  work();
+  for (std::thread& thread : others) thread.join();
+  return failed;
+}
+
 // 2 MiB aligned, so that every page of it can be a huge one; of a memfd, unless `descriptor` is -1.
 // nullptr: errno says why.
 std::byte* map_aligned(size_t bytes, int descriptor) {
@@ -139,20 +166,21 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
   for (int64_t first = 0; first < count; first += pieces_per_segment_) {
     const size_t size = std::min(pieces_per_segment_, count - first) * bytes;
     std::byte* data = shared_.data != nullptr ? shared_.data + total_ : map_aligned(size, -1);
-    int error = data == nullptr ? errno : 0;
-    if (error == 0) {
-      segments_.push_back({data, size});
-      total_ += static_cast<int64_t>(size);
-      // Advice only: without huge pages or fork protection everything still works.
-      madvise(data, size, MADV_HUGEPAGE);
-      madvise(data, size, MADV_DONTFORK);
-      place(data, size, topology, node(first));
-      error = populate(data, size);
-    }
-    if (error != 0) {
+    if (data == nullptr) {
+      const int error = errno;
       release();
       throw_no_memory(count, bytes, strerror(error), error);
     }
+    segments_.push_back({data, size});
+    total_ += static_cast<int64_t>(size);
+    // Advice only: without huge pages or fork protection everything still works.
+    madvise(data, size, MADV_HUGEPAGE);
+    madvise(data, size, MADV_DONTFORK);
+    place(data, size, topology, node(first));
+  }
+  if (const int error = populate(segments_)) {
+    release();
+    throw_no_memory(count, bytes, strerror(error), error);
   }
 }
 
