@@ -6,23 +6,22 @@ from typing import Any
 
 import session
 import torch
-from transformer import CompiledSteps
-from transformers import AutoModelForCausalLM
+from transformer import CachedTransformer, CompiledSteps
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh.dense import packed_linears
 from torch_mesh.modules import patched_modules
 
 
-class Mesh(CompiledSteps):
-    def __init__(self, request: dict[str, Any]) -> None:
-        torch.set_num_threads(request["threads"])
-        options = {name: request[name] for name in ("resident", "dense", "prefetch") if name in request}
-        config = torch_mesh.MeshConfig(**options)
-        model = AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
-        length = request["prompt"] + request["warm_up"] + request["measured"]
-        super().__init__(model, length, request.get("compiled", True))
+def opened(request: dict[str, Any]) -> PreTrainedModel:
+    torch.set_num_threads(request["threads"])
+    options = {name: request[name] for name in ("resident", "dense", "prefetch") if name in request}
+    config = torch_mesh.MeshConfig(**options)
+    return AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
 
+
+class Measured(CachedTransformer):
     def begin(self) -> None:
         torch_mesh.reset_stats(self.model)
 
@@ -40,5 +39,18 @@ class Mesh(CompiledSteps):
         }
 
 
+class Eager(Measured):
+    """As ``generate`` does when nothing is asked for."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(opened(request))
+
+
+class Mesh(Measured, CompiledSteps):
+    def __init__(self, request: dict[str, Any]) -> None:
+        length = request["prompt"] + request["warm_up"] + request["measured"]
+        CompiledSteps.__init__(self, opened(request), length, request.get("compiled", True))
+
+
 if __name__ == "__main__":
-    session.run(Mesh)
+    session.run(lambda request: Eager(request) if request.get("eager", False) else Mesh(request))
