@@ -21,6 +21,7 @@ from .plan import Plan, find_sizes, plan
 from .speed import measure_speeds
 from .statistics.counters import Stats
 from .statistics.stats import reset_stats, stats
+from .timing import memory_speed
 
 _TOKENS_OF_A_PACE = 16  # where forwards give several tokens at once
 _LOOK_SECONDS = 0.02  # between two looks at the memory that is taken
@@ -31,7 +32,7 @@ class Limits:
     """Tokens per second that this machine could not exceed, whatever the software, with the reads that there were."""
 
     disk: float | None  # None: nothing was read, or the disk's speed is not known
-    memory: float | None  # each weight that a token needs goes through the processor once
+    memory: float | None  # each weight that a token needs is read once; None: it is not known how many there are
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def measure(
     read = decode.bytes_read / len(steps)
     used = sizes.shape.layers * sizes.shape.top_k * sizes.expert_bytes
     through = None
-    if speeds is not None and sizes.dense_bytes_per_token is not None:
-        through = 1 / (used / speeds.experts + sizes.dense_bytes_per_token / speeds.dense)
+    if sizes.dense_bytes_per_token is not None:
+        through = memory_speed() / (used + sizes.dense_bytes_per_token)
     return Measured(
         folder=str(folder),
         prompt_tokens=len(prompt),

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import mmap
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from .config import MeshConfig
 from .dense import torch_emulates_bf16
 from .plan import WEIGHT_ERROR, Sizes, Speeds, compared_group
 from .store.manifest import Shape
+from .timing import LARGE_BYTES, SECONDS, seconds_per_call
 
-_SECONDS = 0.4  # for each of the measurements
-_BYTES = 256 << 20  # that are gone through, so that no cache holds them
 _READERS = 8
 
 # A decoder layer, eagerly, takes as long as so many calls of a small torch function besides its products: measured with
@@ -80,7 +78,7 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
     with _open(files) as descriptors, ThreadPoolExecutor(_READERS) as readers:
         buffers = _pages(_READERS * block).reshape(_READERS, block)
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + SECONDS
         begin = time.perf_counter()
         done = sum(readers.map(lambda part, buffer: _read(descriptors, part, buffer, deadline), parts, buffers))
         return done / (time.perf_counter() - begin)
@@ -155,8 +153,8 @@ def pool_of_zeros(shape: Shape, weights: str, group_size: int) -> _C.Engine:
 def _experts_speed(sizes: Sizes) -> float:
     """Of one token's experts, through the op that a model calls, in a pool in memory."""
     shape = sizes.shape
-    experts = min(shape.experts, max(shape.top_k, _BYTES // sizes.expert_bytes))
-    layers = max(1, min(_BYTES // (experts * sizes.expert_bytes), 256))
+    experts = min(shape.experts, max(shape.top_k, LARGE_BYTES // sizes.expert_bytes))
+    layers = max(1, min(LARGE_BYTES // (experts * sizes.expert_bytes), 256))
     engine = pool_of_zeros(
         dataclasses.replace(shape, layers=layers, experts=experts), sizes.weights, sizes.group_size or 0
     )
@@ -172,7 +170,7 @@ def _experts_speed(sizes: Sizes) -> float:
             ids = (torch.arange(first, first + shape.top_k) % experts).view(1, -1)
             torch.ops.torch_mesh.experts(x, ids, weights, handles[index % layers])
 
-        return shape.top_k * sizes.expert_bytes / _seconds_per_call(step)
+        return shape.top_k * sizes.expert_bytes / seconds_per_call(step)
     finally:
         engine.close()
 
@@ -180,16 +178,16 @@ def _experts_speed(sizes: Sizes) -> float:
 def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
     """Of one row times a large matrix, as ``dense=`` computes it."""
     hidden = sizes.shape.hidden
-    rows = max(64, _BYTES // (2 * hidden) // 64 * 64)
+    rows = max(64, LARGE_BYTES // (2 * hidden) // 64 * 64)
     x = torch.randn(1, hidden, dtype=torch.bfloat16)
     if form in ("auto", "none"):
         weight = torch.zeros(rows, hidden, dtype=torch.bfloat16)
         ours = form == "auto" and torch_emulates_bf16()
         product = torch.ops.torch_mesh.plain_linear if ours else torch.nn.functional.linear
-        return weight.nbytes / _seconds_per_call(lambda: product(x, weight, None))
+        return weight.nbytes / seconds_per_call(lambda: product(x, weight, None))
     group = 0 if form == "bf16" else group_size
     packed = torch.zeros(_C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
-    return packed.nbytes / _seconds_per_call(
+    return packed.nbytes / seconds_per_call(
         lambda: torch.ops.torch_mesh.linear(x, packed, None, hidden, rows, form, group)
     )
 
@@ -197,7 +195,7 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
 def product_flops(shape: Shape) -> float:
     """A second, in fp32, of an expert's product for some rows: what a backward mostly is."""
     rows, weight = torch.randn(64, shape.hidden), torch.randn(shape.hidden, 2 * shape.intermediate)
-    return 2 * rows.size(0) * weight.numel() / _seconds_per_call(lambda: rows @ weight)
+    return 2 * rows.size(0) * weight.numel() / seconds_per_call(lambda: rows @ weight)
 
 
 def _small_call_seconds() -> float:
@@ -207,17 +205,4 @@ def _small_call_seconds() -> float:
         for _ in range(100):
             torch.nn.functional.silu(x)
 
-    return _seconds_per_call(calls, 0.1) / 100
-
-
-def _seconds_per_call(call: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """The median, which a busy moment does not move."""
-    times: list[float] = []
-    with torch.no_grad():
-        call()
-        end = time.monotonic() + seconds
-        while len(times) < 3 or time.monotonic() < end:
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return seconds_per_call(calls, 0.1) / 100

@@ -17,6 +17,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     """Given instead of measured, which takes seconds: tests of plan measure them."""
     speeds = Speeds(disk=1e9, experts=2e10, dense=1e10, layer_seconds=1e-3, measured=())
     monkeypatch.setattr("torch_mesh.bench.measure_speeds", lambda sizes, config: speeds)
+    monkeypatch.setattr("torch_mesh.bench.memory_speed", lambda: 3e10)
     return speeds
 
 
@@ -43,8 +44,8 @@ def test_it_measures_what_it_was_asked_for(
     planned = measured["plan"]
     assert (planned["slots"], planned["speeds"]["disk"]) == (48, 1e9)
     assert measured["ratio_to_plan"] == pytest.approx(measured["tokens_per_second"] / planned["tokens_per_second"])
-    used = 6 * 4 * planned["sizes"]["expert_bytes"] / 2e10 + planned["sizes"]["dense_bytes_per_token"] / 1e10
-    assert measured["limits"]["memory"] == pytest.approx(1 / used)
+    used = 6 * 4 * planned["sizes"]["expert_bytes"] + planned["sizes"]["dense_bytes_per_token"]
+    assert measured["limits"]["memory"] == pytest.approx(3e10 / used)
     assert measured["peak_bytes"] > planned["pool_bytes"]
     table = " ".join(capsys.readouterr().out.split())
     for words in ("prompt of 40", "decoding 12", "plan", "the disk allows", "memory at the peak", "1.0 GB/s"):

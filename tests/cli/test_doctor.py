@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 import torch_mesh
 from torch_mesh.cli import doctor, main
+from torch_mesh.timing import memory_speed
 
 FEATURES = {
     "isa": "avx512",
@@ -51,6 +53,14 @@ def kernel_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return files
 
 
+@pytest.fixture(autouse=True)
+def memory_reads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The numbers of threads that memory was read with: by nobody, since that takes a while."""
+    asked: list[int | None] = []
+    monkeypatch.setattr(doctor, "memory_speed", lambda threads=None: asked.append(threads) or 12e9)
+    return asked
+
+
 def finding(folder: Path, name: str) -> doctor.Finding:
     (found,) = (each for each in doctor.report(folder) if each.name.startswith(name))
     return found
@@ -58,6 +68,25 @@ def finding(folder: Path, name: str) -> doctor.Finding:
 
 def run(folder: Path, *, as_json: bool) -> int:
     return doctor.run(argparse.Namespace(folder=folder, json=as_json))
+
+
+@pytest.mark.parametrize(("threads", "asked"), [(1, [1]), (4, [1, None])])
+def test_memory_is_read_by_one_thread_and_by_all(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_reads: list[int | None],
+    threads: int,
+    asked: list[int | None],
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    found = finding(tmp_path, "best read of memory").found
+    assert memory_reads == asked and found.startswith("12.0 GB/s read by one thread")
+    assert ("12.0 by 4" in found) == (threads == 4)
+
+
+def test_the_best_read_keeps_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    assert 1e8 < memory_speed(1) < 1e12 and torch.get_num_threads() == before
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from ..config import LEAST_CAPABILITY
 from ..errors import MeshError
 from ..memory import available_bytes
 from ..store.sources import METHODS
+from ..timing import memory_speed
 
 Status = Literal["ok", "limited", "missing"]
 
@@ -79,7 +80,7 @@ def report(folder: Path | None) -> list[Finding]:
             ]
     if engine is not None:
         findings += _engine_features(engine, folder)
-    findings += [_huge_pages(), _memlock(), _memory()]
+    findings += [_huge_pages(), _memlock(), _memory(), _memory_speed()]
     return findings + (homeless if folder is None else [_disk(folder)])
 
 
@@ -356,6 +357,14 @@ def _memory() -> Finding:
     if takeable < _COMFORTABLE_MEMORY_BYTES:
         return Finding("memory", "limited", found, "end what else runs, or name a small MeshConfig(resident=...)")
     return Finding("memory", "ok", found)
+
+
+def _memory_speed() -> Finding:
+    threads = torch.get_num_threads()
+    found = f"{memory_speed(1) / 1e9:.1f} GB/s read by one thread"
+    if threads > 1:
+        found += f", {memory_speed() / 1e9:.1f} by {threads}"
+    return Finding("best read of memory", "ok", f"{found}: a token cannot be faster than its weights are read")
 
 
 def _disk(folder: Path) -> Finding:

@@ -1,0 +1,43 @@
+"""How long calls take, and how fast memory is read at best; needs torch alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+SECONDS = 0.4  # for each of the measurements
+LARGE_BYTES = 256 << 20  # that are gone through, so that no cache holds them
+
+
+def seconds_per_call(call: Callable[[], object], seconds: float = SECONDS) -> float:
+    """The median, which a busy moment does not move."""
+    return statistics.median(_times(call, seconds))
+
+
+def memory_speed(threads: int | None = None) -> float:
+    """Bytes per second of the best read: a vector times itself, by ``threads``, or as many as torch has.
+
+    What computes one token at a time has to read its weights, and cannot be faster.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        vector = torch.zeros(LARGE_BYTES // 4)
+        return vector.nbytes / min(_times(lambda: torch.dot(vector, vector), SECONDS))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _times(call: Callable[[], object], seconds: float) -> list[float]:
+    times: list[float] = []
+    with torch.no_grad():
+        call()
+        end = time.monotonic() + seconds
+        while len(times) < 3 or time.monotonic() < end:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return times
