@@ -129,7 +129,9 @@ void Engine::experts(const ExpertsCall& call) {
     if (begin > 0) part.reads_queued = nullptr;
     const bool last = begin + part.tokens == call.tokens;
     if (!last) part.deferral.experts = {};
-    experts_chunk(part, {phase_of(call.tokens), last && !call.deferral.late}, *lease);
+    const ForwardPart forward{
+        .phase = phase_of(call.tokens), .last = last && !call.deferral.late, .rows = call.tokens};
+    experts_chunk(part, forward, *lease);
     if (phase_of(call.tokens) == Phase::kPrefill) {
       last_used_.note(call.layer, (*lease).grouping.experts, begin > 0);
     }
@@ -164,6 +166,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     forward.ids = {call.ids, static_cast<size_t>(call.tokens) * call.top_k};
     forward.top_k = call.top_k;
   }
+  forward.in_turn = forward.last && !call.backwards;
   forward.deferral = call.deferral;
   const std::span<const int32_t> left_out = call.deferral.experts;
   grouping.experts.insert(grouping.experts.end(), left_out.begin(), left_out.end());

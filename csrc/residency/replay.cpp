@@ -301,7 +301,7 @@ class Replay {
       result_.predicted_right += guessed_[core_.id_of(layer, expert)] == forward;
     }
     const size_t distinct = experts.size();
-    ForwardPart part{.phase = phase};
+    ForwardPart part{.phase = phase, .rows = last - first, .in_turn = true};
     if (phase == Phase::kPrefill) {
       prompt_.clear();
       for (int64_t token = first; token < last; ++token) {

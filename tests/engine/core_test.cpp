@@ -184,6 +184,8 @@ class Driver {
     ForwardPart part{.phase = static_cast<Phase>(below(3)), .last = !one_in(3)};
     part.kind = one_in(5) ? ClaimKind::kVisit : ClaimKind::kForward;
     part.window = part.phase == Phase::kPrefill && one_in(2);
+    part.rows = below(3) * 64;
+    part.in_turn = one_in(2);
     size_t left_out = 0;
     if (part.phase == Phase::kDecode && part.kind == ClaimKind::kForward) {
       part.deferral.late = one_in(4);
@@ -792,6 +794,8 @@ TEST(Core, TheThreadedPoolDoesTheSame) {
       experts.resize(1 + below(shape.experts));
       ForwardPart part{.phase = static_cast<Phase>(below(3))};
       part.window = part.phase == Phase::kPrefill && below(2) == 0;
+      part.rows = below(3) * 64;
+      part.in_turn = below(2) == 0;
       if (part.phase == Phase::kDecode && experts.size() > 1 && below(3) == 0) {
         part.deferral.experts = std::span(experts).last(1);
         part.deferral.stood_in = below(2) == 0;

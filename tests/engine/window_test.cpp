@@ -178,6 +178,37 @@ TEST(Window, LeavesWhatThePromptUsedMostOfEveryLayer) {
   EXPECT_LE(hot_after(false), 2 * kHot);  // the last layer's went through all slots
 }
 
+// Forwards of random experts, `used` of each layer's: the share of hits when the pool is full.
+double hits_of_steps(int32_t used, ForwardPart part) {
+  constexpr int32_t kLayers = 4, kExperts = 128, kRounds = 40;
+  const TestStore store(kLayers, kExperts);
+  Pool pool(options_of(kLayers * kExperts / 2), {}, store.source(), nullptr);
+  std::mt19937 random(testing::seed());
+  int64_t hits = 0, all = 0;
+  for (int32_t round = 0; round < kRounds; ++round) {
+    if (round == kRounds / 2) pool.reset_stats();
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      std::vector<int32_t> experts = all_of(kExperts);
+      std::ranges::shuffle(experts, random);
+      experts.resize(used);
+      const std::vector<int64_t> ids(experts.begin(), experts.end());
+      if (part.phase == Phase::kPrefill) part.ids = ids, part.top_k = 1;
+      forward(pool, layer, experts, part);
+    }
+  }
+  for (const LayerStats& layer : pool.stats()) hits += layer.hits, all += layer.accesses;
+  return static_cast<double>(hits) / static_cast<double>(all);
+}
+
+// Half of the experts have slots, of which sixteen at most serve what is read in turn.
+TEST(Window, StepsOfManySequencesKeepWhatIsResident) {
+  const ForwardPart decode{.phase = Phase::kDecode, .rows = 12, .in_turn = true};
+  const ForwardPart many{.phase = Phase::kPrefill, .rows = 24, .in_turn = true};
+  EXPECT_GE(hits_of_steps(96, decode), .45);
+  EXPECT_GE(hits_of_steps(96, many), .45);
+  EXPECT_LE(hits_of_steps(96, {.phase = Phase::kDecode}), .43);  // all misses have slots at once
+}
+
 TEST(Window, AFailedReadAheadReachesNobodyWhoDoesNotNeedIt) {
   const TestStore store(2, 40);
   PoolOptions options = options_of(40);

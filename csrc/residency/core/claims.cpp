@@ -62,9 +62,7 @@ bool Claims::reserve_one(ClaimState& claim, size_t index, const Window& window) 
     count(claim, index, kInflightMiss);
     return true;
   }
-  if (claim.part.window && !slots.has_empty() && claim.reading >= window.slots_for(claim)) {
-    return false;
-  }
+  if (!slots.has_empty() && claim.reading >= window.slots_for(claim)) return false;
   const int32_t slot = residents_.reserve(id, claim.part.phase);
   if (slot < 0) return false;
   join(claim, index, slot, true);

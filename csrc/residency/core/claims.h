@@ -35,6 +35,7 @@ struct ClaimState {
   int32_t joined = 0;                     // resident or being read for this claim, not handed out
   int32_t held = 0;                       // handed out, not released
   int32_t reading = 0;                    // read for this claim or ahead of it, not released
+  bool step = false;  // of many sequences: the layer's last forward had as many rows
 
   struct Links {
     ClaimState* next = nullptr;

@@ -17,6 +17,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
                                                : options.kept.profile),
       warming_(options.kept.elsewhere.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
+      last_rows_(last_phase_.size(), 0),
       expected_(options.experts),
       window_(options.layers, options.experts, residents_),
       claims_(options.experts, residents_, statistics_, effects_),
@@ -58,8 +59,10 @@ void Core::begin_forward(ClaimState& claim) {
 
 // A prompt that follows something else begins a sequence; one that follows a prompt may be its next
 // chunk, or the next step of many sequences.
-void Core::learn(const ClaimState& claim) {
+void Core::learn(ClaimState& claim) {
   const ForwardPart& part = claim.part;
+  claim.step = part.phase == Phase::kPrefill && part.rows > 0 && part.rows <= kMostStepRows &&
+               part.rows == last_rows_[claim.layer];
   const Phase last = last_phase_[claim.layer];
   if (part.phase != Phase::kNone) {
     use_.count(claim.layer, claim.experts, part.ids, part.top_k);
@@ -68,7 +71,11 @@ void Core::learn(const ClaimState& claim) {
   if (covers_all()) return;
   Policy& policy = residents_.slots().policy();
   if (part.phase == Phase::kPrefill && last == Phase::kDecode) policy.begin_sequence(claim.layer);
-  policy.tick_prompt(claim.layer, claim.experts, part.ids, part.top_k);
+  if (claim.step) {
+    policy.tick(claim.layer, claim.experts);
+  } else {
+    policy.tick_prompt(claim.layer, claim.experts, part.ids, part.top_k);
+  }
   kept_.tick(claim.layer, claim.experts, part.ids, part.top_k);
 }
 
@@ -88,6 +95,7 @@ size_t Core::release(ClaimState& claim, std::span<const int32_t> indices) {
 void Core::end(ClaimState& claim) {
   claims_.remove(claim);
   if (claim.part.phase == Phase::kNone || !claim.part.last) return;
+  last_rows_[claim.layer] = claim.part.rows;
   statistics_.end_forward(claim.layer, claim.part.phase);
   effects_.forward_ended = true;
 }

@@ -128,7 +128,7 @@ class Core {
     return residents_.slots().limit() == options_.layers * options_.experts;
   }
   void begin_forward(ClaimState& claim);
-  void learn(const ClaimState& claim);
+  void learn(ClaimState& claim);
   void read_next_layer(const ClaimState& claim);
   // Begins as many of the expected reads as shall be under way, then those of a profile.
   void read_ahead();
@@ -139,8 +139,9 @@ class Core {
   Residents residents_;
   Kept kept_;
   ModelUse use_;
-  bool warming_;                   // reads what a profile names
-  std::vector<Phase> last_phase_;  // by layer, of the last claim that was a forward's
+  bool warming_;                    // reads what a profile names
+  std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
+  std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
   Expected expected_;
   Phase expected_phase_ = Phase::kNone;  // of the forward that foretold
   Window window_;

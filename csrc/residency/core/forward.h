@@ -21,6 +21,10 @@ constexpr Phase phase_of(int64_t rows) {
   return rows > kMostDecodeRows ? Phase::kPrefill : Phase::kDecode;
 }
 
+// Forwards of a layer that have as many rows as the one before, up to so many, are steps of so many
+// sequences rather than prompts: the next one will want as many experts, too.
+inline constexpr int64_t kMostStepRows = 128;
+
 // What a claim is to the pool.
 enum class ClaimKind : uint8_t {
   kForward,  // a use: it counts, teaches the policy, and begins its layer
@@ -44,12 +48,16 @@ struct Deferral {
 struct ForwardPart {
   Phase phase = Phase::kNone;
   bool last = true;
+  int64_t rows = 0;  // of the whole forward; 0: not known
   // Of the prompt's tokens, in order: top_k ids each; those outside [0, experts) are none. Empty:
   // the claim is one use of each of its experts, else each token is one of those it chose.
   std::span<const int64_t> ids = {};
   int32_t top_k = 0;
   // The forward needs nearly all of its layer, and the next layer's will: see window.h.
   bool window = false;
+  // Each of its experts is used once, and nothing of the forward wants them again: what it is done
+  // with may make room for what it waits for, see window.h.
+  bool in_turn = false;
   // Its experts are the last ones of the claim's list, see deferral.h.
   Deferral deferral = {};
   ClaimKind kind = ClaimKind::kForward;

@@ -9,6 +9,8 @@ namespace {
 // Enough that some are read while others are computed. What the window of the last layers holds is
 // lost to decode, so a small pool's is an eighth.
 constexpr int32_t kLeastWindow = 16;
+// A token's experts are read at once, whatever the pool.
+constexpr int32_t kLeastNarrow = 8;
 
 }  // namespace
 
@@ -29,6 +31,11 @@ int32_t Window::slots_for(int32_t layer, bool last_chunk) const {
   return std::max({1, all - hot, least});
 }
 
+// As few as keep the disk busy: what they hold is of no use to the next forward.
+int32_t Window::narrow() const {
+  return std::max(kLeastNarrow, std::min(kLeastWindow, residents_.slots().limit() / 8));
+}
+
 void Window::read_next_layer(const ClaimState& claim) {
   const int32_t layer = claim.layer + 1;
   if (!claim.part.window || !claim.part.last || claim.waiting > 0 || layer == layers_) return;
@@ -40,7 +47,7 @@ void Window::read_next_layer(const ClaimState& claim) {
     missing += slot < 0;
     ahead += slot >= 0 && residents_.unused(slot);
   }
-  const int32_t most = slots_for(layer, true);
+  const int32_t most = claim.step ? narrow() : slots_for(layer, true);
   const auto has_room = [&] { return slots.has_empty() || claim.reading + ahead < most; };
   if (missing == 0 || !has_room()) return;
 

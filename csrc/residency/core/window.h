@@ -1,10 +1,13 @@
-// Prompts. A forward that needs nearly all of its layer streams the layer through a window of slots
-// rather than through the whole pool, and while it computes the rest of its experts, the next
-// layer's are read into the slots that it is done with.
+// Forwards that read many experts do so through a window of slots rather than through the whole
+// pool: what they have computed makes room for the next ones. The slots outside hold what the
+// policy thinks hottest, which a scan of the layers would throw out before they come round again.
 //
-// The slots outside the window hold what the policy thinks hottest: an equal share of the pool for
-// each layer that the prompt has come to. So the window narrows from layer to layer, and
-// decode starts with experts of all layers rather than with those of the last.
+// Decode steps have a narrow one, and so have steps of more sequences than are decode. A prompt
+// that needs nearly all of its layer comes to a pool that holds another text's experts: the slots
+// outside its window are an equal share of the pool for each layer that it has come to, so the
+// window narrows from layer to layer, and decode starts with experts of all layers rather than with
+// those of the last. While it computes the rest of its experts, the next layer's are read into the
+// slots that it is done with.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +32,15 @@ class Window {
 
   // How many slots a claim may take from others for reads whose experts it has not computed yet.
   int32_t slots_for(const ClaimState& claim) const {
-    return slots_for(claim.layer, claim.part.last);
+    if (claim.part.window && !claim.step) return slots_for(claim.layer, claim.part.last);
+    return claim.part.in_turn ? narrow() : residents_.slots().limit();
   }
   // For a claim that has a slot for all that it needs: what it reads goes first on the disk.
   void read_next_layer(const ClaimState& claim);
 
  private:
   int32_t slots_for(int32_t layer, bool last_chunk) const;
+  int32_t narrow() const;
 
   const int32_t layers_, experts_;
   Residents& residents_;
