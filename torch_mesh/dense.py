@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from .store.convert import checked_group_size
 _SMALLEST = 32
 _LARGEST = 1 << 20  # rows or columns that a kernel takes
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
+_SMALL_BYTES = 4 << 20
 
 # Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
 DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
@@ -227,6 +229,30 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact
         module._parameters["weight"] = as_parameter(PackedLinearWeight(*packed))
         change_class(module, MeshLinear)
+    _take_out_of_files(model)
+
+
+def _take_out_of_files(model: nn.Module) -> None:
+    """Copies routers, norms and other small weights that a file is mapped for.
+
+    All else of the mapping is dead now but the embedding. Where memory is short the kernel would drop their pages, too, and read as far ahead as
+    the disk is set to for each of them, in every token.
+    """
+    files = list(_mapped_files())
+    for parameter in model.parameters():
+        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.nbytes > _SMALL_BYTES:
+            continue
+        if any(first <= parameter.data_ptr() < last for first, last in files):
+            parameter.data = parameter.data.clone()
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """Addresses, [first, last), of this process's mappings of files."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode != "0":
+            first, last = (int(address, 16) for address in addresses.split("-"))
+            yield first, last
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:

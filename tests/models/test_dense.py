@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.dense import MeshLinear, PlainLinear, dense_saving, find_dense
+from torch_mesh.dense import MeshLinear, PlainLinear, _mapped_files, dense_saving, find_dense
 from torch_mesh.families import find_experts
 from torch_mesh.modules import change_class
 from torch_mesh.packed_weight import PackedLinearWeight
@@ -119,6 +119,22 @@ def test_from_pretrained_packs(tmp_path: Path, ids: torch.Tensor) -> None:
         tmp_path / "model", quantization_config=MeshConfig(dense="int4", resident=0.5), dtype=torch.bfloat16
     )
     assert _error(_logits(rounded, ids), expected) < 0.5
+
+
+def test_small_weights_are_taken_out_of_the_files_mapping(tmp_path: Path) -> None:
+    TINY_MODELS[QWEN].build().save_pretrained(tmp_path)
+
+    def mapped(dense: str) -> set[str]:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig(dense=dense))
+        files = list(_mapped_files())
+        return {
+            name
+            for name, parameter in model.named_parameters()
+            if type(parameter) is nn.Parameter and any(first <= parameter.data_ptr() < last for first, last in files)
+        }
+
+    small = {name for name in mapped("none") if name.endswith(("gate.weight", "norm.weight"))}
+    assert small and not small & mapped("int8")
 
 
 def test_moving_and_casting_leave_the_packed_bytes_alone(ids: torch.Tensor) -> None:
