@@ -261,14 +261,16 @@ def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], bandw
 
     def simulated(resident: float, disk: float, other_seconds: float) -> Any:
         hardware = Hardware(expert, disk, memory, other_seconds=other_seconds)
-        cluster = Cluster(len(found), SHAPE.hidden, hardware, network, one_disk=True, **ways)
         ahead = run["prefetch"] != "off"
+        # What several read ahead from one disk is not simulated: there each has its share of the disk to itself.
+        cluster = Cluster(len(found), SHAPE.hidden, hardware, network, one_disk=not ahead, **ways)
         return simulate_nodes(trace, "auto", resident, cluster, prompts=slice(1, None), lookahead=ahead)
 
     # What takes time besides experts and messages, the work of transformers' dispatch included: as measured with all experts in memory.
     alone = 1 / simulated(1.0, 1e15, 0.0).tokens_per_second
     rest = max(0.0, run["resident_seconds"] - alone)
-    return simulated(RESIDENT, sum(rank["disk"] for rank in found), rest)
+    disk = mean(found, "disk") * (1 if run["prefetch"] != "off" else len(found))
+    return simulated(RESIDENT, disk, rest)
 
 
 def mean(found: list[dict[str, Any]], name: str) -> float:

@@ -87,6 +87,13 @@ def a_trace(seed: int, tokens: int = 60, layers: int = 3, experts: int = 8, top_
     return Trace("made-up", ids, np.array([0, 30, tokens]), experts, lookahead=lookahead, forwards=forwards)
 
 
+def test_what_several_read_ahead_from_one_disk_is_refused(seed: int) -> None:
+    trace, cluster = a_trace(seed), Cluster(2, 64, MACHINE, NETWORK, one_disk=True)
+    with pytest.raises(ValueError, match="leave prefetch off"):
+        simulate_nodes(trace, "lru", 0.5, cluster, lookahead=True)
+    assert simulate_nodes(trace, "lru", 0.5, cluster).hit_rate > 0
+
+
 @pytest.mark.parametrize("ahead", ["off", "lookahead"])
 def test_one_node_is_one_process(seed: int, ahead: str) -> None:
     trace = a_trace(seed)
@@ -128,6 +135,20 @@ def test_what_nodes_send_and_wait_for_can_be_worked_out_by_hand() -> None:
     assert sent.tokens_per_second == pytest.approx(2 / (waited + exchanged))
 
 
+def test_nodes_that_get_no_row_run_their_first_expert() -> None:
+    # Both tokens have experts of node 0 alone: a prompt of two, or two steps.
+    ids = np.array([[[0, 1]], [[1, 0]]], np.int32)
+    for forwards, idle in ((np.array([0]), 1), (None, 2)):
+        trace = Trace("one-sided", ids, np.array([0, 2]), 4, forwards=forwards)
+        hits = {}
+        for dispatch in ("all_reduce", "all_to_all"):
+            row = simulate_nodes(trace, "lru", 1, Cluster(2, 10, MACHINE, NETWORK, dispatch=dispatch))
+            hits[dispatch] = row.hit_rate, row.read_bytes_per_token
+        uses = 2 if idle == 1 else 4
+        assert hits["all_reduce"] == ((uses - 2) / uses, 2 * MACHINE.expert_bytes / 2)
+        assert hits["all_to_all"] == ((uses - 2 + idle - 1) / (uses + idle), 3 * MACHINE.expert_bytes / 2)
+
+
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_nodes_divide_the_work_and_apart_more_evenly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: int
@@ -158,7 +179,7 @@ def test_where_experts_are_is_nothing_to_their_hits_when_all_fit(seed: int) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["10Gbit/s", "10,0.2ms", "fast,0.2ms", "0Gbit/s,1ms", "1.2.3Gbit/s,1ms", "-1Gbit/s,1ms"]
+    "text", ["10Gbit/s", "10,0.2ms", "fast,0.2ms", "0Gbit/s,1ms", "1.2.3Gbit/s,1ms", "-1Gbit/s,1ms", "٣Gbit/s,1ms", f"{'9' * 400}Gbit/s,1ms"]
 )
 def test_a_network_is_a_bandwidth_and_a_latency(text: str) -> None:
     with pytest.raises(ValueError, match="such as 10Gbit/s,0.2ms"):
@@ -200,6 +221,9 @@ def test_prompts_count_apart_add_up() -> None:
         ([*NODES, "--nodes", "0"], "divided evenly"),
         ([*NODES, "--placement", "hot"], "contiguous, apart"),
         ([*NODES, "--dispatch", "mesh"], "all_reduce, all_to_all"),
+        ([*NODES, "--nodes", "1", "--placement", "hot"], "contiguous, apart"),
+        ([*NODES, "--hidden-size", "0"], "1 or more; got 0"),
+        (["--hidden-size", "0"], "with --nodes"),
         ([*NODES, "--placement", "apart"], "sequences that are not counted"),
         ([*NODES, "--pins", "0.5"], "of one process"),
         ([*NODES, "--prefetch", "standin"], "lookahead alone"),

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if given := [
         option
         for option in ("network", "hidden_size", "placement", "dispatch", "one_disk")
-        if getattr(arguments, option)
+        if (value := getattr(arguments, option)) is not None and value is not False
     ]:
         raise ValueError(f"--{given[0].replace('_', '-')} is of several machines: say how many with --nodes")
     profile = None if arguments.profile is None else load_profile(arguments.profile)
@@ -149,7 +149,11 @@ def _simulate_nodes(
             raise ValueError(f"--{name.replace('_', '-')} is of one process: leave it out with --nodes")
     if arguments.prefetch not in ("off", "lookahead"):
         raise ValueError(f"--prefetch is '{arguments.prefetch}'; machines read ahead by lookahead alone, or it is off")
-    if hardware is None or arguments.network is None or not arguments.hidden_size or arguments.hidden_size < 1:
+    placements = _some(arguments.placement, PLACEMENTS, "--placement")
+    dispatches = _some(arguments.dispatch, DISPATCHES, "--dispatch")
+    if arguments.hidden_size is not None and arguments.hidden_size < 1:
+        raise ValueError(f"--hidden-size must be 1 or more; got {arguments.hidden_size}")
+    if hardware is None or arguments.network is None or arguments.hidden_size is None:
         raise ValueError(
             "--nodes needs --network and --hidden-size, and --expert-bytes, --disk-speed and --memory-speed of one machine"
         )
@@ -172,8 +176,8 @@ def _simulate_nodes(
         for policy in policies
         for nodes in _counts(arguments.nodes)
         # One machine has all experts, and exchanges nothing.
-        for placement in (_some(arguments.placement, PLACEMENTS, "--placement") if nodes > 1 else PLACEMENTS[:1])
-        for dispatch in (_some(arguments.dispatch, DISPATCHES, "--dispatch") if nodes > 1 else DISPATCHES[:1])
+        for placement in (placements if nodes > 1 else PLACEMENTS[:1])
+        for dispatch in (dispatches if nodes > 1 else DISPATCHES[:1])
     ]
 
 

@@ -18,7 +18,7 @@ _NUMBER_BYTES = 2  # hidden states in bf16
 _COUNT_BYTES = 8  # of the rows for an expert, which all_to_all announces
 _BITS = {"gbit/s": 1e9, "mbit/s": 1e6, "gb/s": 8e9, "mb/s": 8e6}
 _SECONDS = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
-_NETWORK = re.compile(rf"([\d.]+)({'|'.join(_BITS)}),([\d.]+)({'|'.join(_SECONDS)})")
+_NETWORK = re.compile(rf"([0-9.]{{1,20}})({'|'.join(_BITS)}),([0-9.]{{1,20}})({'|'.join(_SECONDS)})")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,10 @@ def simulate_nodes(
         raise ValueError(
             f"nodes={nodes}: {trace.name} has {trace.experts} experts in a layer, which have to be divided evenly among them"
         )
+    if lookahead and cluster.one_disk and nodes > 1:
+        raise ValueError(
+            "the order in which machines read ahead from one disk is not simulated: leave prefetch off, or give each its disk"
+        )
     if lookahead and trace.lookahead is None:
         raise ValueError(f"{trace.name} has no lookahead scores; record it with lookahead=True, or leave prefetch off")
     first, stop = trace.prompt_range(prompts)
@@ -121,7 +125,7 @@ def simulate_nodes(
     starts = np.arange(trace.tokens) if forwards is None else forwards
     exchange = _exchange(trace, cluster, owners, starts)
     counts = _C.replay_ranks(
-        _divided_ids(trace, owners, nodes),
+        _divided_ids(trace, owners, nodes, starts if cluster.dispatch == "all_to_all" else None),
         exchange.seconds,
         experts=own,
         policy=policy,
@@ -155,7 +159,7 @@ def simulate_nodes(
         busiest=float(_on_each(trace.ids[begin:end], owners, nodes).max(axis=0).mean()),
         read_bytes_per_token=sum(count["promoted"] for count in counts) * cluster.hardware.expert_bytes / trace.tokens,
         sent_bytes_per_token=float(exchange.sent[counted].sum()) / tokens,
-        stall_share=sum(count["stalled_seconds"] for count in counts) / nodes / counts[0]["virtual_seconds"],
+        stall_share=max(0.0, sum(count["stalled_seconds"] for count in counts) / nodes / counts[0]["virtual_seconds"]),
         network_share=float(exchange.seconds[counted].sum()) / seconds,
         tokens_per_second=tokens / seconds,
     )
@@ -223,8 +227,13 @@ def _on_each(ids: npt.NDArray[np.int32], owners: npt.NDArray[np.int32], nodes: i
     return np.stack([(where == node).sum(axis=2) for node in range(nodes)])
 
 
-def _divided_ids(trace: Trace, owners: npt.NDArray[np.int32], nodes: int) -> npt.NDArray[np.int32]:
-    """[nodes, tokens, layers, top_k]: by each machine's own numbers, -1 behind them for what it does not have."""
+def _divided_ids(
+    trace: Trace, owners: npt.NDArray[np.int32], nodes: int, starts: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int32]:
+    """[nodes, tokens, layers, top_k]: by each machine's own numbers, -1 behind them for what it does not have.
+
+    ``starts``: of forwards in which a machine without any row runs its first expert on a row of zeros, as transformers' AllToAllEP has it.
+    """
     numbers = np.empty_like(owners)
     for node in range(nodes):
         numbers[owners == node] = np.tile(np.arange(trace.experts // nodes), trace.layers)
@@ -233,7 +242,11 @@ def _divided_ids(trace: Trace, owners: npt.NDArray[np.int32], nodes: int) -> npt
     parts = []
     for node in range(nodes):
         order = np.argsort(where != node, axis=2, kind="stable")
-        parts.append(np.take_along_axis(np.where(where == node, own, -1), order, axis=2))
+        part = np.take_along_axis(np.where(where == node, own, -1), order, axis=2)
+        if starts is not None:
+            forward, layer = np.nonzero(np.maximum.reduceat(part[..., 0], starts, axis=0) < 0)
+            part[starts[forward], layer, 0] = 0
+        parts.append(part)
     return np.stack(parts)
 
 
@@ -298,14 +311,16 @@ def _all_to_all(
     forward = np.repeat(np.arange(len(rows)), rows)
     sender = (np.arange(trace.tokens) - starts[forward]) // part[forward]
     row_bytes = float(_NUMBER_BYTES * cluster.hidden)
-    pairs = np.zeros((len(rows), trace.layers, nodes, nodes), np.int32)
-    where = _owners_of(trace.ids, owners)
+    busiest = np.zeros((len(rows), trace.layers))  # rows that one machine sends, or receives
+    moved = np.zeros_like(busiest)
     for layer in range(trace.layers):
-        for choice in range(trace.top_k):
-            np.add.at(pairs[:, layer], (forward, sender, where[:, layer, choice]), 1)
-    pairs[..., np.arange(nodes), np.arange(nodes)] = 0
-    busiest = np.maximum(pairs.sum(axis=3).max(axis=2), pairs.sum(axis=2).max(axis=2))  # sent, received
-    moved = pairs.sum(axis=(2, 3)) * row_bytes
+        where = owners[layer][trace.ids[:, layer]]
+        away = where != sender[:, None]
+        for ends in (sender[:, None], where):
+            places = np.broadcast_to(forward[:, None] * nodes + ends, where.shape)[away]
+            each = np.bincount(places, minlength=len(rows) * nodes).reshape(-1, nodes)
+            busiest[:, layer] = np.maximum(busiest[:, layer], each.max(axis=1))
+        moved[:, layer] = each.sum(axis=1) * row_bytes
     counts = (nodes - 1) * _COUNT_BYTES * (trace.experts // nodes)  # sent by each
     gathered = part[:, None] * row_bytes
     seconds = (
