@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -84,6 +85,14 @@ void check_moments(const at::Tensor& tensor, at::IntArrayRef shape, const char* 
                     tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
 }
 
+void check_finite(const at::Tensor& feedback, const at::Tensor& importance, const char* what) {
+  TORCH_CHECK_VALUE(at::isfinite(feedback).all().item<bool>(), what,
+                    "_feedback has values that are not finite");
+  TORCH_CHECK_VALUE(
+      at::isfinite(importance).all().item<bool>() && importance.gt(0).all().item<bool>(), what,
+      "_importance must be finite and above 0 for every input");
+}
+
 at::Tensor pack_calibrated(const OptionalTensor& gate, const at::Tensor& up, const at::Tensor& down,
                            const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                            const OptionalTensor& down_bias, const at::Tensor& hidden_feedback,
@@ -97,6 +106,8 @@ at::Tensor pack_calibrated(const OptionalTensor& gate, const at::Tensor& up, con
   check_moments(hidden_importance, {hidden}, "hidden_importance");
   check_moments(intermediate_feedback, {intermediate, intermediate}, "intermediate_feedback");
   check_moments(intermediate_importance, {intermediate}, "intermediate_importance");
+  check_finite(hidden_feedback, hidden_importance, "hidden");
+  check_finite(intermediate_feedback, intermediate_importance, "intermediate");
   const ExpertMoments moments{
       {hidden_feedback.const_data_ptr<float>(), hidden_importance.const_data_ptr<float>()},
       {intermediate_feedback.const_data_ptr<float>(),

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch_mesh import _C
 from torch_mesh.calibration import moments
 from torch_mesh.calibration.moments import InputMoments, Moments, feedback_of
+from torch_mesh.errors import MeshError
 
 FED_INPUT_BY_INPUT = ("int8", "int4", "lut4")
-FORMATS = (*FED_INPUT_BY_INPUT, "tcq3", "tcq2")
+TRELLISES = ("tcq3", "tcq2")
+FORMATS = (*FED_INPUT_BY_INPUT, *TRELLISES)
 BLOCK_COLUMNS = 64
 
 
@@ -95,7 +97,9 @@ def test_products_of_correlated_inputs_are_nearer(weights: str, group_size: int,
         for rows, exact, old, new in zip(
             (expert.seen, expert.seen_by_down), (expert.gate_up, expert.down), plain, calibrated, strict=True
         ):
-            assert _error(rows, exact, new) < 0.9 * _error(rows, exact, old)
+            # Without what is fed within a stream, or from one to another, trellises reach .72 to .87.
+            most = 0.7 if weights in TRELLISES else 0.9
+            assert _error(rows, exact, new) < most * _error(rows, exact, old)
 
 
 def _scales(expert: Expert, record: Tensor, group_size: int) -> Tensor:
@@ -153,7 +157,15 @@ def test_where_nothing_is_known_it_is_plain_packing(weights: str) -> None:
         assert (new - exact).norm() < 1.001 * (old - exact).norm()
 
 
-@pytest.mark.parametrize("weights", ["tcq2", "tcq3"])
+@pytest.mark.parametrize(("row", "column", "value"), [(1, 1, torch.nan), (0, 3, torch.nan), (2, 2, 3.4e38)])
+def test_moments_that_have_no_factors_are_refused(row: int, column: int, value: float) -> None:
+    given = torch.eye(5) if value != value else 3.3e38 * torch.eye(5)
+    given[row, column] = given[column, row] = value
+    with pytest.raises(MeshError, match="not finite, or too large"):
+        feedback_of(given)
+
+
+@pytest.mark.parametrize("weights", TRELLISES)
 def test_where_nothing_is_known_trellises_lose_no_more_than_by_plain_packing(weights: str) -> None:
     expert = Expert.random(100, 200)
     order = _C.calibration_order(weights)
@@ -167,16 +179,17 @@ def test_where_nothing_is_known_trellises_lose_no_more_than_by_plain_packing(wei
         assert (new - exact).norm() < 1.03 * (old - exact).norm()
 
 
-@pytest.mark.parametrize("weights", FED_INPUT_BY_INPUT)
+@pytest.mark.parametrize("weights", FORMATS)
 def test_inputs_that_are_always_zero(weights: str) -> None:
     expert = Expert.random(96, 70)
+    order = _C.calibration_order(weights)
     seen = expert.seen.clone()
     seen[:, 10:80] = 0
-    nothing = feedback_of(torch.zeros(70, 70))
-    gate_up, down = expert.pack_calibrated(weights, 32, feedback_of(_mean(seen)), nothing)
+    nothing = feedback_of(torch.zeros(70, 70), *order)
+    gate_up, down = expert.pack_calibrated(weights, 32, feedback_of(_mean(seen), *order), nothing)
     assert torch.isfinite(gate_up).all()
-    assert torch.equal(down, expert.pack_calibrated(weights, 32, feedback_of(_mean(expert.seen)), nothing)[1])
-    assert _error(seen, expert.gate_up, gate_up) < 0.2
+    assert torch.equal(down, expert.pack_calibrated(weights, 32, feedback_of(_mean(expert.seen), *order), nothing)[1])
+    assert _error(seen, expert.gate_up, gate_up) < _error(seen, expert.gate_up, expert.pack(weights, 32)[0])
 
 
 @pytest.mark.parametrize(("streams", "step"), [(1, 1), (1, 4), (1, 16), (4, 1), (4, 4), (4, 16)])
@@ -204,6 +217,9 @@ def test_the_factors_give_the_moments_back(streams: int, step: int) -> None:
         ("hidden", {"importance": torch.zeros(72, dtype=torch.float64)}, "hidden_importance must be .*; got Double"),
         ("inner", {"feedback": torch.zeros(40, 80)[:, ::2]}, "intermediate_feedback must be contiguous"),
         ("inner", {"importance": torch.zeros(41)}, r"intermediate_importance must be .* \[40\]"),
+        ("inner", {"importance": torch.zeros(40)}, "intermediate_importance must be finite and above 0"),
+        ("hidden", {"importance": torch.full((72,), torch.nan)}, "hidden_importance must be finite and above 0"),
+        ("hidden", {"feedback": torch.full((72, 72), torch.inf)}, "hidden_feedback has values that are not finite"),
     ],
 )
 def test_wrong_moments(name: str, change: dict[str, Tensor], message: str) -> None:

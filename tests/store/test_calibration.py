@@ -70,7 +70,7 @@ def _seen(source: Path, sequences: torch.Tensor, folder: Path) -> list[LayerRows
     return [files.read(folder, layer) for layer in range(files.layers)]
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "lut4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "lut4", "tcq3", "tcq2"])
 def test_what_experts_make_of_the_text_is_nearer(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
     done: list[tuple[int, int]] = []
     calibrated = convert(

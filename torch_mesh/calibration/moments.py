@@ -93,14 +93,15 @@ def feedback_of(moments: torch.Tensor, streams: int = 1, step: int = 1) -> Input
     Raises MeshError for moments that are not finite.
     """
     power = moments.diagonal()
-    if not bool(torch.isfinite(power).all()):  # what is not finite elsewhere is not in squares either
+    damped = _with_power(moments, DAMPING)
+    if not bool(torch.isfinite(damped).all()):
         raise MeshError("the text makes hidden states that are not finite, or too large to be squared in fp32")
     if not bool((power > 0).any()):  # nothing is known: every input counts alike
         return InputMoments(torch.zeros_like(moments), torch.ones_like(power))
     inputs = torch.arange(len(power))
     parts = [inputs[first::streams] for first in range(streams)]
     order = torch.cat(parts)
-    damped = _with_power(moments, DAMPING)[order][:, order]
+    damped = damped[order][:, order]
     # H = R R^T with R upper triangular, from the factor of H with its inputs in reverse.
     reverse = damped.flip(0, 1)
     factor, failed = torch.linalg.cholesky_ex(reverse)
