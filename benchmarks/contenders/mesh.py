@@ -6,7 +6,8 @@ from typing import Any
 
 import session
 import torch
-from transformer import CachedTransformer, CompiledSteps
+import torch._inductor.config
+from transformer import CachedTransformer, CompiledSteps, holds_values
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
@@ -34,7 +35,7 @@ class Measured(CachedTransformer):
             "engine_bytes_read": stats.bytes_read,
             "stall_seconds": stats.stall_seconds,
             "anonymous_weights": self.anonymous_dense() + packed + engine["pool_bytes"],
-            "dense_bytes": sum(x.nbytes for x in self.model.parameters() if not x.is_meta) + packed,
+            "dense_bytes": sum(x.nbytes for x in self.model.parameters() if holds_values(x)) + packed,
             "engine": engine,
         }
 
@@ -48,6 +49,8 @@ class Eager(Measured):
 
 class Mesh(Measured, CompiledSteps):
     def __init__(self, request: dict[str, Any]) -> None:
+        # Processes that compile side by side stay, and would take of the memory that is limited.
+        torch._inductor.config.compile_threads = 1
         length = request["prompt"] + request["warm_up"] + request["measured"]
         CompiledSteps.__init__(self, opened(request), length, request.get("compiled", True))
 

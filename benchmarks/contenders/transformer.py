@@ -31,7 +31,7 @@ class CachedTransformer:
         starts = [first for first, _ in regions]
         total = 0
         for parameter in self.model.parameters():
-            if parameter.is_meta or type(parameter) is not torch.nn.Parameter:  # torch_mesh's packed weights
+            if not holds_values(parameter):
                 continue
             index = bisect.bisect_right(starts, parameter.data_ptr()) - 1
             if index >= 0 and parameter.data_ptr() < regions[index][1]:
@@ -67,6 +67,11 @@ class CompiledSteps(CachedTransformer):
             input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
         )
         return output.logits[0, -1].float()
+
+
+def holds_values(parameter: torch.Tensor) -> bool:
+    """Not of torch_mesh's packed weights, which have the size of what they stand for."""
+    return not parameter.is_meta and type(parameter) is torch.nn.Parameter
 
 
 def anonymous_regions() -> list[tuple[int, int]]:
