@@ -277,6 +277,26 @@ def endless(model: Any) -> None:
         raise
 
 
+def endless_training(model: Any) -> None:
+    """Trains adapters on experts until something ends it, and writes down when."""
+    from peft import LoraConfig, get_peft_model
+
+    folder, rank = Path(sys.argv[1]), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS)).train()
+    optimizer = torch.optim.AdamW(trained_parameters(adapted).values(), lr=1e-4)
+    steps(adapted, optimizer, 1)
+    (folder / f"training{rank}").touch()
+    try:
+        steps(adapted, optimizer, 1_000_000)
+    except (
+        torch_mesh.LostRankError,
+        RuntimeError,
+    ):  # what is lost in a backward of transformers' dispatch is gloo's to say
+        (folder / f"lost{rank}").write_text(str(time.monotonic()))
+        raise
+
+
 def main(folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", timeout=datetime.timedelta(seconds=float(os.environ.get("RANK_TIMEOUT", "60")))

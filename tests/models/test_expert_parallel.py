@@ -514,3 +514,30 @@ def test_a_rank_that_is_lost_ends_the_others(
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("trial", range(4))
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.slow
+def test_a_rank_that_is_lost_ends_the_training_of_the_others(tmp_path: Path, end: str, trial: int) -> None:
+    _, store = build(tmp_path, FAMILIES["qwen3_moe"])
+    case = training_case(store, "qwen3_moe", WAYS[trial % 2], "endless_training")
+    lost = trial // 2
+    ranks = start(tmp_path, [case], 2, RANK_TIMEOUT=str(GROUP_TIMEOUT))
+    try:
+        deadline = time.monotonic() + 180
+        while not all((tmp_path / f"training{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1][-4000:] for rank in ranks]
+            time.sleep(0.05)
+        time.sleep(random.random())
+        ended = time.monotonic()
+        ranks[lost].send_signal(getattr(signal, end))
+        _, said = ranks[1 - lost].communicate(timeout=300)
+        assert ranks[1 - lost].returncode == 1, said[-4000:]
+        assert "LostRankError: Rank" in said or re.search("RuntimeError: .*gloo", said), said[-4000:]
+        assert float((tmp_path / f"lost{1 - lost}").read_text()) - ended < GROUP_TIMEOUT + SLACK
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
