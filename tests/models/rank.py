@@ -244,6 +244,16 @@ def compiled(model: Any) -> torch.Tensor:
     return generated(torch_mesh.compile(model))
 
 
+def compiled_adapted(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model with adapters on its experts generates, as it is and compiled."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS, init_lora_weights=False)).eval()
+    plain = generated(adapted.base_model.model)
+    return plain, generated(torch_mesh.compile(adapted.base_model.model))
+
+
 def unpatched(model: Any) -> torch.Tensor:
     """A divided model as transformers has it, with this rank's weights."""
     torch_mesh.unpatch(model)

@@ -332,6 +332,17 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_stopped(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_adapters_generate_compiled_as_they_do_otherwise(tmp_path: Path) -> None:
+    _, store = build(tmp_path, FAMILIES["qwen3_moe"])
+    case = training_case(store, "qwen3_moe", "all_reduce", "compiled_adapted")
+    [results] = launch(tmp_path, [case], 2)
+    for result in results:
+        plain, compiled = result["extra"]
+        assert torch.equal(plain, compiled)
+        assert torch.equal(plain, results[0]["extra"][0])
+
+
+@pytest.mark.slow
 def test_accelerate_lets_no_trainer_divide_a_model_on_cpus(tmp_path: Path) -> None:
     """As docs/scaleout.md says. Should it do so one day, the page and this have to say what Trainer does then."""
     _, store = build(tmp_path, FAMILIES["qwen3_moe"])
