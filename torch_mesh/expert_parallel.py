@@ -6,8 +6,9 @@ ranks in the place of their module's forward. Here the parameters are a pool's, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _SHARE = "_mesh_share"  # attribute of an experts module, by which families.py f
 _DISPATCH = (
     "EpDispatchExpertsParallel.install_forward.<locals>"  # of transformers' function that takes a forward's place
 )
+_ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs
+_OPENING = "the opening of the model"
 # No collective fails with a type of its own under gloo; each of its messages names the source that it comes from.
 _OF_GLOO = "gloo"
 
@@ -60,7 +63,8 @@ class Share:
         All ranks have to call it.
         """
         here = _this_machine()
-        return min(free for machine, free in _gathered((here, available_bytes())) if machine == here)
+        seen = gathered((here, available_bytes()), _OPENING)
+        return min(free for machine, free in seen if machine == here)
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those of a ``Source`` with this rank's experts alone, made of those of one with all."""
@@ -82,7 +86,7 @@ class Share:
 
 def share_of(ranks: int, layers: Sequence[ExpertsLayer]) -> Share:
     """This rank's. All ranks have to call it."""
-    machines = _gathered(_this_machine())
+    machines = gathered(_this_machine(), _OPENING)
     # The only groups that are let in are those in which all ranks of the job are.
     return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(_this_machine()))
 
@@ -92,15 +96,23 @@ def _this_machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _gathered(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+def gathered(value: Any, where: str) -> list[Any]:
+    """What all ranks give, by rank; all have to call it. ``where`` is for errors."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    with lost_ranks(where):
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def lost_ranks(where: str) -> Iterator[None]:
+    """Around collectives: LostRankError in the place of what they raise when another rank is gone."""
     try:
-        torch.distributed.all_gather_object(gathered, value)
+        yield
     except RuntimeError as error:
-        if lost := _lost_rank("the opening of the model", error):
+        if lost := _lost_rank(where, error):
             raise lost from error
         raise
-    return gathered
 
 
 def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, ranks: int) -> None:
@@ -147,13 +159,16 @@ def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[Exp
 
 class LateForward:
     """A module's forward as of when it is called: what transformers puts around a forward keeps the one that it finds, and the class of the
-    module changes later."""
+    module changes later. With the ``adapters`` of ``past_dispatch``, which it does not hand on."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adapters = vars(self._module).get(_ADAPTERS)
+        if adapters:
+            kwargs["adapters"] = adapters
         return type(self._module).forward(self._module, *args, **kwargs)
 
     @staticmethod
@@ -161,6 +176,15 @@ class LateForward:
         """From a module around which nothing was put."""
         if isinstance(vars(module).get("forward"), LateForward):
             del module.forward
+
+
+def past_dispatch(experts: nn.Module, adapters: Any, *inputs: Any) -> Any:
+    """``experts(*inputs)`` with ``adapters``. Its forwards follow one another, since there are collectives in them, so an attribute will do."""
+    vars(experts)[_ADAPTERS] = adapters
+    try:
+        return experts(*inputs)
+    finally:
+        del vars(experts)[_ADAPTERS]
 
 
 def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:

@@ -25,7 +25,7 @@ from .errors import StoreError, UnsupportedModelError
 from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .left_alone import load_left_alone
-from .modules import Absent, patched_modules
+from .modules import Absent, PackedModule, patched_modules
 from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions
@@ -137,6 +137,10 @@ class MeshQuantizer(PatchedModelQuantizer):
         if origin.stored:
             keep_expert_conversions(model, layers)
         assemble(model, layers, origin.config, origin, self)
+        if origin.share is not None:
+            for module in model.modules():
+                if isinstance(module, PackedModule):
+                    module._mesh_of_rank = True
         next(patched_modules(model))._mesh_pool.choice = origin.choice
         return model
 

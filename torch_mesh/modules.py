@@ -24,6 +24,15 @@ class PackedModule(nn.Module):
     """A module with a PackedWeight in the place of each of the parameters ``_mesh_parameters``."""
 
     _mesh_parameters: dict[str, bool]  # their names, and whether they wanted gradients
+    _mesh_of_rank: bool = False  # in a model that ranks divide
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Of ranks without the packed parameters: to save an adapter PEFT makes ordinary tensors of all that it finds, and these may be a part
+        under the name of the whole."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._mesh_of_rank:
+            for name in self._mesh_parameters:
+                del destination[f"{prefix}{name}"]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype."""

@@ -81,14 +81,31 @@ def errors(model: Any) -> dict[str, str]:
     def profile() -> None:
         torch_mesh.save_profile(model, "/nonexistent")
 
-    def adapt() -> None:
-        get_peft_model(model, LoraConfig(target_parameters=["experts.down_proj"], target_modules=[], r=2))
+    rank = torch.distributed.get_rank()
+
+    def on_experts(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return get_peft_model(model, LoraConfig(target_parameters=["experts.down_proj"], target_modules=[], r=2))
+
+    def merge() -> None:
+        adapted = on_experts(0)
+        try:
+            adapted.merge_and_unload()
+        finally:
+            adapted.unload()
+
+    def seeds() -> None:
+        adapted = on_experts(rank)
+        try:
+            adapted(input_ids=IDS)
+        finally:
+            adapted.unload()
 
     def patch() -> None:
         torch_mesh.patch(model)
 
     found = {}
-    for attempt in (save, profile, adapt, patch):
+    for attempt in (save, profile, patch, merge, seeds):
         try:
             attempt()
         except torch_mesh.MeshError as error:
@@ -96,22 +113,145 @@ def errors(model: Any) -> dict[str, str]:
     return found
 
 
+def batches(model: Any) -> str:
+    """What is said of ranks that are given different ones. The model's embedding is whole on each: one that is divided mixes them."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS))
+    try:
+        adapted(input_ids=IDS + torch.distributed.get_rank())
+    except torch_mesh.MeshError as error:
+        return str(error)
+    return ""
+
+
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
 def trained(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Loss and gradients of adapters beside the experts."""
+    """Loss and gradients of adapters, on experts and beside them."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False))
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS, init_lora_weights=False))
     loss = adapted.train()(input_ids=IDS, labels=IDS).loss
     loss.backward()
     return loss.detach(), [each.grad for each in adapted.parameters() if each.requires_grad]
 
 
+ADAPTERS: dict[str, Any] = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "r": 2,
+}
+
+
+def adapted(model: Any, checkpointing: bool = False) -> dict[str, Any]:
+    """Losses, norms of gradients and what became of adapters, on experts and beside them, in 20 steps; and the logits then."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    # Without so large an eps Adam makes as much of gradients that are mere rounding as of others.
+    optimizer = torch.optim.AdamW(trained.values(), lr=2e-3, eps=1e-4)
+    for _ in range(20):
+        loss = adapted(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found["logits"] = adapted.eval()(input_ids=IDS, use_cache=False).logits
+    found["trained"] = {name: each.detach().clone() for name, each in trained.items()}
+    if torch.distributed.is_initialized():  # what the first saves each of them loads
+        from peft import PeftModel
+
+        folder = Path(sys.argv[1]) / "adapter"
+        adapted.save_pretrained(folder, is_main_process=torch.distributed.get_rank() == 0)
+        torch.distributed.barrier()
+        with torch.no_grad():
+            again = PeftModel.from_pretrained(adapted.unload(), folder).eval()
+            found["loaded"] = again(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def adapted_with_checkpointing(model: Any) -> dict[str, Any]:
+    return adapted(model, checkpointing=True)
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained_parameters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def resumed(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What becomes of the adapters of ``folder`` in three more steps, with the moments that lie beside them."""
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(model, folder, is_trainable=True).train()
+    optimizer = torch.optim.AdamW(trained_parameters(adapted).values(), lr=2e-3, eps=1e-4)
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
+    steps(adapted, optimizer, 3)
+    return trained_parameters(adapted)
+
+
+def in_parts(model: Any) -> dict[str, Any]:
+    """Adapters after six steps: at once, and three, a checkpoint of the first rank, and three more."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = Path(sys.argv[1]) / "checkpoint"
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS)).train()
+    optimizer = torch.optim.AdamW(trained_parameters(adapted).values(), lr=2e-3, eps=1e-4)
+    steps(adapted, optimizer, 3)
+    first = torch.distributed.get_rank() == 0
+    adapted.save_pretrained(folder, is_main_process=first)
+    if first:
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    steps(adapted, optimizer, 3)
+    at_once = {name: each.detach().clone() for name, each in trained_parameters(adapted).items()}
+    torch.distributed.barrier()
+    again = resumed(adapted.unload(), folder)
+    return {"at once": at_once, "in parts": {name: each.detach().clone() for name, each in again.items()}}
+
+
+def trainer(model: Any) -> str:
+    """What is said of a Trainer."""
+    from peft import LoraConfig, get_peft_model
+    from training import trainer_for
+
+    try:
+        trainer_for(get_peft_model(model, LoraConfig(**ADAPTERS)), Path(sys.argv[1]) / "trainer")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def compiled(model: Any) -> torch.Tensor:
     return generated(torch_mesh.compile(model))
+
+
+def compiled_adapted(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model with adapters on its experts generates, as it is and compiled."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS, init_lora_weights=False)).eval()
+    plain = generated(adapted.base_model.model)
+    return plain, generated(torch_mesh.compile(adapted.base_model.model))
 
 
 def unpatched(model: Any) -> torch.Tensor:
@@ -143,6 +283,26 @@ def endless(model: Any) -> None:
         while True:
             model.generate(prompt, max_new_tokens=100, min_new_tokens=100)
     except torch_mesh.LostRankError:
+        (folder / f"lost{rank}").write_text(str(time.monotonic()))
+        raise
+
+
+def endless_training(model: Any) -> None:
+    """Trains adapters on experts until something ends it, and writes down when."""
+    from peft import LoraConfig, get_peft_model
+
+    folder, rank = Path(sys.argv[1]), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(**ADAPTERS)).train()
+    optimizer = torch.optim.AdamW(trained_parameters(adapted).values(), lr=1e-4)
+    steps(adapted, optimizer, 1)
+    (folder / f"training{rank}").touch()
+    try:
+        steps(adapted, optimizer, 1_000_000)
+    except (
+        torch_mesh.LostRankError,
+        RuntimeError,
+    ):  # what is lost in a backward of transformers' dispatch is gloo's to say
         (folder / f"lost{rank}").write_text(str(time.monotonic()))
         raise
 

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..expert_parallel import Share
 from ..families import ExpertsLayer
+from .ranks import own_experts
 
 
 class Factors(NamedTuple):
@@ -29,15 +31,19 @@ def factors_of(
     layer: ExpertsLayer,
     parameter: str,
     swapped: bool,
+    share: Share | None = None,
 ) -> Factors:
     """Views of PEFT's two weights for ``parameter`` of ``layer``, whose module is not looked at.
 
     Of lora_a [rank * experts, in] an expert's rows stand together, of lora_b [out, rank * experts] its columns are ``experts`` apart. ``swapped``:
     PEFT took the parameter for [experts, out, in]. If it is not, what PEFT trains as the first factor is the second one, and so the other way round.
+    Of a rank the weights are of all experts, and what comes back is of those of its ``share``.
     """
     experts = lora_b.size(1) // rank
     by_expert = lora_a.view(experts, rank, -1)
     by_rank = lora_b.t().view(rank, experts, -1).transpose(0, 1)
+    if share is not None:
+        by_expert, by_rank = own_experts(by_expert, by_rank, share)
     a, b = (by_expert, by_rank) if swapped != layer.is_transposed else (by_rank, by_expert)
     a, b = a[: layer.num_experts], b[: layer.num_experts]  # the parameter may have rows of experts that compute nothing
     if parameter == layer.parameter_names[0]:

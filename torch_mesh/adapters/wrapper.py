@@ -13,13 +13,18 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
 
 from ..errors import MeshError
+from ..expert_parallel import past_dispatch
 from ..families import ExpertsLayer
 from ..modules import MeshExperts
 from ..packed_weight import PackedExpertsWeight
 from .factors import Factors, factors_of, together
+from .ranks import check_same
 
 # The others begin with values of the base weight, or change it.
 _INITIALISATIONS = (True, False, "gaussian")
+
+# Of a plan that divides experts' parameters PEFT writes down here that it is to divide their adapters, too, as those of a linear layer.
+_TENSOR_PARALLEL = ("_hf_tp_plan", "_hf_device_mesh")
 
 
 class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that another one may be put around it
@@ -33,12 +38,24 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
     ) -> None:
         inside = base_layer.get_base_layer() if isinstance(base_layer, lora.ParamWrapper) else base_layer
         _check(cast(MeshExperts, inside), parameter_name, config)
+        self._compared = False  # with the other ranks, where there are some
         super().__init__(base_layer, adapter_name, parameter_name, config, **kwargs)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int] | tuple[None, None]:
+        features = super()._get_in_out_features(module)
+        share = self._experts._mesh_pool.share
+        if share is not None:  # each rank has the adapters of all experts: see ranks.py
+            self.num_experts = share.routed
+        return features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check(self._experts, self.parameter_name, config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         self._lay_out(adapter_name)
+        self._compared = False
+        for module in (self.base_layer, self._experts):
+            for name in _TENSOR_PARALLEL:
+                vars(module).pop(name, None)
 
     @property
     def _experts(self) -> MeshExperts:
@@ -59,9 +76,22 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
             if not torch.compiler.is_compiling():
                 for name in active:
                     self._lay_out(name)  # a loader may have put another tensor there
+            self._compare(active, x)
             own = together([self._factors(name) for name in active])
             kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
+        if self.base_layer is self._experts and self._experts._mesh_pool.share is not None:
+            return past_dispatch(self._experts, kwargs.pop("adapters", None), x, *args, **kwargs)
         return self.base_layer(x, *args, **kwargs)
+
+    def _compare(self, active: list[str], x: torch.Tensor) -> None:
+        """Of ranks that begin to train, whether they do so with the same values."""
+        share = self._experts._mesh_pool.share
+        if share is None or self._compared or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        weights = [pair[name].weight for name in active for pair in (self.lora_A, self.lora_B)]
+        if any(weight.requires_grad for weight in weights):
+            check_same(f"{_layer_of(self._experts).path}.{self.parameter_name}", x, cast(list[torch.Tensor], weights))
+            self._compared = True
 
     def _factors(self, adapter: str) -> Factors:
         lora_a, lora_b = (cast(torch.Tensor, pair[adapter].weight) for pair in (self.lora_A, self.lora_B))
@@ -73,6 +103,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
             layer=_layer_of(self._experts),
             parameter=self.parameter_name,
             swapped=self._did_swap_in_out_features,
+            share=self._experts._mesh_pool.share,
         )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
@@ -81,9 +112,10 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
     def refuse_to_merge(self, base: str = "") -> NoReturn:
         path = _layer_of(self._experts).path
         named = repr(base) if base else "base"
+        alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
         raise MeshError(
             f"{path}.{self.parameter_name} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
-            f"in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then "
+            f"in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then{alone} "
             f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
         )
 
@@ -123,11 +155,6 @@ def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> N
 
 
 def _why_not(experts: MeshExperts) -> str:
-    if experts._mesh_pool.share is not None:
-        return (
-            f"this process has {experts._mesh_pool.share}, and PEFT would save, load and clip the gradients of adapters on these alone. Adapt other "
-            "layers, or open the model whole, without distributed_config."
-        )
     if experts._mesh_device is not None:
         return (
             f"some of its experts are on {experts._mesh_device}, whose kernels know no adapters. Leave gpu.experts out."

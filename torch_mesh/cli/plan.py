@@ -160,7 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_training(arguments: argparse.Namespace) -> None:
     if arguments.train and arguments.ranks > 1:
-        raise ValueError("--train plans adapters on experts, which ranks cannot have: leave --ranks out")
+        raise ValueError(
+            "--train plans one process: leave --ranks out. Each of several ranks takes as much for adapters, gradients and moments, and less for experts."
+        )
     others = ("hit_rate", "overlap") if arguments.train else ("rank", "tokens", "targets", "gradient_checkpointing")
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) not in (None, False)]
     if given and arguments.train:
