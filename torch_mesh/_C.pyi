@@ -25,7 +25,8 @@ def record_layout(
     """
 
 def calibration_order(format: str) -> tuple[int, int]:
-    """Inputs whose codes ``torch.ops.torch_mesh.pack_calibrated`` chooses together; 0 for a format that it does not take."""
+    """(streams, step): how ``torch.ops.torch_mesh.pack_calibrated`` goes through a format's inputs, those of one stream (k, k + streams ...) after
+    those of another, ``step`` of a stream together; a step of 0: it does not take the format."""
 
 def tokens_per_chunk(
     format: str,

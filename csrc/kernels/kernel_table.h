@@ -113,12 +113,10 @@ struct QuantisedGroup {
 // Rounds groups to a format so that what one input's rounding got wrong can still change the
 // targets of those behind it (pack_calibrated.h). Targets and values are [inputs][kBlockColumns].
 struct GroupQuantiser {
-  // Inputs whose codes are chosen together, a divisor of every group size; 0: the format has none.
-  int32_t step;
-  // Chooses the scales, for all targets of the group as they stand before its first step.
+  // Chooses the scales, for all targets of the group as they stand before its first input's codes.
+  // nullptr: the format has no quantiser of this kind.
   void (*begin)(const float* targets, QuantisedGroup& group);
-  // Chooses the codes of inputs [k, k + step) of the group, and says what they stand for.
-  // `targets` are theirs, and behind them those of the group's further inputs as they stand so far.
+  // Chooses the codes of input k of the group, for its targets, and says what they stand for.
   void (*quantise)(const float* targets, int32_t k, QuantisedGroup& group, float* values);
   // Writes scales and words.
   void (*finish)(const QuantisedGroup& group, std::byte* to);

@@ -14,7 +14,7 @@ namespace torch_mesh {
 namespace {
 
 // One block of 64 columns. Inputs go in runs of whole groups and whole squares: within a run each
-// step's errors are fed to all inputs behind it at once, beyond it square by square.
+// one's errors are fed to all inputs behind it at once, beyond it square by square.
 class Block {
  public:
   Block(const KernelTable& table, const PackedMatrix& matrix, const MatrixView& view,
@@ -55,24 +55,23 @@ class Block {
     group_.depth = matrix_.group_size;
     group_.importance = importance_ + k;
     quantiser_.begin(targets_ + k * kBlockColumns, group_);
-    for (int32_t step = 0; step < matrix_.group_size; step += quantiser_.step) {
-      quantise_step(first, run, k + step, step);
+    for (int32_t input = 0; input < matrix_.group_size; ++input) {
+      quantise_input(first, run, k + input, input);
     }
     quantiser_.finish(group_, to);
   }
 
   // `k` counts from the run's first input, `in_group` from the group's.
-  void quantise_step(int32_t first, int32_t run, int32_t k, int32_t in_group) {
-    const int32_t count = quantiser_.step;
+  void quantise_input(int32_t first, int32_t run, int32_t k, int32_t in_group) {
     float* errors = errors_ + k * kBlockColumns;
     quantiser_.quantise(targets_ + k * kBlockColumns, in_group, group_, errors);
     const float* weights = weights_ + k * kBlockColumns;
-    for (int32_t i = 0; i < count * kBlockColumns; ++i) errors[i] = weights[i] - errors[i];
-    const int32_t here = first + k, behind = here + count;
+    for (int32_t i = 0; i < kBlockColumns; ++i) errors[i] = weights[i] - errors[i];
+    const int32_t here = first + k, behind = here + 1;
     const int32_t rows = std::min(first + run, matrix_.depth) - behind;
     if (rows <= 0) return;
-    table_.feed_forward(errors, count, feedback(behind, here), matrix_.depth, rows,
-                        targets_ + (k + count) * kBlockColumns);
+    table_.feed_forward(errors, 1, feedback(behind, here), matrix_.depth, rows,
+                        targets_ + (k + 1) * kBlockColumns);
   }
 
   void feed_beyond(int32_t first, int32_t run) {
@@ -273,7 +272,7 @@ class TrellisBlockPacker {
 
 CalibrationOrder calibration_order(Format format) {
   if (is_trellis(format)) return {kTrellisStreams, kTrellisStep};
-  return {1, kernel_table().quantisers[static_cast<int>(format)].step};
+  return {1, kernel_table().quantisers[static_cast<int>(format)].begin != nullptr ? 1 : 0};
 }
 
 void pack_calibrated_block(const KernelTable& table, const PackedMatrix& matrix,

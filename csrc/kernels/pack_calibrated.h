@@ -9,7 +9,7 @@
 // so that each q[k] in turn is rounded to its target (LDLQ, arXiv 2307.13304, which gives what GPTQ
 // does, arXiv 2210.17323, without an inverse).
 //
-// A format that chooses the codes of several inputs together (GroupQuantiser::step) wants M with
+// A format that chooses the codes of several inputs together (CalibrationOrder::step) wants M with
 // unit blocks of that size on its diagonal, and of D's blocks the diagonal.
 #pragma once
 

@@ -94,7 +94,7 @@ inline void finish_group(const QuantisedGroup& group, std::byte* to) {
 
 template <typename Codes>
 constexpr GroupQuantiser quantiser_of() {
-  return {1, begin_group<Codes>, quantise_input<Codes>, finish_group<Codes>};
+  return {begin_group<Codes>, quantise_input<Codes>, finish_group<Codes>};
 }
 
 inline void feed_forward(const float* errors, int32_t count, const float* feedback, int64_t stride,

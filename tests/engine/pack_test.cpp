@@ -462,39 +462,6 @@ TEST(PackCalibrated, WithNothingToFeedItIsPlainPacking) {
   }
 }
 
-// A format that chooses the codes of four inputs together: int4 without feedback among them.
-constexpr int32_t kTogether = 4;
-void quantise_together(const float* targets, int32_t k, QuantisedGroup& group, float* values) {
-  const GroupQuantiser& one = kernel_table().quantisers[static_cast<int>(Format::kInt4)];
-  for (int32_t i = 0; i < kTogether; ++i) {
-    one.quantise(targets + i * kBlockColumns, k + i, group, values + i * kBlockColumns);
-  }
-}
-
-TEST(PackCalibrated, StepsOfSeveralInputsFeedThoseBehindThem) {
-  Random random;
-  KernelTable table = kernel_table();
-  GroupQuantiser& quantiser = table.quantisers[static_cast<int>(Format::kInt4)];
-  quantiser.step = kTogether;
-  quantiser.quantise = quantise_together;
-  for (int32_t group : {32, 64, 128}) {
-    const Shape shape{Format::kInt4, group, 203, 75};
-    const Weights weights(shape.layout(), random);
-    RandomMoments given(shape.layout(), random, 0.05f);
-    const Bytes together = pack_by(weights, given.moments, table);
-    EXPECT_FALSE(together == pack_by(weights, given.moments, kernel_table()));
-    for (auto [feedback, inputs] : {std::pair{&given.hidden, shape.hidden},
-                                    std::pair{&given.intermediate, shape.intermediate}}) {
-      for (int32_t k = 0; k < inputs; ++k) {
-        for (int32_t j = k / kTogether * kTogether; j < k; ++j) {
-          (*feedback)[static_cast<size_t>(k * inputs + j)] = 0;
-        }
-      }
-    }
-    EXPECT_TRUE(together == pack_by(weights, given.moments, kernel_table())) << name_of(shape);
-  }
-}
-
 TEST(PackCalibrated, IsForSomeFormats) {
   Random random;
   for (Format format : {Format::kBf16, Format::kMxfp4, Format::kFp8}) {
