@@ -179,7 +179,17 @@ def test_where_experts_are_is_nothing_to_their_hits_when_all_fit(seed: int) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["10Gbit/s", "10,0.2ms", "fast,0.2ms", "0Gbit/s,1ms", "1.2.3Gbit/s,1ms", "-1Gbit/s,1ms", "٣Gbit/s,1ms", f"{'9' * 400}Gbit/s,1ms"]
+    "text",
+    [
+        "10Gbit/s",
+        "10,0.2ms",
+        "fast,0.2ms",
+        "0Gbit/s,1ms",
+        "1.2.3Gbit/s,1ms",
+        "-1Gbit/s,1ms",
+        "٣Gbit/s,1ms",
+        f"{'9' * 400}Gbit/s,1ms",
+    ],
 )
 def test_a_network_is_a_bandwidth_and_a_latency(text: str) -> None:
     with pytest.raises(ValueError, match="such as 10Gbit/s,0.2ms"):
