@@ -29,6 +29,7 @@ from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 FORMATS = (
     *((weights, group_size) for weights in ("int4", "lut4") for group_size in (32, 64, 128)),
     ("tcq3", 128),
+    ("tcq2+tcq3", 128),
     ("tcq2", 128),
 )
 KINDS = ("prose", "code")

@@ -48,8 +48,16 @@ class DeviceRecord:
             object.__setattr__(self, name, layout[entry] // 4)
 
     def steps(self, depth: int) -> int:
-        """That products along ``depth`` take."""
-        return -(-depth // depth_step(self.format, self.group_size))
+        """That products along ``depth`` take; two trellises take the same."""
+        return -(-depth // depth_step(self.down_format, self.group_size))
+
+    @property
+    def gate_up_format(self) -> str:
+        return self.format.partition("+")[0]
+
+    @property
+    def down_format(self) -> str:
+        return self.format.rpartition("+")[2]
 
     @property
     def halves(self) -> int:

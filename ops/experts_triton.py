@@ -802,10 +802,12 @@ def _experts_chunk(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, 
 
 def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
     """Fills ``activated`` [pairs, width]; returns products [splits, pairs, hidden]."""
-    record, launch = layer.record, _options(launches.FEW[layer.record.format])
+    record = layer.record
+    gate_up = {"FORMAT": record.gate_up_format, **_options(launches.FEW[record.gate_up_format])}
+    down = {"FORMAT": record.down_format, **_options(launches.FEW[record.down_format])}
     (pairs, width), experts = activated.shape, layer.table.numel()
     place = ids, layer.table, layer.records.view(torch.int32)
-    format = {"FORMAT": record.format, "GROUP": record.group_size}
+    group = {"GROUP": record.group_size}
     how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
 
     sizes: tuple[int, ...]
@@ -815,7 +817,7 @@ def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tenso
     sizes = pairs, ids.size(1), experts, record.hidden, record.intermediate, width, record.steps(record.hidden)
     offsets = record.words, record.gate_up_block, record.gate_up_bias
     how["SPLITS"] = splits
-    gate_up_few[pairs, blocks, splits](x, *place, activated, partial, *sizes, *offsets, **format, **how, **launch)
+    gate_up_few[pairs, blocks, splits](x, *place, activated, partial, *sizes, *offsets, **group, **how, **gate_up)
     if splits > 1:
         sizes = pairs, experts, record.intermediate, width, record.words, record.gate_up_bias
         activate_splits[pairs, blocks](*place, partial, activated, *sizes, **how, **_options(launches.ELEMENTWISE))
@@ -825,19 +827,21 @@ def _few(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tenso
     products = torch.empty((splits, pairs, record.hidden), dtype=torch.float32, device=x.device)
     sizes = pairs, experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
     offsets = record.words, record.down, record.down_block
-    down_few[pairs, blocks, splits](activated, *place, products, *sizes, *offsets, SPLITS=splits, **format, **launch)
+    down_few[pairs, blocks, splits](activated, *place, products, *sizes, *offsets, SPLITS=splits, **group, **down)
     return products
 
 
 def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tensor:
     """Fills ``activated`` [pairs, width]; returns products [1, pairs, hidden]."""
-    record, launch = layer.record, _options(launches.MANY[layer.record.format])
+    record = layer.record
+    gate_up = {"FORMAT": record.gate_up_format, **_options(launches.MANY[record.gate_up_format])}
+    down = {"FORMAT": record.down_format, **_options(launches.MANY[record.down_format])}
     (pairs, width), experts = activated.shape, layer.table.numel()
     rows = launches.tile_rows(pairs, experts)
     grouping = _group(ids.view(-1), layer.table, rows)
     tiles = grouping[-1].numel()
     place = *grouping, layer.table, layer.records.view(torch.int32)
-    format = {"FORMAT": record.format, "GROUP": record.group_size, "ROWS": rows}
+    tile = {"GROUP": record.group_size, "ROWS": rows}
     how = {"ACTIVATION": record.activation, "GATED": record.gated, "BIAS": record.bias}
 
     sizes: tuple[int, ...] = (
@@ -850,13 +854,13 @@ def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tens
     )
     offsets = record.words, record.gate_up_block, record.gate_up_bias
     grid = tiles, width // BLOCK_COLUMNS
-    gate_up_many[grid](x, *place, activated, *sizes, *offsets, **format, **how, **launch)
+    gate_up_many[grid](x, *place, activated, *sizes, *offsets, **tile, **how, **gate_up)
 
     products = torch.empty((1, pairs, record.hidden), dtype=torch.float32, device=x.device)
     sizes = experts, record.hidden, record.intermediate, width, record.steps(record.intermediate)
     offsets = record.words, record.down, record.down_block
     grid = tiles, triton.cdiv(record.hidden, BLOCK_COLUMNS)
-    down_many[grid](activated, *place, products, *sizes, *offsets, **format, **launch)
+    down_many[grid](activated, *place, products, *sizes, *offsets, **tile, **down)
     return products
 
 

@@ -24,7 +24,7 @@ _HEAD = f"""\
 `python tools/families_page.py` writes this page from tiny random models of transformers {transformers.__version__}, in `tests/models/tiny_models.py`; a test compares them. Other tests compare
 every one of these models patched and unpatched, and fail for a family that is neither there nor among those refused below.
 
-Each takes every format: bf16, int8, int4, lut4, tcq3 and tcq2, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
+Each takes every format: bf16, int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
 
 Model types are those of a family that hold these experts; one that holds a language model of another family, as Kimi K2.5 holds DeepSeek V3, is as that.
 

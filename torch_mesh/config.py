@@ -223,7 +223,7 @@ class MeshConfig(QuantizationConfigMixin):
         values.weights("auto", *WEIGHTS, *OF_CODES),
         'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). `"auto:8GiB"`, for `from_pretrained` alone: [the fastest for experts in that much memory](formats.md), '
         'weights being off by at most 10 %, or as in `"auto:8GiB:15%"`. lut4 has the bytes of int4, a seventh less error and '
-        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and take up to half an hour to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
+        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, tcq2+tcq3 two for gate and up and three for down, and take up to half an hour to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
         of_checkpoint=True,
     )
     dense: str = _field(
@@ -243,7 +243,7 @@ class MeshConfig(QuantizationConfigMixin):
     group_size: int = _field(
         64,
         one_of(*GROUP_SIZES),
-        'How many weights share a scale along the input. Take 128 for tcq3 and tcq2. Ignored for bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is `"auto"` for one.',
+        'How many weights share a scale along the input. Take 128 for tcq3, tcq2+tcq3 and tcq2. Ignored for bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is `"auto"` for one.',
         of_checkpoint=True,
     )
     store: str | None = _field(

@@ -13,7 +13,7 @@ from .families import ExpertsLayer, common_geometry, pool_activations
 from .pool import ExpertPool
 from .store.manifest import WEIGHTS, Store
 
-BITS = {
+BITS: dict[str, float] = {
     "bf16": 16,
     "int8": 8,
     "int4": 4,
@@ -25,6 +25,7 @@ BITS = {
     "fp8": 8,
     "tcq2": 2,
     "tcq3": 3,
+    "tcq2+tcq3": 7 / 3,  # gate_up is two thirds of a gated expert
 }
 
 

@@ -37,7 +37,7 @@ from .store.checkpoint import (
 )
 from .store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from .store.gguf import is_gguf
-from .store.manifest import Shape, has_chosen_groups, is_store, open_store
+from .store.manifest import TRELLISES, Shape, has_chosen_groups, is_store, open_store
 from .synthetic import synthetic_trace
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
@@ -67,6 +67,7 @@ WEIGHT_ERROR: dict[str, dict[int, float]] = {
     "lut4": {32: 0.069, 64: 0.078, 128: 0.085},
     "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
     "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
+    "tcq2+tcq3": {32: 0.232, 64: 0.234, 128: 0.236},  # of a gated expert
 }
 
 # What bf16 leaves of Gaussian weights in fp16 or fp32.
@@ -421,9 +422,9 @@ def why_no_choice(
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
-    """The group size that a format is compared in: the config's, 0 for bf16. For tcq3 and tcq2, where smaller groups buy little, 128, or 64 if that
+    """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy little, 128, or 64 if that
     pads the shape less and so takes fewer bytes."""
-    if weights in ("tcq3", "tcq2"):
+    if weights in TRELLISES:
         return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
     return checked_group_size(weights, config.group_size)
 
@@ -757,6 +758,6 @@ def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: i
 
 def _smaller(sizes: Sizes) -> str:
     smaller = {"bf16": "int8 or int4", "int8": "int4", "int4": "tcq3", "lut4": "tcq3", "tcq3": "tcq2"}.get(
-        sizes.weights
+        sizes.weights.partition("+")[0]
     )
     return f", or take weights in {smaller}" if smaller else ""

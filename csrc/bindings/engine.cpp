@@ -57,12 +57,12 @@ Verify verify_from(const std::string& name) {
 }
 
 RecordLayout layout_from(Keywords& given) {
-  const auto format = format_from_name(given.take<std::string>("format"));
+  const auto formats = RecordFormats::from_name(given.take<std::string>("format"));
   const auto group_size = given.take<int32_t>("group_size");
   const auto hidden = given.take<int32_t>("hidden");
   const auto intermediate = given.take<int32_t>("intermediate");
   const auto gated = given.take<bool>("gated");
-  return RecordLayout::make(format, group_size, hidden, intermediate, gated,
+  return RecordLayout::make(formats, group_size, hidden, intermediate, gated,
                             given.take<bool>("bias"));
 }
 

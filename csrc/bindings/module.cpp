@@ -55,7 +55,7 @@ void define_of_layout(py::module_& m, const char* name,
       name,
       [function](const std::string& format, int32_t group_size, int32_t hidden,
                  int32_t intermediate, bool gated, bool bias, Arguments... arguments) {
-        return function(RecordLayout::make(format_from_name(format), group_size, hidden,
+        return function(RecordLayout::make(RecordFormats::from_name(format), group_size, hidden,
                                            intermediate, gated, bias),
                         arguments...);
       },
@@ -114,7 +114,7 @@ void define(py::module_& m) {
   m.def(
       "calibration_order",
       [](const std::string& format) {
-        const CalibrationOrder order = calibration_order(format_from_name(format));
+        const CalibrationOrder order = calibration_order(RecordFormats::from_name(format).down);
         return py::make_tuple(order.streams, order.step);
       },
       py::arg("format"));

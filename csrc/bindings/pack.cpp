@@ -31,7 +31,7 @@ MatrixView view(const OptionalTensor& tensor, at::IntArrayRef shape, const char*
 
 RecordLayout layout_of(c10::string_view format, int64_t group_size, int64_t hidden,
                        int64_t intermediate, bool gated, bool bias) {
-  return RecordLayout::make(format_from_name(std::string_view(format.data(), format.size())),
+  return RecordLayout::make(RecordFormats::from_name({format.data(), format.size()}),
                             narrowed(group_size), narrowed(hidden), narrowed(intermediate), gated,
                             bias);
 }

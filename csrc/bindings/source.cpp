@@ -342,8 +342,8 @@ PackRecord PySource::packing(const RecordLayout& layout) const {
 py::bytearray pack_raw(const std::vector<py::buffer>& buffers, const std::string& dtype,
                        const py::dict& given, const std::string& format, int32_t group_size,
                        int32_t hidden, int32_t intermediate, bool gated, bool bias) {
-  const RecordLayout layout =
-      RecordLayout::make(format_from_name(format), group_size, hidden, intermediate, gated, bias);
+  const RecordLayout layout = RecordLayout::make(RecordFormats::from_name(format), group_size,
+                                                 hidden, intermediate, gated, bias);
   const RawViews views = raw_views_from(dtype, given, static_cast<int32_t>(buffers.size()));
   std::vector<py::buffer_info> infos;
   std::vector<const std::byte*> pieces;

@@ -146,7 +146,8 @@ void pack_projections(const RecordLayout& layout, const Views& views, std::byte*
 
 void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte* record,
                  const KernelTable& table) {
-  check_rounds(layout.format);
+  check_rounds(layout.gate_up.format);
+  check_rounds(layout.down.format);
   check_views(layout, views);
   pack_projections(layout, views, record, table,
                    [&](const PackedMatrix& matrix, const MatrixView& view, int32_t first_row,
@@ -156,7 +157,8 @@ void pack_record(const RecordLayout& layout, const ExpertViews& views, std::byte
 void pack_record(const RecordLayout& layout, const ExpertViews& views, const ExpertMoments& moments,
                  std::byte* record, const Runtime& runtime, int32_t threads,
                  const KernelTable& table) {
-  check_calibrates(layout.format);
+  check_calibrates(layout.gate_up.format);
+  check_calibrates(layout.down.format);
   check_views(layout, views);
   struct Task {
     const PackedMatrix* matrix;

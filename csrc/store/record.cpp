@@ -96,18 +96,18 @@ PackedMatrix PackedMatrix::make(Format format, int32_t group_size, int32_t colum
   return matrix;
 }
 
-RecordLayout RecordLayout::make(Format format, int32_t group_size, int32_t hidden,
+RecordLayout RecordLayout::make(RecordFormats formats, int32_t group_size, int32_t hidden,
                                 int32_t intermediate, bool gated, bool bias) {
   check_size("hidden", hidden);
   check_size("intermediate", intermediate);
   RecordLayout layout{};
-  layout.format = format;
   layout.hidden = hidden;
   layout.intermediate = intermediate;
   layout.gated = gated;
   layout.bias = bias;
-  layout.gate_up = PackedMatrix::make(format, group_size, intermediate, hidden, layout.halves());
-  layout.down = PackedMatrix::make(format, group_size, hidden, intermediate);
+  layout.gate_up =
+      PackedMatrix::make(formats.gate_up, group_size, intermediate, hidden, layout.halves());
+  layout.down = PackedMatrix::make(formats.down, group_size, hidden, intermediate);
   layout.group_size = layout.down.group_size;
   layout.gate_up_offset = 0;
   layout.down_offset = layout.gate_up.bytes();
@@ -130,6 +130,16 @@ Format format_from_name(std::string_view name) {
   }
   throw Error(ErrorKind::kInvalid,
               "unknown weight format \"" + std::string(name) + "\"; there are " + known);
+}
+
+RecordFormats RecordFormats::from_name(std::string_view name) {
+  const size_t plus = name.find('+');
+  if (plus == std::string_view::npos) return format_from_name(name);
+  const RecordFormats formats(format_from_name(name.substr(0, plus)),
+                              format_from_name(name.substr(plus + 1)));
+  if (formats.gate_up == Format::kTcq2 && formats.down == Format::kTcq3) return formats;
+  throw Error(ErrorKind::kInvalid,
+              "no record holds \"" + std::string(name) + "\"; two formats can be tcq2+tcq3");
 }
 
 const char* format_name(Format format) { return kNames[static_cast<int>(format)]; }

@@ -1,6 +1,7 @@
 // The packed layout of one expert, the unit that a promotion reads with a single request.
 //
 // A record is   gate_up | down | gate_up bias | down bias | zeros up to 4 KiB.
+// gate_up may be tcq2 beside a down of tcq3 (docs/decisions/0065); else they have one format.
 // A projection is a row of blocks; a block is 64 output columns, contiguous along depth (K), so
 // that one thread streams it front to back. A block is a row of groups; a group of an integer
 // format is
@@ -135,8 +136,19 @@ struct PackedMatrix {
                            int32_t halves = 1);
 };
 
+// Of a record's projections.
+struct RecordFormats {
+  Format gate_up;
+  Format down;
+
+  RecordFormats(Format both) : gate_up(both), down(both) {}  // NOLINT: a format is the usual case
+  RecordFormats(Format gate_up, Format down) : gate_up(gate_up), down(down) {}
+
+  // "tcq2", or "tcq2+tcq3" with gate_up's first. Error(kInvalid) for what is none.
+  static RecordFormats from_name(std::string_view name);
+};
+
 struct RecordLayout {
-  Format format;
   int32_t group_size;
   int32_t hidden;
   int32_t intermediate;
@@ -153,8 +165,8 @@ struct RecordLayout {
   int32_t halves() const { return gated ? 2 : 1; }
 
   // Throws what PackedMatrix::make throws.
-  static RecordLayout make(Format format, int32_t group_size, int32_t hidden, int32_t intermediate,
-                           bool gated, bool bias);
+  static RecordLayout make(RecordFormats formats, int32_t group_size, int32_t hidden,
+                           int32_t intermediate, bool gated, bool bias);
 };
 
 Format format_from_name(std::string_view name);  // Error(kInvalid) for what is none

@@ -23,7 +23,16 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
-from torch_mesh.plan import Plan, Speeds, expected_hit_rate, find_sizes, plan, simulated_hit_rate, token_seconds
+from torch_mesh.plan import (
+    WEIGHT_ERROR,
+    Plan,
+    Speeds,
+    expected_hit_rate,
+    find_sizes,
+    plan,
+    simulated_hit_rate,
+    token_seconds,
+)
 from torch_mesh.speed import disk_speed, measure_speeds
 from torch_mesh.store.convert import convert
 
@@ -427,7 +436,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
 
 
 MADE_UP = Speeds(disk=1e8, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
-EQUALLY_FAST = dict.fromkeys(("bf16", "int8", "int4", "lut4", "tcq3", "tcq2"), 1e10)
+EQUALLY_FAST = dict.fromkeys(WEIGHT_ERROR, 1e10)
 
 
 def choices_of(folder: Path, resident: str | float, formats: Mapping[str, float] = EQUALLY_FAST, **given: Any) -> Any:
@@ -462,12 +471,15 @@ def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
     little = str(12 * RECORD)
     assert chosen(mesh_tiny, little) == ["lut4"]  # as many bytes as int4, and less error
     assert chosen(mesh_tiny, little, max_error=0.15) == ["tcq3"]
-    assert chosen(mesh_tiny, little, max_error=0.3) == ["tcq2"]
+    assert chosen(mesh_tiny, little, max_error=0.24) == ["tcq2+tcq3"]
+    # Records this small are filled up to the same size, and then the one with less error is taken.
+    assert chosen(mesh_tiny, little, max_error=0.3) == ["tcq2+tcq3"]
+    assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}, max_error=0.3) == ["tcq2"]
     assert chosen(mesh_tiny, little, max_error=0.01) == ["int8"]
     assert chosen(mesh_tiny, little, max_error=0) == ["bf16"]
     assert chosen(mesh_tiny, little, {"tcq3": 1e10, "tcq2": 1e10}) == []
     # Arithmetic slower than the disk decides as well.
-    assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6}, max_error=0.3) == ["tcq3"]
+    assert chosen(mesh_tiny, little, EQUALLY_FAST | {"tcq2": 1e6, "tcq2+tcq3": 1e6}, max_error=0.3) == ["tcq3"]
     # Where all fit, arithmetic alone counts, and what is within 5 % is as fast: then the least error.
     everything = str(192 * RECORD)
     least = {name: choice.expert_bytes * 1e3 for name, choice in choices_of(mesh_tiny, everything).items()}

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -110,18 +111,21 @@ struct Shape {
   bool gated = true;
   bool bias = false;
   Activation activation = Activation::kSilu;
+  std::optional<Format> down = {};  // where it has another
 
   RecordLayout layout() const {
     const int32_t known = format == Format::kFp8 && group == 64 ? 0 : group;
-    return RecordLayout::make(format, known, hidden, intermediate, gated, bias);
+    return RecordLayout::make({format, down.value_or(format)}, known, hidden, intermediate, gated,
+                              bias);
   }
 };
 
 inline std::string name_of(const Shape& shape) {
-  return std::string(format_name(shape.format)) + " g" + std::to_string(shape.group) + " " +
-         std::to_string(shape.hidden) + "x" + std::to_string(shape.intermediate) +
-         (shape.gated ? " gated" : "") + (shape.bias ? " bias" : "") + " activation " +
-         std::to_string(shape.activation.kind);
+  return std::string(format_name(shape.format)) +
+         (shape.down ? std::string("+") + format_name(*shape.down) : "") + " g" +
+         std::to_string(shape.group) + " " + std::to_string(shape.hidden) + "x" +
+         std::to_string(shape.intermediate) + (shape.gated ? " gated" : "") +
+         (shape.bias ? " bias" : "") + " activation " + std::to_string(shape.activation.kind);
 }
 
 // Weights in fp32, row-major, as a checkpoint would hold them.
@@ -134,10 +138,10 @@ struct Weights {
         gate_bias(random.normals(layout.intermediate)),
         up_bias(random.normals(layout.intermediate)),
         down_bias(random.normals(layout.hidden)) {
-    if (!is_made_of_codes(layout.format)) return;
+    if (!is_made_of_codes(layout.down.format)) return;
     const auto below = [&](int32_t end) { return random.below(end); };
     const auto matrix = [&](int32_t rows, int32_t depth) {
-      codes.emplace_back(layout.format, layout.group_size, rows, depth, below);
+      codes.emplace_back(layout.down.format, layout.group_size, rows, depth, below);
     };
     matrix(layout.intermediate, layout.hidden);
     matrix(layout.intermediate, layout.hidden);

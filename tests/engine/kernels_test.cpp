@@ -28,6 +28,11 @@ std::vector<Shape> shapes() {
       }
     }
   }
+  for (int32_t group : groups) {
+    const bool gated = group != 64;
+    all.push_back({Format::kTcq2, group, 321, 190, gated, true, Activation::kGelu, Format::kTcq3});
+    all.push_back({Format::kTcq2, group, 190, 321, gated, false, Activation::kSilu, Format::kTcq3});
+  }
   return all;
 }
 
@@ -461,6 +466,8 @@ TEST(Gemm, GivesWhatThePlainProductsGive) {
   cases.push_back({Format::kNvfp4, 16, 200, 300});
   cases.push_back({Format::kTcq2, 64, 200, 300});
   cases.push_back({Format::kTcq3, 128, 200, 300});
+  cases.push_back(
+      {.format = Format::kTcq2, .hidden = 200, .intermediate = 300, .down = Format::kTcq3});
   cases.push_back({Format::kFp8, 0, 200, 300});
   cases.push_back({Format::kBf16, 64, 2100, 65});  // deeper than one gemm
   for (const Shape& shape : cases) {

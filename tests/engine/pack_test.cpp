@@ -428,7 +428,8 @@ TEST(PackCalibrated, EveryTableAndThreadPacksTheSameBits) {
   Random random;
   for (Format format : kCalibratedFormats) {
     for (int32_t group : {32, 64, 128}) {
-      const Shape shape{format, group, 290, 75, true, true};
+      Shape shape{format, group, 290, 75, true, true};
+      if (format == Format::kTcq2 && group == 64) shape.down = Format::kTcq3;
       Weights weights(shape.layout(), random);
       for (int32_t k = 0; k < shape.hidden; ++k) weights.gate[k] = 0;
       const RandomMoments random_moments(shape.layout(), random, 0.05f);
@@ -510,6 +511,22 @@ TEST(RecordLayout, RefusesWhatTheFormatDoesNotKnow) {
   EXPECT_THROW(RecordLayout::make(Format::kBf16, 0, 64, (1 << 20) + 1, true, false), Error);
   EXPECT_THROW(format_from_name("fp6"), Error);
   for (Format format : kAllFormats) EXPECT_EQ(format_from_name(format_name(format)), format);
+}
+
+TEST(RecordLayout, HoldsTwoFormats) {
+  const RecordFormats formats = RecordFormats::from_name("tcq2+tcq3");
+  EXPECT_EQ(formats.gate_up, Format::kTcq2);
+  EXPECT_EQ(formats.down, Format::kTcq3);
+  const RecordLayout both = RecordLayout::make(formats, 128, 2048, 768, true, false);
+  const RecordLayout two = RecordLayout::make(Format::kTcq2, 128, 2048, 768, true, false);
+  const RecordLayout three = RecordLayout::make(Format::kTcq3, 128, 2048, 768, true, false);
+  EXPECT_EQ(both.gate_up.bytes(), two.gate_up.bytes());
+  EXPECT_EQ(both.down.bytes(), three.down.bytes());
+  EXPECT_EQ(both.bytes, two.bytes + (three.bytes - two.bytes) / 3);
+  for (const char* name : {"tcq2+", "+tcq2", "tcq2+tcq2", "tcq3+tcq2", "tcq2+tcq3+tcq2",
+                           "int4+tcq2", "tcq3+bf16", "tcq2+int2", "+"}) {
+    EXPECT_THROW(RecordFormats::from_name(name), Error) << name;
+  }
 }
 
 }  // namespace

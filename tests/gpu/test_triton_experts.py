@@ -57,6 +57,7 @@ ODD = [
     Spec(weights="tcq2", hidden=65, intermediate=1, group_size=32, gated=False),
     Spec(weights="tcq2", hidden=264, intermediate=130, group_size=128, experts=2, bias=True),
     Spec(weights="tcq3", hidden=129, intermediate=31, group_size=64, experts=3),
+    Spec(weights="tcq2+tcq3", hidden=65, intermediate=136, group_size=64, bias=True),
     Spec(weights="tcq3", hidden=65, intermediate=70, group_size=32, bias=True, activation="swigluoai"),
 ]
 SPLIT = [
@@ -69,6 +70,7 @@ SPLIT = [
     Spec(weights="fp8", group_size=128, hidden=264, intermediate=200, experts=3, gated=False),
     Spec(weights="tcq2", hidden=264, intermediate=136, group_size=64, experts=3),
     Spec(weights="tcq3", hidden=136, intermediate=200, group_size=32, experts=3),
+    Spec(weights="tcq2+tcq3", hidden=136, intermediate=130, group_size=32, experts=3),
 ]
 
 

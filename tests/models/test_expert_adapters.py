@@ -144,7 +144,7 @@ def test_files_open_both_ways(name: str, tmp_path: Path) -> None:
     assert torch.equal(_logits(of_theirs, ids), own)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4", "tcq2", "tcq3"])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4", "tcq2", "tcq2+tcq3"])
 def test_experts_of_a_store_train(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
     _build().save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "store", weights)

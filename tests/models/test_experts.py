@@ -58,7 +58,8 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     "activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=0.5,up=1)", "softcap(gate=1,up=2)"]
 )
 @pytest.mark.parametrize(
-    ("format", "bound"), [("bf16", 0.01), ("int8", 0.03), ("int4", 0.25), ("lut4", 0.25), ("tcq3", 0.45), ("tcq2", 0.8)]
+    ("format", "bound"),
+    [("bf16", 0.01), ("int8", 0.03), ("int4", 0.25), ("lut4", 0.25), ("tcq3", 0.45), ("tcq2+tcq3", 0.8), ("tcq2", 0.8)],
 )
 @pytest.mark.parametrize("resident", [1.0, 0.5])
 def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:

@@ -297,26 +297,30 @@ def test_it_goes_with_a_bias_of_the_router(open_model: OpenModel) -> None:
 def test_wrong_values(open_model: OpenModel, store: Path) -> None:
     with pytest.raises(
         ValueError,
-        match="lossy.fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2'",
+        match=r"lossy.fallback='int2' is unknown; it is one of 'none', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'",
     ):
         MeshConfig(lossy={"fallback": "int2"})
     with pytest.raises(
         ValueError,
-        match=r"lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4', 'tcq3', 'tcq2'\.",
+        match=r"lossy.fallback='int8' has no fewer bits than the experts' int8: give one of 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
     ):
         open_model(lossy={"fallback": "int8"})
     with pytest.raises(
-        ValueError, match=r"has no fewer bits than the experts' fp8: give one of 'int4', 'lut4', 'tcq3', 'tcq2'\."
+        ValueError,
+        match=r"has no fewer bits than the experts' fp8: give one of 'int4', 'lut4', 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
     ):
         check_fallback_config(MeshConfig(lossy={"fallback": "int8"}), "fp8")
-    with pytest.raises(ValueError, match=r"has no fewer bits than the experts' mxfp4: give one of 'tcq3', 'tcq2'\."):
+    with pytest.raises(
+        ValueError,
+        match=r"has no fewer bits than the experts' mxfp4: give one of 'tcq3', 'tcq2\+tcq3', 'tcq2'\.",
+    ):
         check_fallback_config(MeshConfig(lossy={"fallback": "int4"}), "mxfp4")
     with pytest.raises(ValueError, match="has no fewer bits than the experts' tcq2: leave lossy.fallback at 'none'"):
         check_fallback_config(MeshConfig(lossy={"fallback": "int4"}), "tcq2")
     build = TINY_MODELS["Qwen3MoeExperts"].build
     with pytest.raises(
         ValueError,
-        match="lossy.fallback='lut4' has no fewer bits than the experts' int4: give one of 'tcq3', 'tcq2'",
+        match=r"lossy.fallback='lut4' has no fewer bits than the experts' int4: give one of 'tcq3', 'tcq2\+tcq3', 'tcq2'",
     ):
         torch_mesh.patch(build(), weights="int4", lossy={"fallback": "lut4"})
     with pytest.raises(ValueError, match="does not go with lossy.deferred_experts=1"):

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C, MeshConfig, MeshError
 from torch_mesh.modules import patched_modules
-from torch_mesh.plan import Speeds, plan
+from torch_mesh.plan import WEIGHT_ERROR, Speeds, plan
 from torch_mesh.store.convert import convert
 
 SLOW_DISK = Speeds(disk=1e7, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
-EQUALLY_FAST = dict.fromkeys(("bf16", "int8", "int4", "lut4", "tcq3", "tcq2"), 1e10)
+EQUALLY_FAST = dict.fromkeys(WEIGHT_ERROR, 1e10)
 MEMORY = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
 
 
@@ -31,7 +31,9 @@ def load(folder: Path, weights: str, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("", "lut4"), (":15%", "tcq3"), (":30%", "tcq2"), (":0%", "bf16")])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("", "lut4"), (":15%", "tcq3"), (":30%", "tcq2+tcq3"), (":0%", "bf16")]
+)
 def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) -> None:
     model = load(mesh_tiny, f"auto:{MEMORY}{limit}")
     pool = next(patched_modules(model))._mesh_pool
@@ -41,7 +43,7 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) ->
     assert (pool.weights, pool.group_size, pool.slots) == (expected, choice.group_size or 0, choice.slots)
     assert choice.weights == expected
     shown = str(model)
-    assert "chosen as fastest of 6 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
+    assert "chosen as fastest of 7 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
     # What others see of it is the format, and not the question.
     assert model.config.quantization_config.weights == expected
     assert "chosen" not in str(load(mesh_tiny, expected, resident=MEMORY))

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from torch_mesh.plan import plan
 from torch_mesh.statistics.counters import DeviceCounters
 from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
+from torch_mesh.store.manifest import TRELLISES
 
 pytestmark = pytest.mark.device
 
@@ -86,7 +88,7 @@ def _random_mask() -> torch.Tensor:
     [
         ("Qwen3MoeExperts", "bf16"),
         ("Qwen3MoeExperts", "int8"),
-        ("Qwen3MoeExperts", "tcq2"),
+        ("Qwen3MoeExperts", "tcq2+tcq3"),
         ("GptOssExperts", "bf16"),
         ("GptOssExperts", "tcq3"),
     ],
@@ -477,7 +479,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
 @pytest.mark.usefixtures("card", "cache")
 @pytest.mark.parametrize(
     ("kind", "weights", "fewer"),
-    [("ct_mxfp4", "mxfp4", ("tcq3", "tcq2")), ("fp8_blocks", "fp8", ("int4", "lut4", "tcq3", "tcq2"))],
+    [("ct_mxfp4", "mxfp4", TRELLISES), ("fp8_blocks", "fp8", ("int4", "lut4", *TRELLISES))],
 )
 def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]
@@ -514,7 +516,7 @@ def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
     assert planned is not None and planned.placed == shape.layers * shape.experts
 
     with pytest.raises(
-        ValueError, match=f"of this converted checkpoint.*give {', '.join(map(repr, (*fewer, 'auto')))}, or"
+        ValueError, match=f"of this converted checkpoint.*give {re.escape(', '.join(map(repr, (*fewer, 'auto'))))}, or"
     ):
         load(converted, experts=1, weights="int8")
     for other in fewer[:1]:

@@ -53,6 +53,8 @@ ODD = [
     Spec(weights="tcq2", hidden=264, intermediate=130, group_size=128, experts=2),
     Spec(weights="tcq2", hidden=71, intermediate=31, group_size=32, bias=True, activation="swigluoai"),
     Spec(weights="tcq3", hidden=200, intermediate=136, group_size=64),
+    Spec(weights="tcq2+tcq3", hidden=200, intermediate=136, group_size=64),
+    Spec(weights="tcq2+tcq3", hidden=71, intermediate=130, group_size=128, bias=True),
     Spec(weights="tcq3", hidden=65, intermediate=1, group_size=32, gated=False),
     Spec(weights="int4", hidden=71, intermediate=63, activation="swiglu(gate=0.9,up=0.7)"),
     Spec(weights="int8", hidden=129, intermediate=31, bias=True, activation="softcap(gate=1.5,up=2)"),
@@ -345,7 +347,7 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(
             "records": experts_of(spec).records[0],
             "arguments": [(torch.randn(tokens, spec.hidden), *routing(spec, tokens, 3)) for tokens in (1, 5, 40)],
         }
-        for spec in map(Spec, ("int8", "int4", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3"))
+        for spec in map(Spec, ("int8", "int4", "lut4", "mxfp4", "nvfp4", "tcq2", "tcq3", "tcq2+tcq3"))
     ]
     torch.save(calls, tmp_path / "calls")
     isas = _C.features()["isas"].split()

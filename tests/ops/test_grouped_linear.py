@@ -19,6 +19,7 @@ SPECS += [
     Spec(weights="mxfp4", group_size=32, bias=True),
     Spec(weights="nvfp4", group_size=16),
     Spec(weights="tcq3", group_size=128),
+    Spec(weights="tcq2+tcq3", group_size=64, bias=True),
 ]
 TOLERANCE = {weights: 1e-5 if weights in ("bf16", "fp8") else 0.02 for weights in FORMAT_VERSIONS}
 

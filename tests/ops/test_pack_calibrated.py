@@ -15,7 +15,7 @@ from torch_mesh.calibration.moments import InputMoments, Moments, feedback_of
 from torch_mesh.errors import MeshError
 
 FED_INPUT_BY_INPUT = ("int8", "int4", "lut4")
-TRELLISES = ("tcq3", "tcq2")
+TRELLISES = ("tcq3", "tcq2", "tcq2+tcq3")
 FORMATS = (*FED_INPUT_BY_INPUT, *TRELLISES)
 BLOCK_COLUMNS = 64
 

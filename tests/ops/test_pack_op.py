@@ -9,7 +9,15 @@ from torch import Tensor
 
 from torch_mesh import _C
 
-ERROR = {"bf16": 0.003, "int8": 0.01, "int4": 0.17, "lut4": 0.17, "tcq3": 0.4, "tcq2": 0.8}
+ERROR = {
+    "bf16": 0.003,
+    "int8": 0.01,
+    "int4": 0.17,
+    "lut4": 0.17,
+    "tcq3": 0.4,
+    "tcq2": 0.8,
+    "tcq2+tcq3": 0.8,
+}
 SHAPES = [(72, 40), (1, 1), (1, 130), (130, 1), (64, 64), (129, 257)]
 
 

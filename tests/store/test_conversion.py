@@ -30,7 +30,7 @@ from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.rest import WITHOUT_TORCH_MESH, written
 from torch_mesh.store.verify import verify
 
-WEIGHTS = ("bf16", "int8", "int4", "lut4", "tcq3", "tcq2")
+WEIGHTS = ("bf16", "int8", "int4", "lut4", "tcq3", "tcq2+tcq3", "tcq2")
 
 
 def read_record(store: Store, layer: int, expert: int) -> bytes:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="TEXT",
-        help='pack int8, int4, lut4, tcq3 or tcq2 by what this text shows the experts: plain text, or .jsonl with a "text" in each line, of the kind that the model will read. The model '
+        help='pack int8, int4, lut4, tcq3, tcq2+tcq3 or tcq2 by what this text shows the experts: plain text, or .jsonl with a "text" in each line, of the kind that the model will read. The model '
         "is run on it first",
     )
     parser.add_argument(

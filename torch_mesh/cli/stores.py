@@ -18,7 +18,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
         type=int,
         choices=GROUP_SIZES,
         default=64,
-        help="weights that share one scale, for int8, int4, lut4, tcq3 and tcq2 (default: %(default)s)",
+        help="weights that share one scale, for int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2 (default: %(default)s)",
     )
     parser.add_argument("--revision", help=f"of {model} on the hub: a branch, a tag or a commit (default: main)")
     parser.add_argument(

@@ -63,11 +63,11 @@ def convert(
 ) -> Written:
     """Converts the checkpoint in the folder ``source``, or in the GGUF file of that name, to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3' or 'tcq2', 'auto', which is what is nearest to the source, or the format that holds its codes as they
+    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto', which is what is nearest to the source, or the format that holds its codes as they
     are; ``group_size`` (32, 64 or 128) is for those but bf16; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     ``calibrate`` names a text (a plain file, or .jsonl with a ``text`` in each line): the checkpoint is run on its first ``calibrate_tokens`` tokens, in the memory
-    that running it takes, and int8, int4, lut4, tcq3 or tcq2 records are packed so that what experts made of it keeps its values. Until the store is written that takes
+    that running it takes, and int8, int4, lut4 and trellis records are packed so that what experts made of it keeps its values. Until the store is written that takes
     layers x tokens x hidden x 2 bytes of its disk. Experts are then packed one at a time, on all of torch's threads, unless ``workers`` says otherwise.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination

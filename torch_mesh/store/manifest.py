@@ -53,10 +53,12 @@ FORMAT_VERSIONS = {
     "fp8": 1,
     "tcq2": 1,
     "tcq3": 1,
+    "tcq2+tcq3": 1,
 }
 DENSE_WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that linear layers outside the experts can be rounded to
-WEIGHTS = (*DENSE_WEIGHTS, "tcq3", "tcq2")  # that experts can be rounded to
-CALIBRATED = ("int8", "int4", "lut4", "tcq2", "tcq3")  # of these, what calibration is for
+TRELLISES = ("tcq3", "tcq2+tcq3", "tcq2")  # of two the first is gate_up's, the second down's
+WEIGHTS = (*DENSE_WEIGHTS, *TRELLISES)  # that experts can be rounded to
+CALIBRATED = ("int8", "int4", "lut4", *TRELLISES)  # of these, what calibration is for
 OF_CODES = tuple(
     name for name in FORMAT_VERSIONS if name not in WEIGHTS
 )  # that a quantised checkpoint's codes fit as they are
