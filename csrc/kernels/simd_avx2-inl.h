@@ -173,7 +173,7 @@ inline Floats look_up(const float (&table)[16], Words index) {
   const Floats high = _mm256_permutevar8x32_ps(load(table + 8), index);
   return _mm256_blendv_ps(low, high, as_floats(shift_left<28>(index)));  // by the index's bit 3
 }
-// Of bytes below 16.
+// Of bytes below 128, the lowest four bits.
 inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
   const auto* from = reinterpret_cast<const __m128i*>(table);
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(from)), bytes);

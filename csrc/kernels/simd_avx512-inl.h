@@ -143,7 +143,7 @@ inline Floats look_up(const float (&table)[8], Words index) {
 inline Floats look_up(const float (&table)[16], Words index) {
   return _mm512_permutexvar_ps(index, load(table));
 }
-// Of bytes below 16.
+// Of bytes below 128, the lowest four bits.
 inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {
   const auto* from = reinterpret_cast<const __m128i*>(table);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(from)), bytes);

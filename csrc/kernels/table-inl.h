@@ -77,6 +77,7 @@ inline void block_products_trellis(const BlockProducts& products) {
   using Group = TrellisGroup<Code>;
   if (products.gemm != nullptr)
     return gemm_integer<Levels, Bf16Scales, Group>(products, RuntimeGemm(products));
+  if (products.rows.count == 1) return trellis_row<Levels, Code>(products);
   integer_products<Levels, Bf16Scales, Group>(products);
 }
 

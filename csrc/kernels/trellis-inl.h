@@ -2,6 +2,8 @@
 // formats' words. Include after the target's simd header.
 #pragma once
 
+#include <bit>
+
 #include "kernels/products-inl.h"
 #include "store/trellis.h"
 
@@ -10,7 +12,7 @@ namespace {
 
 constexpr int32_t kTrellisColumns = 16;  // whose words stand beside each other
 constexpr int32_t kTrellisLine = kTrellisColumns * 4;
-constexpr int32_t kTrellisAhead = 4096;  // see Prefetching, dots-inl.h
+constexpr int32_t kTrellisAhead = 8192;  // see Prefetching, dots-inl.h
 
 inline Words bits_of(Words bytes, uint32_t mask) {
   return bytes & broadcast_word(mask * 0x01010101);
@@ -26,38 +28,48 @@ inline Words pair_of_codes(Words bytes, Words before) {
   }
 }
 
-// Four codes of one bit, of which there are eight in each byte.
-template <int kCode>
-inline Words four_codes(Words bytes, Words before) {
-  if constexpr (kCode >= 3) {
-    return bits_of(shift_right<kCode - 3>(bytes), 15);
-  } else {
-    constexpr uint32_t kOld = 7u >> kCode;
-    return bits_of(shift_right<kCode + 5>(before), kOld) |
-           bits_of(shift_left<3 - kCode>(bytes), 15 - kOld);
+// Codes of one bit, of which there are eight in each byte, as look_up_bytes takes four of them.
+struct SingleCodes {
+  Words bytes, early;  // the codes; the first four, after the last three of the byte before
+
+  SingleCodes(Words bytes, Words before)
+      : bytes(bytes),
+        early(bits_of(shift_right<5>(before), 7) | bits_of(shift_left<3>(bytes), 0x78)) {}
+
+  // Code kCode and the three before it.
+  template <int kCode>
+  Words four() const {
+    if constexpr (kCode == 0) {
+      return early;
+    } else if constexpr (kCode < 3) {
+      return bits_of(shift_right<kCode>(early), 15);
+    } else {
+      return bits_of(shift_right<kCode - 3>(bytes), 15);
+    }
   }
-}
+};
 
 // Unit u of a block, as the words of 16 columns.
 template <typename Code>
 struct TrellisBlock {
   const std::byte* block;
-  int32_t units, units_per_group;
+  int32_t units;
+  int32_t unit_bits;  // of its index within a group
   int64_t part_bytes;
 
   TrellisBlock(const std::byte* block, int32_t group_size, int32_t depth_padded)
       : block(block),
         units(depth_padded / Code::kUnitDepth),
-        units_per_group(group_size / Code::kUnitDepth),
-        part_bytes(int64_t{units_per_group} * Code::kUnitWords * kTrellisLine) {}
+        unit_bits(std::countr_zero(static_cast<uint32_t>(group_size / Code::kUnitDepth))),
+        part_bytes(int64_t{Code::kUnitWords * kTrellisLine} << unit_bits) {}
 
   const std::byte* scales(int32_t group) const {
     const int64_t bytes = kBlockColumns * 2 + part_bytes * (kBlockColumns / kTrellisColumns);
     return block + group * bytes;
   }
   const std::byte* words(int32_t unit) const {
-    return scales(unit / units_per_group) + kBlockColumns * 2 +
-           unit % units_per_group * Code::kUnitWords * kTrellisLine;
+    return scales(unit >> unit_bits) + kBlockColumns * 2 +
+           (unit & ((1 << unit_bits) - 1)) * Code::kUnitWords * kTrellisLine;
   }
   // From the words of a unit's first column to those of another one.
   int64_t to_column(int32_t column) const {
@@ -119,22 +131,22 @@ struct TrellisReader<Tcq3> {
     return add_words(look_up_bytes(Tcq3::kFirst, first), look_up_bytes(Tcq3::kSecond, second));
   }
   template <int kFirst>
-  void four_levels(Words upper, Words lowest, Words* levels) {
+  void four_levels(Words upper, const SingleCodes& lowest, Words* levels) {
     const Words pairs[4] = {pair_of_codes<0>(upper, last), pair_of_codes<1>(upper, upper),
                             pair_of_codes<2>(upper, upper), pair_of_codes<3>(upper, upper)};
-    levels[0] = level(pairs[0], four_codes<kFirst>(lowest, last_lowest) ^ last_pairs[0]);
-    levels[1] = level(pairs[1], four_codes<kFirst + 1>(lowest, last_lowest) ^ last_pairs[1]);
-    levels[2] = level(pairs[2], four_codes<kFirst + 2>(lowest, last_lowest) ^ pairs[0]);
-    levels[3] = level(pairs[3], four_codes<kFirst + 3>(lowest, last_lowest) ^ pairs[1]);
+    levels[0] = level(pairs[0], lowest.four<kFirst>() ^ last_pairs[0]);
+    levels[1] = level(pairs[1], lowest.four<kFirst + 1>() ^ last_pairs[1]);
+    levels[2] = level(pairs[2], lowest.four<kFirst + 2>() ^ pairs[0]);
+    levels[3] = level(pairs[3], lowest.four<kFirst + 3>() ^ pairs[1]);
     last = upper;
     last_pairs[0] = pairs[2];
     last_pairs[1] = pairs[3];
   }
   void operator()(const std::byte* words, Words (&levels)[8]) {
-    const Words lowest = load_words(words + 2 * kTrellisLine);
+    const SingleCodes lowest(load_words(words + 2 * kTrellisLine), last_lowest);
     four_levels<0>(load_words(words), lowest, levels);
     four_levels<4>(load_words(words + kTrellisLine), lowest, levels + 4);
-    last_lowest = lowest;
+    last_lowest = lowest.bytes;
   }
 };
 
@@ -190,6 +202,43 @@ struct TrellisGroup {
  private:
   int64_t bytes_;
 };
+
+// One row: levels are multiplied where they are looked up, and go through no memory.
+template <typename Dot, typename Code>
+inline void trellis_row(const BlockProducts& products) {
+  constexpr int32_t kWords = Code::kUnitDepth / 4;
+  const int32_t size = products.shape.group_size;
+  const int32_t groups = products.shape.depth_padded / size;
+  const TrellisBlock<Code> block(products.block, size, products.shape.depth_padded);
+  typename Dot::Row row[kMaxGroup / 8];
+  for (int32_t g = 0; g < groups; ++g) {
+    const GroupRows rows = group_rows(products, g, 1.0f);
+    for (int32_t j = 0; j < size / 8; ++j) row[j] = Dot::row(rows.bytes[0] + j * 8);
+    const std::byte* scales = block.scales(g);
+    for (int32_t line = 0; line < kBlockColumns * 2; line += kTrellisLine) {
+      __builtin_prefetch(scales + kTrellisAhead + line);
+    }
+    const TrellisPlace<Code> place(block, g * size / Code::kUnitDepth);
+    for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
+      TrellisReader<Code> read(place, block.to_column(c));
+      const std::byte* words = place.words + block.to_column(c);
+      Words sum = Dot::start(Dot::zeros(scales), rows.sum[0]);
+      for (const auto* at = row; at < row + size / 8; at += kWords / 2) {
+        for (int32_t w = 0; w < Code::kUnitWords; ++w) {
+          if (c % kTrellisColumns == 0)
+            __builtin_prefetch(words + kTrellisAhead + w * kTrellisLine);
+        }
+        Words levels[kWords];
+        read(words, levels);
+        for (int32_t j = 0; j < kWords / 2; ++j) {
+          sum = Dot::add(sum, at[j], {levels[2 * j], levels[2 * j + 1]});
+        }
+        words += Code::kUnitWords * kTrellisLine;
+      }
+      add_scaled<Bf16Scales>(products.sums + c, sum, rows.scale[0], scales + c * 2);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace torch_mesh
