@@ -25,6 +25,7 @@ from .foresight.profiles import check_profile
 from .gpu.choosing import check_gpu_weights, choose_experts
 from .gpu.placement import Placement
 from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
+from .growing_cache import take_caches
 from .left_alone import announce_left_alone
 from .lossy import check_lossy, make_lossy
 from .modules import install
@@ -154,6 +155,7 @@ def assemble(
         make_lossy(model, layers, config)
         take_products(model, layers, config)
         take_attention(model, config)
+        take_caches(model)
         take_speculation(model, config)
         take_mtp(model)
         move_experts(layers, pool, placement, gpu_pool)

@@ -42,6 +42,7 @@ class MeshLinear(PackedModule, nn.Linear):
     """
 
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
+    _mesh_shape: tuple[int, int]  # the weight's, which a forward would ask through Python; of a rank its part's
     _mesh_format: str
     _mesh_group_size: int
 
@@ -52,7 +53,7 @@ class MeshLinear(PackedModule, nn.Linear):
         return self._product(input, self.bias)
 
     def _product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out_features, in_features = self.weight.shape  # of a rank's part, where tensor parallelism divides the layer
+        out_features, in_features = self._mesh_shape
         return torch.ops.torch_mesh.linear(
             input,
             self._mesh_packed,
@@ -223,7 +224,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         if weight is not module.weight:
             module._hf_quantized_needs_local_tp = True  # by which transformers knows layers without a DTensor
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
-        module._mesh_format, module._mesh_group_size = config.dense, group_size
+        module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), config.dense, group_size
         exact = config.dense == "bf16" and weight.dtype == torch.bfloat16
         module._mesh_parameters = {"weight": weight.requires_grad}
         packed: Any = module._mesh_packed, weight.shape, weight.dtype, f"{path}.weight", config.dense, group_size, exact

@@ -19,6 +19,7 @@ from .config import MeshConfig
 from .dense import packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .families import WEIGHT_DTYPES, ExpertsLayer, find_experts
+from .growing_cache import undo_caches
 from .lossy import undo_lossy
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from .other_format import Records, format_of, other_config
@@ -128,6 +129,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     undo_compile(model)
     undo_speculation(model)
     undo_mtp(model)
+    undo_caches(model)
     drop_tally(model)
     restore_dense(model, device)
     for layer in find_experts(model):

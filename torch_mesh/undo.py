@@ -18,6 +18,7 @@ from .announce import announce, withdraw
 from .config import MeshConfig
 from .errors import StoreError
 from .families import ExpertsLayer
+from .growing_cache import undo_caches
 from .memory import available_bytes
 from .modules import restored_parameters
 from .pool import ExpertPool
@@ -93,6 +94,7 @@ class PatchUndo(Undo):
             for layer, device in freed:
                 self._parameters[layer.module] = {**layer.module._parameters, **restored_parameters(layer, device)}
         withdraw(self._model)
+        undo_caches(self._model)
         for module, cls, attributes in self._before:
             if module in stay or module in around:
                 continue

@@ -1,0 +1,198 @@
+"""Caches of keys and values that grow in place give what transformers' own gives, and change nothing that somebody holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+import torch_mesh
+from torch_mesh import modules
+from torch_mesh.growing_cache import GrowingLayer
+
+QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
+
+
+def _states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Keys and values, whose last dimensions differ, as those of DeepSeek do."""
+    return torch.randn(batch, 3, tokens, 8).to(dtype), torch.randn(batch, 3, tokens, 5).to(dtype)
+
+
+def _held(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.keys, layer.values
+
+
+def _same(layer: Any, other: Any) -> bool:
+    pairs = zip(_held(layer), _held(other), strict=True)
+    return all(own.dtype == theirs.dtype and torch.equal(own, theirs) for own, theirs in pairs)
+
+
+def _patched() -> PreTrainedModel:
+    return torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5)
+
+
+def test_any_order_of_calls_gives_what_transformers_gives(rng: Any) -> None:
+    own, theirs = GrowingLayer(), DynamicLayer()
+    seen: list[tuple[Tensor, Tensor]] = []
+    for _ in range(300):
+        batch = own.keys.shape[0] if own.is_initialized and own.keys.dim() == 4 else 2
+        call = rng.choice(["update"] * 8 + ["crop", "reorder", "repeat", "select", "reset"])
+        if call == "update" or not own.is_initialized:
+            states = _states(int(rng.choice([1, 1, 1, 2, 16, 150])), batch)
+            given, expected = own.update(*states), theirs.update(*states)
+            assert all(torch.equal(*pair) for pair in zip(given, expected, strict=True))
+        elif call == "crop" and own.get_seq_length() > 3:
+            for layer in (own, theirs):
+                layer.crop(-3)
+        elif call == "reorder":
+            order = torch.randint(batch, (batch,))
+            for layer in (own, theirs):
+                layer.reorder_cache(order)
+        elif call == "repeat" and batch < 8:
+            for layer in (own, theirs):
+                layer.batch_repeat_interleave(2)
+        elif call == "select":
+            for layer in (own, theirs):
+                layer.batch_select_indices(torch.arange(batch)[: max(1, batch // 2)])
+        elif call == "reset" and len(seen) % 7 == 0:
+            for layer in (own, theirs):
+                layer.reset()
+            continue
+        assert _same(own, theirs), call
+        assert own.get_seq_length() == theirs.get_seq_length()
+        seen.append((own.keys, theirs.keys.clone()))
+    assert all(torch.equal(held, as_it_was) for held, as_it_was in seen), "what was held has changed"
+
+
+def test_a_token_is_written_behind_the_others() -> None:
+    layer = GrowingLayer()
+    layer.update(*_states(20))
+    places = [tensor.data_ptr() for tensor in _held(layer)]
+    for _ in range(100):
+        layer.update(*_states(1))
+    assert [tensor.data_ptr() for tensor in _held(layer)] == places
+    for _ in range(1000):
+        layer.update(*_states(1))
+    assert layer.get_seq_length() == 1120
+    # Room for an eighth more, and not for twice as many.
+    assert all(tensor.untyped_storage().nbytes() <= 1.3 * tensor.nbytes for tensor in _held(layer))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_go_their_own_ways(copied: Any) -> None:
+    first = GrowingLayer()
+    first.update(*_states(10))
+    second, before = copied(first), first.keys.clone()
+    ends = [_states(1) for _ in range(4)]
+    for layer, states in zip((first, second, first, second), ends, strict=True):
+        layer.update(*states)
+    for layer, own in ((first, ends[0::2]), (second, ends[1::2])):
+        assert torch.equal(layer.keys, torch.cat([before, *(keys for keys, _ in own)], dim=-2))
+    second.crop(-2)
+    second.update(*_states(1))
+    assert torch.equal(first.keys[..., 10:, :], torch.cat([ends[0][0], ends[2][0]], dim=-2))
+
+
+def test_what_cannot_be_written_in_place_is_transformers() -> None:
+    for change in (
+        lambda states: tuple(tensor.requires_grad_() for tensor in states),
+        lambda states: tuple(tensor.double() for tensor in states),
+    ):
+        own, theirs = GrowingLayer(), DynamicLayer()
+        for states in (_states(4), change(_states(1)), _states(1)):
+            own.update(*states)
+            theirs.update(*states)
+        assert _same(own, theirs)
+        assert own.keys.requires_grad == theirs.keys.requires_grad
+    layer = GrowingLayer()
+    layer.update(*_states(4))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        layer.update(*_states(1, batch=3))
+
+
+def test_a_prompt_read_in_inference_mode_goes_on_outside_of_it() -> None:
+    own, theirs = GrowingLayer(), DynamicLayer()
+    with torch.inference_mode():
+        first = _states(4)
+        own.update(*first)
+        theirs.update(*first)
+    for _ in range(3):
+        states = _states(1)
+        own.update(*states)
+        theirs.update(*states)
+    assert _same(own, theirs)
+
+
+@pytest.mark.parametrize("name", [QWEN, OSS])
+def test_caches_of_a_patched_model_grow_and_give_the_same_logits(name: str) -> None:
+    model = torch_mesh.patch(TINY_MODELS[name].build(), resident=0.5)
+    ids = torch.randint(3, 100, (2, 9))
+    with torch.inference_mode():
+        caches: dict[bool, Any] = {}
+        logits: dict[bool, list[Tensor]] = {}
+        for grows in (True, False):
+            if not grows:
+                torch_mesh.growing_cache.undo_caches(model)
+            caches[grows] = cache = DynamicCache(config=model.config)
+            parts = ids.split([4, 1, 1, 1, 2], dim=1)
+            logits[grows] = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts]
+    assert all(torch.equal(*pair) for pair in zip(logits[True], logits[False], strict=True))
+    full = [type(layer) is DynamicLayer for layer in caches[False].layers]
+    assert any(full)
+    assert [type(layer) is GrowingLayer for layer in caches[True].layers] == full
+    assert all(_same(*pair) for pair in zip(caches[True].layers, caches[False].layers, strict=True))
+
+
+def test_generate_and_a_cache_without_config_grow() -> None:
+    patched = _patched()
+    ids = torch.randint(3, 100, (1, 5))
+    given = patched.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert all(type(layer) is GrowingLayer for layer in given.past_key_values.layers)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        patched(input_ids=ids, past_key_values=cache, use_cache=True)
+    assert all(type(layer) is GrowingLayer for layer in cache.layers)
+    assert len(cache.layers) == patched.config.num_hidden_layers
+
+
+def _hooks(model: PreTrainedModel) -> int:
+    return len(model._forward_pre_hooks)
+
+
+def test_unpatch_and_patching_that_fails_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = _patched()
+    assert _hooks(patched) == _hooks(copy.deepcopy(patched)) == 1
+    model = torch_mesh.unpatch(patched)
+    assert _hooks(model) == 0
+    monkeypatch.setattr(torch_mesh.assembling, "announce", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        torch_mesh.patch(model, resident=0.5)
+    assert _hooks(model) == 0
+    assert not modules.has_attributes(model)
+
+
+def test_a_copy_of_a_model_is_unpatched_by_itself() -> None:
+    patched = _patched()
+    clone = copy.deepcopy(patched)
+    torch_mesh.unpatch(clone)
+    assert _hooks(clone) == 0
+    assert _hooks(patched) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_forward_leaves_the_cache_as_it_is() -> None:
+    patched = _patched()
+    ids = torch.randint(3, 100, (1, 5))
+    with torch.inference_mode():
+        cache = DynamicCache(config=patched.config)
+        torch.compile(patched, backend="eager")(input_ids=ids, past_key_values=cache, use_cache=True)
+        assert all(type(layer) is DynamicLayer for layer in cache.layers)
+        patched(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    assert all(type(layer) is GrowingLayer for layer in cache.layers)
+    assert cache.get_seq_length() == 6
