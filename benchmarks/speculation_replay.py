@@ -22,6 +22,7 @@ import harness
 import synthetic
 import torch
 from harness import Report, Row
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 import torch_mesh
@@ -77,7 +78,10 @@ class Replay(LogitsProcessor):
             rows: torch.zeros(config.num_hidden_layers, rows, config.num_experts_per_tok, dtype=torch.long)
             for rows in (1, *(1 + length for length in LENGTHS), PROMPT)
         }
-        self.times: list[float] = []
+        self.times: list[float] = []  # when each token came
+        self.steps: list[
+            tuple[int, int]
+        ] = []  # of speculation: the place of its first token, and how many were drafted
         for layer, module in enumerate(patched_modules(model)):
             module.register_forward_pre_hook(self._force(layer))
 
@@ -95,7 +99,7 @@ class Replay(LogitsProcessor):
     def begin(self, text: Text) -> torch.Tensor:
         """The ids [1, prompt] of another text."""
         self.text = text
-        self.times.clear()
+        self.times, self.steps = [], []
         self.route(text.routing[:PROMPT])
         return torch.tensor([text.tokens[:PROMPT]])
 
@@ -111,6 +115,7 @@ class Replay(LogitsProcessor):
 
     def draft(self, place: int, length: int) -> list[int]:
         """What is drafted for ``length`` places from ``place`` on, and its experts."""
+        self.steps.append((place, length))
         text = self.text
         tokens, rows = text.tokens[place : place + length], [place - 1]
         wrong = next((i for i in range(length) if not text.right[place + i]), length)
@@ -140,6 +145,8 @@ class Side:
 
     replay: Replay
     seconds: list[float] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
+    steps: list[list[tuple[int, int]]] = field(default_factory=list)
     stall: float = 0.0
     read: int = 0
     tokens: int = 0
@@ -155,6 +162,8 @@ class Side:
             raise AssertionError("the model wrote another text than it was given")
         times = self.replay.times
         self.seconds.append(times[-1] - times[0])
+        self.times.append(times)
+        self.steps.append(self.replay.steps)
         self.stall += after.stall_seconds - before.stall_seconds
         self.read += after.bytes_read - before.bytes_read
         self.tokens += count - 1
@@ -180,6 +189,7 @@ def opened(options: Any, resident: float) -> Replay:
 
 def measure(options: Any) -> Report:
     torch.set_num_threads(options.threads)
+    console = Console(stderr=True)
     shape = synthetic.Shape() if options.layers == 4 else full_size.SHAPE
     steps = "compiled" if options.compiled else "eager"
     report = Report(
@@ -191,10 +201,10 @@ def measure(options: Any) -> Report:
         drafting = plain if resident == 1 else opened(options, resident)
         rates = [rate for rate in options.rates for _ in range(options.texts)]
         first, *rest = texts(options, shape, plain.model.config.vocab_size, [1.0, *rates])
-        for replay in {id(plain): plain, id(drafting): drafting}.values():  # which fills the pools
-            Side(replay).decode(first, None)
-            Side(replay).decode(first, Speculation(Each(LENGTHS), replay.drafter))
-            Side(replay).decode(first, None)
+        for replay in {id(plain): plain, id(drafting): drafting}.values():
+            Side(replay).decode(first, None)  # which fills the pool
+            if options.compiled:
+                Side(replay).decode(first, Speculation(Each(LENGTHS), replay.drafter))
         for number, rate in enumerate(options.rates):
             speculation = Speculation(Controller(LENGTHS), drafting.drafter)
             torch_mesh.reset_stats(drafting.model)
@@ -202,7 +212,9 @@ def measure(options: Any) -> Report:
             for turn, text in enumerate(rest[number * options.texts :][: options.texts]):
                 for side in (one, other) if turn % 2 else (other, one):
                     side.decode(text, speculation if side is other else None)
-            add_rows(report, f"{resident:.0%} resident, {rate:.0%} right", one, other)
+            name = f"{resident:.0%} resident, {rate:.0%} right"
+            add_rows(report, name, one, other)
+            console.print(f"{name}: {report.details[name]['speed']:.3f} of plain decoding's speed")
     report.notes.append(
         f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; prefetch off (forced "
         "routing cannot be foretold by routers)"
@@ -210,11 +222,25 @@ def measure(options: Any) -> Report:
     return report
 
 
+def lost(plain: Side, drafting: Side, drafts: bool) -> float:
+    """What forwards with drafts, or those without, took more than plain decoding did for the same tokens; of its time."""
+    seconds = 0.0
+    for expected, found, steps in zip(plain.times, drafting.times, drafting.steps, strict=True):
+        ends = [place for place, _ in steps[1:]] + [PROMPT + len(found)]
+        for (place, length), end in zip(steps, ends, strict=True):
+            if (length > 0) == drafts:
+                before, last = place - PROMPT - 1, end - PROMPT - 1
+                seconds += found[last] - found[before] - (expected[last] - expected[before])
+    return seconds / sum(plain.seconds)
+
+
 def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
     ratios = sorted(one / other for one, other in zip(plain.seconds, drafting.seconds, strict=True))
     speeds = [side.tokens / sum(side.seconds) for side in (drafting, plain)]
     spread = {"low": ratios[0], "high": ratios[-1]}
     report.add(Row(f"{name}: speed", speeds[0], "tok/s", "plain", speeds[1], at_least=SLOWEST, **spread))
+    for drafts, which in ((True, "with drafts"), (False, "without")):
+        report.add(Row(f"{name}: lost by forwards {which}", 100 * lost(plain, drafting, drafts), "%"))
     if plain.read:
         stalls = [side.stall / side.tokens * 1e3 for side in (drafting, plain)]
         reads = [side.read / side.tokens / 2**20 for side in (drafting, plain)]
@@ -223,7 +249,12 @@ def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
     counts = torch_mesh.stats(drafting.replay.model).speculation
     assert counts is not None
     report.notes.append(f"{name}: {counts}")
-    report.details[name] = {"speculation": counts.to_dict(), "plain": plain.seconds, "drafting": drafting.seconds}
+    report.details[name] = {
+        "speed": speeds[0] / speeds[1],
+        "speculation": counts.to_dict(),
+        "plain": plain.seconds,
+        "drafting": drafting.seconds,
+    }
 
 
 def main() -> int:
