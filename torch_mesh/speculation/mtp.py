@@ -39,6 +39,8 @@ class KeptHeads(_Generator):
     What the heads have not seen meanwhile they see, all at once, when they draft again.
     """
 
+    full_seq_last_hidden_states: Any  # of transformers' own, with several heads
+
     def __init__(
         self, model: Any, heads: Any, controller: Controller, generation_config: Any, logits_processor: Any
     ) -> None:
