@@ -17,8 +17,8 @@ _STALE = 64  # before a forward without, to see what that takes by now
 # anything is left, and the first forward of each length, which is not timed.
 _LOSS = 1 / 30
 _MOST_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
-# Forwards between drafts take longer than they would without any, since what was drafted in vain took the place of experts that they need, and where
-# a text repeats itself they are faster than elsewhere: measured so, drafts look up to this much better than they are (docs/decisions/0056-speculation.md).
+# Drafts look up to this much better than they are: where a text repeats itself plain forwards would be faster than those between drafts, by which
+# they are measured, and those are somewhat slower than without drafts (docs/decisions/0056-speculation.md).
 _FLATTERY = 1.05
 _ODD = 4  # times as long as usual: not the draft's doing, but the machine's
 _OFTEN_WHOLE = 0.7  # of a draft's tokens: then a longer one may do better
