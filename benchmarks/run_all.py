@@ -33,7 +33,15 @@ OWN = (
     "row_thresholds.py",
     "stats_cost.py",
 )
-ON_LARGE_FILES = ("whole_model.py", "load.py", "cold_decode.py", "prefill_cold.py", "cold_read.py", "cold_bound.py")
+ON_LARGE_FILES = (
+    "whole_model.py",
+    "load.py",
+    "cold_decode.py",
+    "prefill_cold.py",
+    "cold_read.py",
+    "cold_bound.py",
+    "speculation_replay.py",
+)
 ON_A_CARD = ("gpu_layer.py", "gpu_streaming.py", "gpu_decode.py")
 PEERS = ("lossy.py", "speculation.py", "loss_curves.py", "weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
+import random
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +21,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.speculation import mtp
+from torch_mesh.speculation.controller import Controller
 from torch_mesh.store.convert import convert
 
 pytestmark = pytest.mark.skipif(mtp.MtpModel is None, reason="this transformers has no heads for drafts")
 
-# Of each family its fields, and how a checkpoint calls the layer of its only head, and what else of it.
-_FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
-    "MellumExperts": (
+# Of each family its fields, and how a checkpoint calls the layers of its heads, and what else of each.
+_FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, str]]] = {
+    "Mellum": (
+        "MellumExperts",
         {
             "num_nextn_predict_layers": 1,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
-        "mtp.layers.0.",
+        "mtp.layers.{}.",
         {
             "mtp.fc": "eh_proj",
             "mtp.pre_fc_norm_embedding": "norm",
@@ -37,39 +42,65 @@ _FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
             "mtp.norm": "norm",
         },
     ),
-    "Glm4MoeExperts": (
-        {"num_nextn_predict_layers": 1},
-        "model.layers.3.",
-        {
-            "model.layers.3.eh_proj": "eh_proj",
-            "model.layers.3.enorm": "norm",
-            "model.layers.3.hnorm": "norm",
-            "model.layers.3.shared_head.norm": "norm",
-        },
-    ),
+    **{
+        f"GLM with {heads}": (
+            "Glm4MoeExperts",
+            {"num_nextn_predict_layers": heads},
+            "model.layers.{}.",
+            {"{}eh_proj": "eh_proj", "{}enorm": "norm", "{}hnorm": "norm", "{}shared_head.norm": "norm"},
+        )
+        for heads in (1, 2)
+    },
 }
 
 
 @pytest.fixture(params=_FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose head has the last layer once more."""
-    fields, layer, others = _FAMILIES[request.param]
-    tiny = TINY_MODELS[request.param]
+    """A checkpoint whose heads have the last layer once more."""
+    name, fields, named, others = _FAMILIES[request.param]
+    tiny = TINY_MODELS[name]
     model = dataclasses.replace(tiny, fields={**tiny.fields, **fields}).build()
-    if layer.startswith("model."):  # where transformers knows the numbers of the published models alone
-        pattern = rf"model\.layers\.{model.config.num_hidden_layers}\..*"
+    layers = model.config.num_hidden_layers
+    if named.startswith("model."):  # where transformers knows the numbers of the published models alone
+        pattern = (
+            rf"model\.layers\.({'|'.join(str(layers + i) for i in range(fields['num_nextn_predict_layers']))})\..*"
+        )
         monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [pattern])
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     hidden = model.config.hidden_size
-    last = f"model.layers.{model.config.num_hidden_layers - 1}."
-    heads = {name.replace(last, layer): each.clone() for name, each in weights.items() if name.startswith(last)}
+    last = f"model.layers.{layers - 1}."
     whole = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)  # of the hidden state alone
     values = {"norm": torch.ones(hidden), "eh_proj": whole}
-    heads |= {f"{name}.weight": values[kind].to(torch.bfloat16).contiguous() for name, kind in others.items()}
-    save_file(weights | heads, file, metadata={"format": "pt"})
+    heads = {}
+    for i in range(fields["num_nextn_predict_layers"]):
+        layer = named.format(layers + i if named.startswith("model.") else i)
+        heads |= {each.replace(last, layer): weights[each].clone() for each in weights if each.startswith(last)}
+        heads |= {f"{each.format(layer)}.weight": values[kind].to(torch.bfloat16) for each, kind in others.items()}
+    save_file(weights | {each: value.contiguous() for each, value in heads.items()}, file, metadata={"format": "pt"})
     return tmp_path
+
+
+class Scripted(Controller):
+    """Drafts at the forwards that ``drafts`` says, else at all; keeps what it was told."""
+
+    def __init__(self, lengths: Sequence[int], drafts: Iterator[bool] | None = None) -> None:
+        super().__init__(lengths)
+        self.drafts = itertools.repeat(True) if drafts is None else drafts
+        self.told: list[tuple[int, int, float | None]] = []
+
+    def choose(self, most: int) -> int:
+        return most if next(self.drafts) else 0
+
+    def observe(self, length: int, accepted: int, seconds: float | None) -> None:
+        self.told.append((length, accepted, seconds))
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small heads beside few layers are worth nothing: who drafts by the clock would not."""
+    monkeypatch.setattr(mtp, "Controller", Scripted)
 
 
 @pytest.fixture
@@ -133,13 +164,67 @@ def test_heads_are_built_once_and_tokens_are_those_of_plain_decoding(folder: Pat
     found, forwards = _forwards(model, use_mtp=True, max_new_tokens=90)
     assert found.shape == (1, 110) and forwards < 90, "no draft was right"
     assert len(loads) == 1
-    (experts,) = (module for module in loads[0]().modules() if hasattr(module, "_mesh_pool"))
+    experts = next(module for module in loads[0]().modules() if hasattr(module, "_mesh_pool"))
     pool = experts._mesh_pool
-    assert pool.weights == "int8" and pool.slots < 8 and pool.engine.stats()["bytes_read"].sum() > 0
+    assert pool.weights == "int8" and pool.slots < 8 * pool.layers and pool.engine.stats()["bytes_read"].sum() > 0
     assert set(model.state_dict()) == names and sum(1 for _ in model.parameters()) == parameters
     _generate(model, use_mtp=True, prompt_lookup_num_tokens=3)  # which goes first with transformers too
     torch.manual_seed(3)
     assert _generate(model, use_mtp=True, do_sample=True).shape == (1, 70)
+
+
+def _candidates(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict[int, list[int]]]:
+    """What is generated, and what is drafted for it behind so many tokens."""
+    drafted: dict[int, list[int]] = {}
+    get = mtp.KeptHeads.get_candidates
+
+    def seen(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = get(self, input_ids, *args, **kwargs)
+        drafted[input_ids.shape[1]] = found[0][0, input_ids.shape[1] :].tolist()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mtp.KeptHeads, "get_candidates", seen)
+        return _generate(model, use_mtp=True, max_new_tokens=90), drafted
+
+
+def test_heads_that_pause_draft_as_those_that_do_not(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    model = _patched(folder)
+    expected, steady = _candidates(model, monkeypatch)
+    coin = random.Random(seed)
+    # Runs of both, of different lengths, with the prompt not yet seen in the first.
+    pattern = (on for on in itertools.cycle([False, True]) for _ in range(coin.randint(1, 6)))
+    made_for, heads, controller = vars(model)[mtp._KEPT]
+    vars(model)[mtp._KEPT] = (made_for, heads, Scripted(controller.lengths, pattern))
+    found, pausing = _candidates(model, monkeypatch)
+    assert any(pausing.values()) and sum(not each for each in pausing.values()) > 3
+    length = next((i for i in range(expected.shape[1]) if expected[0, i] != found[0, i]), expected.shape[1])
+    both = [place for place in steady.keys() & pausing.keys() if place <= length and pausing[place] and steady[place]]
+    same = [steady[place] == pausing[place] for place in both]
+    assert len(both) > 5 and sum(same) / len(same) >= 0.8, (steady, pausing)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
+def test_heads_draft_where_that_pays_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """``seconds``: of a forward that verifies; another takes 1."""
+    monkeypatch.setattr(mtp, "Controller", Controller)
+    model = _patched(folder)
+    took: list[float] = []
+    monkeypatch.setattr(mtp, "clock", lambda: sum(took))
+
+    def seen(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        took.append(1.0 if inputs["input_ids"].shape[1] == 1 else seconds)
+
+    handle = model.register_forward_pre_hook(seen, with_kwargs=True)
+    for _ in range(3):
+        took.append(-seconds)  # the prompt is no draft
+        _generate(model, use_mtp=True)
+    handle.remove()
+    drafts = took.count(seconds) - 3
+    if seconds > 1:  # a twentieth of 3 x 50, and what was begun while some of that was left
+        assert 0 < drafts and sum(took) <= 1.05 * 3 * 50 + seconds
+    else:
+        assert drafts >= 0.9 * (len(took) - 6)
 
 
 def test_converted_folders_have_their_heads(folder: Path, loads: list[Any], tmp_path: Path) -> None:

@@ -91,6 +91,24 @@ def test_a_text_that_changes_is_noticed(seed: int) -> None:
     assert machine.chosen[-50:].count(0) > 40
 
 
+def test_what_a_text_gained_is_not_lost_on_the_next(seed: int) -> None:
+    machine = Machine(1.0, 0.2, seed)
+    controller = Controller(LENGTHS)
+    machine.run(controller, 200)
+    controller.begin()
+    machine.right = 0.0
+    machine.seconds, machine.tokens = 0.0, 0
+    machine.run(controller, 100)
+    one_draft = 0.2 * 15  # begins while there is something left to lose
+    assert machine.seconds - machine.tokens < 0.05 * 100 + one_draft
+
+
+def test_what_gains_less_than_measuring_flatters_is_left(seed: int) -> None:
+    machine = Machine(1.0, 0.96, seed)  # 1.03 to 1.04 of plain decoding's speed
+    machine.run(Controller(LENGTHS), 1000)
+    assert machine.chosen.count(0) > 900
+
+
 def test_the_same_observations_lead_to_the_same_choices(seed: int) -> None:
     runs = []
     for _ in range(2):

@@ -13,8 +13,13 @@ _PLAIN = 4  # without, before the first of those
 _FIRST_WAIT, _LONGEST_WAIT = 16, 1024  # forwards without drafts after a trial that was lost; doubled each time
 _REVIEW = 32  # forwards with drafts of one length, before another length gets one
 _STALE = 64  # before a forward without, to see what that takes by now
-_LOSS = 0.05  # share of the time of plain decoding that trials may lose
+# Share of the time of plain decoding that trials may lose. What they cost besides has the rest of a twentieth: the last of them, which begins while
+# anything is left, and the first forward of each length, which is not timed.
+_LOSS = 1 / 30
 _MOST_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
+# Drafts look up to this much better than they are: where a text repeats itself plain forwards would be faster than those between drafts, by which
+# they are measured, and those are somewhat slower than without drafts (docs/decisions/0056-speculation.md).
+_FLATTERY = 1.05
 _ODD = 4  # times as long as usual: not the draft's doing, but the machine's
 _OFTEN_WHOLE = 0.7  # of a draft's tokens: then a longer one may do better
 
@@ -53,16 +58,22 @@ class Controller:
         self._tokens = {length: _Mean(16) for length in self.lengths}
 
     def utility(self, length: int) -> float | None:
-        """Tokens in a second with drafts of ``length``, over those without; None: not tried of late."""
+        """Tokens in a second with drafts of ``length``, over those without, at the least; None: not tried of late."""
         seconds, tokens = self._seconds[length], self._tokens[length]
         if self._plain.count < _PLAIN or min(seconds.count, tokens.count) < _TRIAL or seconds.value <= 0:
             return None
-        return tokens.value * self._plain.value / seconds.value
+        return tokens.value * self._worth / seconds.value
+
+    @property
+    def _worth(self) -> float:
+        """Seconds that a token takes without drafts, at the least."""
+        return self._plain.value / _FLATTERY
 
     def begin(self) -> None:
         """Another text, on which drafts may be worth what they were not on the last one."""
         if self._wait > 0:
             self._wait, self._interval = 0, _FIRST_WAIT
+        self._saved = min(self._saved, 0.0)  # what others gained is not lost on this one
 
     def choose(self, most: int) -> int:
         """How many tokens to draft, ``most`` at most; 0: none."""
@@ -109,7 +120,7 @@ class Controller:
         self._last = length
         if seconds is not None:
             self._seconds[length].add(seconds)
-            self._save((accepted + 1) * self._plain.value - seconds)
+            self._save((accepted + 1) * self._worth - seconds)
 
     def _save(self, seconds: float) -> None:
         self._saved = min(self._saved + seconds, _MOST_SAVED * self._plain.value)
@@ -117,7 +128,7 @@ class Controller:
     def _tried(self, length: int) -> int:
         """``length``, unless it would not pay if all that is drafted were right."""
         seconds = self._seconds[length]
-        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * self._plain.value
+        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * self._worth
         return self._give_up() if hopeless else length
 
     def _give_up(self) -> int:

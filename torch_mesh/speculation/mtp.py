@@ -2,16 +2,18 @@
 
 transformers builds the layers of these heads anew in every ``generate``, with all their experts in the model's dtype. Here they are built once, and
 their experts go into a pool of their own, in 8 bits: of GLM-5.2's a head in 4 bits was right in 4 % of its drafts, in 8 bits in 59 % (colibri #8).
-What is drafted with them, and how it is verified, is transformers' own.
+What is drafted with them, and how it is verified, is transformers' own; whether, measuring says (controller.py).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import types
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import cache_utils, modeling_layers
 from transformers.generation import GenerationMixin, candidate_generator
 from transformers.utils import ContextManagers
@@ -20,6 +22,7 @@ from ..errors import MeshError
 from ..families import has_experts
 from ..memory import available_bytes
 from ..modules import patched_modules
+from .controller import Controller
 
 # All since transformers 5.23.
 MtpCache: Any = getattr(cache_utils, "MtpCache", None)
@@ -27,12 +30,20 @@ MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _Generator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
 _METHOD, _KEPT = "_get_candidate_generator", "_mesh_mtp"
 _lock = threading.Lock()
+clock = time.perf_counter
 
 
 class KeptHeads(_Generator):
-    """As transformers' own, but for the model of the heads, which it is given."""
+    """As transformers' own, but for the model of the heads, which it is given, and for forwards without drafts while ``controller`` wants none.
 
-    def __init__(self, model: Any, heads: Any, generation_config: Any, logits_processor: Any) -> None:
+    What the heads have not seen meanwhile they see, all at once, when they draft again.
+    """
+
+    full_seq_last_hidden_states: Any  # of transformers' own, with several heads
+
+    def __init__(
+        self, model: Any, heads: Any, controller: Controller, generation_config: Any, logits_processor: Any
+    ) -> None:
         self.num_mtp_layers = heads.num_mtp_layers
         self.model_kwargs_overrides = {"output_hidden_states": -1}  # of the last layer alone
         self.device = _device(model)
@@ -42,6 +53,64 @@ class KeptHeads(_Generator):
         self.do_sample = generation_config.do_sample
         self.logits_processor = logits_processor
         self.is_main_model_prefill = True
+        self._controller = controller
+        self._unseen: list[Tensor] = []  # hidden states of tokens that came while nothing was drafted
+        self._drafted = 0  # for the forward that comes
+        self._began: float | None = None  # when that was; None: not to be timed
+        controller.begin()
+
+    def get_candidates(
+        self,
+        input_ids: Any,
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        self._began = None
+        if is_first_iteration:  # it brings the hidden states of the prompt
+            return input_ids, None
+        began = clock()
+        hidden = model_outputs.hidden_states[-1]
+        late = bool(self._unseen)
+        # All of a prompt's tokens stay; later that before the draft does, and what was right.
+        staying = n_last_matches + 1 if late or not self.is_main_model_prefill else input_ids.shape[1] - 1
+        rows = hidden[:, :staying].to(self.device)
+        self._drafted = self._controller.choose(self.num_mtp_layers)
+        if not self._drafted:
+            if not late and not self.is_main_model_prefill:
+                rows = self._take_back(rows)
+            self._unseen.append(rows)
+            self._began = began
+            return input_ids, None
+        if late:
+            rows = torch.cat([*self._unseen, rows], dim=1)
+            self._unseen.clear()
+            model_outputs = types.SimpleNamespace(hidden_states=(rows,))
+            n_last_matches = rows.shape[1] - 1
+        else:
+            self._began = began  # what was not seen is read like a prompt, and says nothing of the next drafts
+        candidates: tuple[Any, Any] = super().get_candidates(
+            input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kwargs
+        )
+        return candidates
+
+    def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
+        """Called behind each forward."""
+        if self._began is not None or self._drafted:
+            seconds = None if self._began is None else clock() - self._began
+            self._controller.observe(self._drafted, int(num_matches), seconds)
+
+    def _take_back(self, rows: Tensor) -> Tensor:
+        """Behind a draft: ``rows``, and before them those whose drafted tokens heads have in their cache, which may have been wrong, and which is cut."""
+        if self.num_mtp_layers == 1:  # whose head has seen none
+            return rows
+        count = min(self.num_mtp_layers, self.full_seq_last_hidden_states.shape[1])
+        self.mtp_cache.crop(-count)
+        known = self.full_seq_last_hidden_states
+        self.full_seq_last_hidden_states = known[:, :-count]
+        return torch.cat([known[:, -count:], rows], dim=1)
 
 
 def take_mtp(model: nn.Module) -> None:
@@ -62,7 +131,7 @@ def _candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs
     if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
         theirs: Any = getattr(type(self), _METHOD)
         return theirs(self, generation_config, *args, **kwargs)
-    return KeptHeads(self, _heads(self), generation_config, kwargs["logits_processor"])
+    return KeptHeads(self, *_heads(self), generation_config, kwargs["logits_processor"])
 
 
 def _device(model: Any) -> Any:
@@ -75,17 +144,18 @@ def _dtype(model: Any) -> Any:
     return model.get_input_embeddings().weight.dtype
 
 
-def _heads(model: Any) -> Any:
-    """The heads of ``model``: those of the last time, unless it was cast, moved or named otherwise since."""
+def _heads(model: Any) -> tuple[Any, Controller]:
+    """The heads of ``model``, and who says when they draft: those of the last time, unless it was cast, moved or named otherwise since."""
     made_for = (model.config.name_or_path, _dtype(model), _device(model))
     with _lock:
         kept = vars(model).get(_KEPT)
         if kept is None or kept[0] != made_for:
             vars(model).pop(_KEPT, None)  # before others are made, which take memory
-            kept = vars(model)[_KEPT] = (made_for, _make(model))
-        heads = kept[1]
+            heads = _make(model)
+            kept = vars(model)[_KEPT] = (made_for, heads, Controller([heads.num_mtp_layers]))
+        _, heads, controller = kept
         heads.tie_with_main_model(model)  # whose embedding or head may be others by now
-    return heads
+    return heads, controller
 
 
 def _make(model: Any) -> Any:

@@ -1,0 +1,276 @@
+"""Claim: drafts that are right nine, seven or five times in ten make decoding on Qwen3-30B-A3B's shapes at no residency more than 5 % slower
+than without.
+
+Random weights write nothing that could be foretold, so both the text and what is drafted of it are given: a logits processor chooses the tokens, the
+experts are those of a made-up trace (as in full_size.py), and each token is drafted rightly at a seeded rate. Rows behind a wrong one
+take the experts of another token of the text. Everything else is what `generate(custom_generate=torch_mesh.speculate())` does, its controller
+learning as it goes. Plain decoding is transformers' own loop on a model with a pool of its own, the same text in turn; where all is resident
+there is one model for both. The time is that from the first token to the last.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import full_size
+import harness
+import synthetic
+import torch
+from harness import Report, Row
+from rich.console import Console
+from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
+
+import torch_mesh
+from torch_mesh.modules import patched_modules
+from torch_mesh.speculation.controller import Controller
+from torch_mesh.speculation.decoding import LENGTHS, Speculation
+from torch_mesh.synthetic import synthetic_trace
+
+PROMPT = 32  # more rows than a decode step has
+SLOWEST = 0.95
+WEIGHTS = "int4"
+FOLDERS = {
+    4: lambda directory: synthetic.store(directory, synthetic.Shape(), WEIGHTS),
+    full_size.SHAPE.layers: lambda directory: full_size.store(directory, WEIGHTS),
+}
+
+
+@dataclass
+class Text:
+    tokens: list[int]
+    routing: torch.Tensor  # [tokens, layers, top_k]
+    right: list[bool]  # whether the token at a place is what is drafted for it
+    others: list[int]  # for each place another one of the text
+
+
+def texts(options: Any, shape: synthetic.Shape, vocabulary: int, rates: Sequence[float]) -> Iterator[Text]:
+    """A text for each of ``rates``."""
+    length = PROMPT + options.tokens
+    sizes = {"layers": shape.layers, "experts": shape.experts, "top_k": shape.experts_per_token}
+    trace = synthetic_trace(
+        **sizes, prompts=len(rates), prompt_tokens=2 * length, overlap=full_size.OVERLAP, seed=options.seed
+    )
+    generator = random.Random(options.seed)
+    for first, rate in zip(trace.offsets, rates):
+        yield Text(
+            [generator.randrange(vocabulary) for _ in range(length)],
+            torch.from_numpy(trace.ids[first : first + length]).long(),
+            [generator.random() < rate for _ in range(length)],
+            [generator.randrange(length) for _ in range(length)],
+        )
+
+
+class Replay(LogitsProcessor):
+    """Has a model write ``text`` with the experts of ``text``."""
+
+    text: Text
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        config = model.config
+        self._vocabulary: int = config.vocab_size
+        self._chosen = {
+            rows: torch.zeros(config.num_hidden_layers, rows, config.num_experts_per_tok, dtype=torch.long)
+            for rows in (1, *(1 + length for length in LENGTHS), PROMPT)
+        }
+        self.times: list[float] = []  # when each token came
+        self.steps: list[
+            tuple[int, int]
+        ] = []  # of speculation: the place of its first token, and how many were drafted
+        for layer, module in enumerate(patched_modules(model)):
+            module.register_forward_pre_hook(self._force(layer))
+
+    def _force(self, layer: int) -> Any:
+        def hook(_module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, _ids, weights = arguments
+            return hidden, self._chosen[len(hidden)][layer], weights
+
+        return hook
+
+    def route(self, routing: torch.Tensor) -> None:
+        """Chooses the experts [rows, layers, top_k] of the next forward of so many rows."""
+        self._chosen[len(routing)].copy_(routing.transpose(0, 1))  # in place: compiled steps have it as an input
+
+    def begin(self, text: Text) -> torch.Tensor:
+        """The ids [1, prompt] of another text."""
+        self.text = text
+        self.times, self.steps = [], []
+        self.route(text.routing[:PROMPT])
+        return torch.tensor([text.tokens[:PROMPT]])
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        place = ids.shape[1]
+        self.route(self.text.routing[place : place + 1])
+        scores[:, self.text.tokens[place]] = torch.inf
+        return scores
+
+    def drafter(self, tokens: list[int]) -> Drafter:
+        return Drafter(self, len(tokens))
+
+    def draft(self, place: int, length: int) -> list[int]:
+        """What is drafted for ``length`` places from ``place`` on, and its experts."""
+        self.steps.append((place, length))
+        text = self.text
+        tokens, rows = text.tokens[place : place + length], [place - 1]
+        wrong = next((i for i in range(length) if not text.right[place + i]), length)
+        if wrong < length:
+            tokens[wrong] = (tokens[wrong] + 1) % self._vocabulary
+        rows += [place + i if i < wrong else text.others[place + i] for i in range(length)]
+        self.route(text.routing[rows])
+        return tokens
+
+
+class Drafter:
+    """As torch_mesh's Lookup, for a text that is known."""
+
+    def __init__(self, replay: Replay, place: int) -> None:
+        self._replay, self._place = replay, place
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._place += len(tokens)
+
+    def draft(self, length: int) -> list[int]:
+        return self._replay.draft(self._place, length)
+
+
+@dataclass
+class Side:
+    """One way to decode, and what it took."""
+
+    replay: Replay
+    seconds: list[float] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
+    steps: list[list[tuple[int, int]]] = field(default_factory=list)
+    stall: float = 0.0
+    read: int = 0
+    tokens: int = 0
+
+    def decode(self, text: Text, speculation: Speculation | None) -> None:
+        model, count = self.replay.model, len(text.tokens) - PROMPT
+        ids = self.replay.begin(text)
+        settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        before = torch_mesh.stats(model).decode
+        answer = model.generate(ids, logits_processor=[self.replay], custom_generate=speculation, **settings)
+        after = torch_mesh.stats(model).decode
+        if answer[0].tolist() != text.tokens:
+            raise AssertionError("the model wrote another text than it was given")
+        times = self.replay.times
+        self.seconds.append(times[-1] - times[0])
+        self.times.append(times)
+        self.steps.append(self.replay.steps)
+        self.stall += after.stall_seconds - before.stall_seconds
+        self.read += after.bytes_read - before.bytes_read
+        self.tokens += count - 1
+
+
+class Each(Controller):
+    """Drafts of all lengths in turn, which compiles what there is to compile."""
+
+    def choose(self, most: int) -> int:
+        self._turn = (getattr(self, "_turn", -1) + 1) % (1 + len(self.lengths))
+        length = (0, *self.lengths)[self._turn]
+        return length if length <= most else 0
+
+
+def opened(options: Any, resident: float) -> Replay:
+    config = torch_mesh.MeshConfig(
+        resident=resident, dense=full_size.DENSE, attention="mesh", prefetch="off", threads=options.threads
+    )
+    folder = FOLDERS[options.layers](options.dir)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    return Replay(torch_mesh.compile(model) if options.compiled else model)
+
+
+def measure(options: Any) -> Report:
+    torch.set_num_threads(options.threads)
+    console = Console(stderr=True)
+    shape = synthetic.Shape() if options.layers == 4 else full_size.SHAPE
+    steps = "compiled" if options.compiled else "eager"
+    report = Report(
+        f"Drafts right at a given rate, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} "
+        f"tokens of {options.texts} texts"
+    )
+    for resident in options.resident:
+        plain = opened(options, resident)
+        drafting = plain if resident == 1 else opened(options, resident)
+        rates = [rate for rate in options.rates for _ in range(options.texts)]
+        first, *rest = texts(options, shape, plain.model.config.vocab_size, [1.0, *rates])
+        for replay in {id(plain): plain, id(drafting): drafting}.values():
+            Side(replay).decode(first, None)  # which fills the pool
+            if options.compiled:
+                Side(replay).decode(first, Speculation(Each(LENGTHS), replay.drafter))
+        for number, rate in enumerate(options.rates):
+            speculation = Speculation(Controller(LENGTHS), drafting.drafter)
+            torch_mesh.reset_stats(drafting.model)
+            one, other = Side(plain), Side(drafting)
+            for turn, text in enumerate(rest[number * options.texts :][: options.texts]):
+                for side in (one, other) if turn % 2 else (other, one):
+                    side.decode(text, speculation if side is other else None)
+            name = f"{resident:.0%} resident, {rate:.0%} right"
+            add_rows(report, name, one, other)
+            console.print(f"{name}: {report.details[name]['speed']:.3f} of plain decoding's speed")
+    report.notes.append(
+        f"the trace's tokens share {full_size.OVERLAP:.0%} of their experts with the next; seed {options.seed}; prefetch off (forced "
+        "routing cannot be foretold by routers)"
+    )
+    return report
+
+
+def lost(plain: Side, drafting: Side, drafts: bool) -> float:
+    """What forwards with drafts, or those without, took more than plain decoding did for the same tokens; of its time."""
+    seconds = 0.0
+    for expected, found, steps in zip(plain.times, drafting.times, drafting.steps, strict=True):
+        ends = [place for place, _ in steps[1:]] + [PROMPT + len(found)]
+        for (place, length), end in zip(steps, ends, strict=True):
+            if (length > 0) == drafts:
+                before, last = place - PROMPT - 1, end - PROMPT - 1
+                seconds += found[last] - found[before] - (expected[last] - expected[before])
+    return seconds / sum(plain.seconds)
+
+
+def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
+    ratios = sorted(one / other for one, other in zip(plain.seconds, drafting.seconds, strict=True))
+    speeds = [side.tokens / sum(side.seconds) for side in (drafting, plain)]
+    spread = {"low": ratios[0], "high": ratios[-1]}
+    report.add(Row(f"{name}: speed", speeds[0], "tok/s", "plain", speeds[1], at_least=SLOWEST, **spread))
+    for drafts, which in ((True, "with drafts"), (False, "without")):
+        report.add(Row(f"{name}: lost by forwards {which}", 100 * lost(plain, drafting, drafts), "%"))
+    if plain.read:
+        stalls = [side.stall / side.tokens * 1e3 for side in (drafting, plain)]
+        reads = [side.read / side.tokens / 2**20 for side in (drafting, plain)]
+        report.add(Row(f"{name}: waiting per token", stalls[0], "ms", "plain", stalls[1]))
+        report.add(Row(f"{name}: read per token", reads[0], "MiB", "plain", reads[1]))
+    counts = torch_mesh.stats(drafting.replay.model).speculation
+    assert counts is not None
+    report.notes.append(f"{name}: {counts}")
+    report.details[name] = {
+        "speed": speeds[0] / speeds[1],
+        "speculation": counts.to_dict(),
+        "plain": plain.seconds,
+        "drafting": drafting.seconds,
+    }
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    harness.add_dir(arguments)
+    arguments.add_argument("--layers", type=int, choices=FOLDERS, default=4)
+    arguments.add_argument("--resident", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0])
+    arguments.add_argument("--rates", type=float, nargs="+", default=[0.9, 0.7, 0.5])
+    arguments.add_argument("--texts", type=int, default=4, help="of each rate")
+    arguments.add_argument("--tokens", type=int, default=128, help="decoded of each")
+    arguments.add_argument("--compiled", action="store_true", help="torch_mesh.compile")
+    arguments.add_argument("--threads", type=int, default=harness.available_cpus())
+    arguments.add_argument("--seed", type=int, default=0)
+    options = arguments.parse_args()
+    return measure(options).finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
