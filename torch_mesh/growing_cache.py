@@ -36,6 +36,11 @@ class _Room:
         self.filled = self._all[..., :after, :]
         return self.filled
 
+    def take_back(self, tokens: int) -> None:
+        """The end of ``filled`` may be written over: nobody has seen it but whoever asks."""
+        if self.filled is not None:
+            self.filled = self.filled[..., :-tokens, :]
+
 
 def _is_sealed(tensor: Tensor) -> bool:
     """What inference mode has made cannot be written to outside of it."""
@@ -60,6 +65,16 @@ class GrowingLayer(DynamicLayer):
         keys, values = self._rooms
         self.keys, self.values = keys.append(kept_keys, key_states), values.append(kept_values, value_states)
         return self.keys, self.values
+
+    def take_back(self, tokens: int) -> None:
+        """As ``crop(-tokens)``, of tokens that the last ``update`` has added and nobody else has seen: others take their place without a copy."""
+        keys, values = self._rooms
+        if tokens and self.keys is keys.filled and self.values is values.filled:
+            keys.take_back(tokens)
+            values.take_back(tokens)
+            self.keys, self.values = keys.filled, values.filled
+        else:
+            self.crop(-tokens)
 
 
 def _can_append(kept: Tensor, new: Tensor) -> bool:

@@ -99,6 +99,23 @@ def test_copies_go_their_own_ways(copied: Any) -> None:
     assert torch.equal(first.keys[..., 10:, :], torch.cat([ends[0][0], ends[2][0]], dim=-2))
 
 
+def test_tokens_that_are_taken_back_make_room_for_others() -> None:
+    layer, before = GrowingLayer(), _states(10)
+    layer.update(*before)
+    shared, place, first = copy.copy(layer), layer.keys.data_ptr(), _states(4)
+    layer.update(*first)
+    layer.take_back(3)
+    layer.take_back(0)
+    last = _states(1)
+    layer.update(*last)
+    assert layer.keys.data_ptr() == place
+    for held, parts in zip(_held(layer), zip(before, first, last, strict=True), strict=True):
+        assert torch.equal(held, torch.cat([parts[0], parts[1][..., :1, :], parts[2]], dim=-2))
+    shared.update(*_states(1))
+    assert all(torch.equal(*pair) for pair in zip((held[..., :10, :] for held in _held(shared)), before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip((held[..., 11:, :] for held in _held(layer)), last, strict=True))
+
+
 def test_what_cannot_be_written_in_place_is_transformers() -> None:
     for change in (
         lambda states: tuple(tensor.requires_grad_() for tensor in states),

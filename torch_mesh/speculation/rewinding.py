@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 )
 
 from ..compiled_steps import SteadySlidingLayer
+from ..growing_cache import GrowingLayer
 from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
 
 # Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
@@ -77,7 +78,7 @@ class Rewinding:
                 self._take_back(layer, max(int(layer.get_seq_length()) - length, 0))
 
     def _take_back(self, layer: Any, tokens: int) -> None:
-        if isinstance(layer, SteadySlidingLayer):
+        if isinstance(layer, SteadySlidingLayer | GrowingLayer):
             layer.take_back(tokens)
         elif isinstance(layer, StaticLayer):
             layer.cumulative_length.sub_(tokens)
