@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import os
 import random
@@ -144,7 +145,20 @@ def training_case(folder: str, family: str, way: str, extra: str) -> dict[str, A
 # Of what two ranks do, so much that it takes some ten seconds.
 QUICK = {
     *(f"{family}-{rest}" for family in FAMILIES for rest in ("all_reduce-25%-float32", "all_to_all-100%-float32")),
-    *("adapted", "batches", "packed", "profile", "auto", "errors", "gpu", "lossy", "drafts", "traced"),
+    *(
+        "adapted",
+        "batches",
+        "embeddings",
+        "drawn",
+        "packed",
+        "profile",
+        "auto",
+        "errors",
+        "gpu",
+        "lossy",
+        "drafts",
+        "traced",
+    ),
     "qwen3_moe-all_reduce-25%-bfloat16",
 }
 
@@ -173,7 +187,10 @@ def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
             for extra in (*EXTRAS, "unpatched")
         },
         "adapted": training_case(store, "qwen3_moe", "all_reduce", "adapted"),
-        "batches": training_case(store, "qwen3_moe", "all_reduce", "batches"),
+        **{
+            extra: training_case(store, "qwen3_moe", "all_reduce", extra)
+            for extra in ("batches", "embeddings", "drawn")
+        },
         "errors": {"folder": raw, "model": some["model"], "extra": "errors"},
         "gpu": {"folder": raw, "model": some["model"], "config": {"gpu": {"experts": 2}}},
         "lossy": {"folder": raw, "model": some["model"], "config": {"lossy": {"deferred_experts": 1}}},
@@ -364,27 +381,61 @@ def test_what_does_not_go_with_ranks_is_refused(two: dict[str, Any]) -> None:
     assert two["gpu"][1][1]["error"].startswith(f"{cannot}gpu.experts")
     assert two["lossy"][1][1]["error"].startswith(f"{cannot}lossy (deferred_experts=1)")
     assert two["drafts"][1][1]["error"].startswith(f"{cannot}speculation drafts by each rank's own clock")
-    said = two["batches"][1][1]["extra"]
+    for said in two["batches"][1][1]["extra"]:
+        assert re.match(r"Ranks 0 and 1 were given different input_ids \(\[2, 9\] and \[2, 9\]\)", said), said
+    said = two["embeddings"][1][1]["extra"]
     assert re.match(".*_proj: ranks 0 and 1 were given different batches", said), said
+    drawn, same = two["drawn"][1][1]["extra"]
+    assert re.match(r"Ranks 0 and 1 were given different input_ids \(\[2, 1\] and \[2, 1\]\)", drawn), drawn
+    assert torch.equal(same, two["drawn"][1][0]["extra"][1])
     errors = two["errors"][1][1]["extra"]
     assert errors.keys() == REFUSED.keys()
     for name, message in REFUSED.items():
         assert re.match(message, errors[name]), errors[name]
 
 
-def test_an_error_of_a_rank_is_not_taken_for_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_rank_is_not_taken_for_a_lost_one() -> None:
     """What says so names a file, which may have the collectives' name; the rank's next collective would meet another one of the others'."""
-    failure = expert_parallel._Failure()
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    forwards = expert_parallel._Forwards("Rank 0 of 2")
 
     def fails() -> None:
         raise ReadError("/mnt/igloo/mesh-0001.safetensors ends early")
 
     with pytest.raises(ReadError, match="igloo"):
-        expert_parallel._Watched(fails, "model.layers.3", failure)()
+        expert_parallel._Watched(fails, "model.layers.3", forwards)()
     with pytest.raises(LostRankError, match="Rank 0 of 2: an earlier forward of this rank ended with an error"):
-        expert_parallel._Watched(lambda: None, "model.layers.0", failure)()
+        expert_parallel._Watched(lambda: None, "model.layers.0", forwards)()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, TypeError])
+def test_an_error_between_collectives_ends_the_rank_and_one_before_them_does_not(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_parallel, "gathered", lambda value, where: [value])
+    forwards = expert_parallel._Forwards("Rank 0 of 2")
+    experts = expert_parallel._Watched(lambda ids: ids, "model.layers.0", forwards)
+    fail_before, fail_after = True, False
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        if fail_before:
+            raise error
+        output = experts(input_ids)
+        if fail_after:
+            raise error
+        return output
+
+    model = expert_parallel._WatchedModel(forward, forwards)
+    assert list(inspect.signature(model).parameters) == ["input_ids"]
+    with pytest.raises(error):
+        model(IDS)
+    fail_before = False
+    assert model(IDS) is IDS
+    fail_after = True
+    with pytest.raises(error):
+        model(input_ids=IDS)
+    for again in (model, experts):
+        with pytest.raises(LostRankError, match="an earlier forward of this rank ended with an error"):
+            again(IDS)
 
 
 @pytest.mark.slow
