@@ -1,10 +1,10 @@
 """Claim: ranks that divide the experts reach what ``simulate --nodes`` foretells, in tokens per second, hits and bytes on the wire.
 
 One, two and four gloo ranks, each in a network namespace of its own, a quarter of the experts resident: on each rank of its own, so that one process
-has as many in all. Virtual links join the namespaces to a bridge, both ends of each held to ``--bandwidth``; ``--delay`` is added where the kernel
-has netem, and said to be missing where it has not. All ranks share this machine's cores and disk: what the simulation is told of disk, experts, the
-rest of the model and messages is measured by as many processes at once as there are ranks, in the same run. Everything is undone at the end, after
-Ctrl-C, too. Needs root.
+has as many in all. ``relay.py`` joins the namespaces by links of ``--network``. All ranks, and the relay, share this machine's cores and disk: what the
+simulation is told of disk, experts, the rest of the model and messages is measured by as many processes at once as there are ranks, in the same run.
+Beside it stands what it says of ``--network`` as it is, without what software adds to a message. Everything is undone at the end, after Ctrl-C, too.
+Needs root.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import datetime
 import gc
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 import synthetic
 from harness import Report, Row
+from relay import INTERFACE, address, check_machine, delayed_network
 
 SHAPE = synthetic.Shape(layers=6, hidden=1024, intermediate=512, experts=64, heads=16, head_dim=64, vocab=4096)
 WEIGHTS, RESIDENT = "int8", 0.25
 DISPATCHES, PREFETCH = ("all_reduce", "all_to_all"), ("off", "auto")
 SEED, FEW_TOKENS = 20260102, 48  # of the vocabulary, so that experts come back as in a text
-INTERFACE, PORT = "mesh0", 29500
-PATIENCE_SECONDS = 120  # for all ranks of one run
+PORT = 29500
+PATIENCE_SECONDS = 300  # for all ranks of one run
 
 
 def token_ids(warm_up: int, measured: int) -> list[Any]:
@@ -172,54 +171,13 @@ def small_sums(ranks: int) -> dict[str, float]:
 # What starts them.
 
 
-def tool(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(
-            f"`{' '.join(words)}` failed: {done.stderr.strip()}. This benchmark makes network namespaces and shapes links between them; a container "
-            "may not let it."
-        )
-
-
-@contextmanager
-def shaped_network(ranks: int, bandwidth: str, delay: str) -> Iterator[tuple[list[str], bool]]:
-    """Names of a namespace for each rank, rank r at 10.77.0.(r + 1), and whether messages are delayed."""
-    hub, names = f"mesh-{os.getpid()}-hub", [f"mesh-{os.getpid()}-{rank}" for rank in range(ranks)]
-    delayed = False
-    try:
-        tool("ip", "netns", "add", hub)
-        tool("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
-        tool("ip", "-n", hub, "link", "set", "bridge0", "up")
-        for rank, name in enumerate(names):
-            port = f"port{rank}"
-            tool("ip", "netns", "add", name)
-            link = ("link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", hub)
-            tool("ip", *link)
-            tool("ip", "-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
-            tool("ip", "-n", hub, "link", "set", port, "master", "bridge0", "up")
-            for where, device in ((name, "lo"), (name, INTERFACE)):
-                tool("ip", "-n", where, "link", "set", device, "up")
-            for where, device in ((name, INTERFACE), (hub, port)):
-                shape = ("root", "handle", "1:", "tbf", "rate", bandwidth, "burst", "1mb", "latency", "50ms")
-                tool("ip", "netns", "exec", where, "tc", "qdisc", "add", "dev", device, *shape)
-            netem = ("tc", "qdisc", "add", "dev", INTERFACE, "parent", "1:", "netem", "delay", delay)
-            done = subprocess.run(["ip", "netns", "exec", name, *netem], capture_output=True, check=False)
-            delayed = done.returncode == 0
-        yield names, delayed
-    finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave some of them behind
-        for name in (*names, hub):  # with its links
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-        signal.signal(signal.SIGINT, before)
-
-
 def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> list[dict[str, Any]]:
     """What each rank has found."""
     threads = max(1, harness.available_cpus() // len(names))
     request = [str(folder), str(out), str(threads), str(options.warm_up), str(options.tokens)]
     shared = os.environ | {
         "WORLD_SIZE": str(len(names)),
-        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_ADDR": address(0),
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": str(threads),
@@ -250,40 +208,41 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
     return [json.loads((out / f"{len(names)}-{rank}.json").read_text()) for rank in range(len(names))]
 
 
-def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], bandwidth: str) -> Any:
-    """By ``simulate --nodes``, of what the ranks have measured besides the run itself."""
+def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
+    """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured them, and as the network is ``given``."""
     from torch_mesh.foresight.nodes import Cluster, Network, simulate_nodes
     from torch_mesh.foresight.simulation import Hardware
 
-    network = Network(Network.parse(f"{bandwidth}/s,0s").bandwidth, mean(found, "message_seconds"))
     expert, memory = mean(found, "expert_bytes"), mean(found, "experts")
     ways = {"dispatch": run["dispatch"]} if len(found) > 1 else {}
 
-    def simulated(resident: float, disk: float, other_seconds: float) -> Any:
+    def simulated(resident: float, disk: float, other_seconds: float, network: Any) -> Any:
         hardware = Hardware(expert, disk, memory, other_seconds=other_seconds)
         ahead = run["prefetch"] != "off"
         # What several read ahead from one disk is not simulated: there each has its share of the disk to itself.
         cluster = Cluster(len(found), SHAPE.hidden, hardware, network, one_disk=not ahead, **ways)
         return simulate_nodes(trace, "auto", resident, cluster, prompts=slice(1, None), lookahead=ahead)
 
+    measured = Network(given.bandwidth, mean(found, "message_seconds"))
     # What takes time besides experts and messages, the work of transformers' dispatch included: as measured with all experts in memory.
-    alone = 1 / simulated(1.0, 1e15, 0.0).tokens_per_second
+    alone = 1 / simulated(1.0, 1e15, 0.0, measured).tokens_per_second
     rest = max(0.0, run["resident_seconds"] - alone)
     disk = mean(found, "disk") * (1 if run["prefetch"] != "off" else len(found))
-    return simulated(RESIDENT, disk, rest)
+    return simulated(RESIDENT, disk, rest, measured), simulated(RESIDENT, disk, rest, given)
 
 
 def mean(found: list[dict[str, Any]], name: str) -> float:
     return statistics.mean(rank[name] for rank in found)
 
 
-def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, options: Any) -> None:
+def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: Any, options: Any) -> None:
     """``report.details["alone"]`` has the tokens per second of one process, by prefetch."""
     ranks = len(found)
     alone = report.details.setdefault("alone", {})
     for runs in zip(*(rank["runs"] for rank in found), strict=True):
-        row = foretold(trace, found, runs[0], options.bandwidth)
-        report.details.setdefault("runs", []).append({"measured": runs, "foretold": row.to_dict()})
+        row, as_given = foretold(trace, found, runs[0], network)
+        both = {"foretold": row.to_dict(), "foretold of the network alone": as_given.to_dict()}
+        report.details.setdefault("runs", []).append({"measured": runs, **both})
         prefetch, dispatch = runs[0]["prefetch"], runs[0]["dispatch"]
         name = f"{ranks} ranks, {dispatch}" if ranks > 1 else "one process"
         name += ", no prefetch" if prefetch == "off" else ""
@@ -306,29 +265,31 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, options: A
             report.add(Row(f"{name}: sent", sent, "kB/token", what, payload + envelopes, 1.1, 0.9))
         else:
             report.add(Row(f"{name}: sent", sent, "kB/token", "foretold, without envelopes", payload))
+        report.add(Row(f"{name}: decode", speed, "tokens/s", options.network, as_given.tokens_per_second))
         report.add(Row(f"{name}: decode", speed, "tokens/s", "one process", alone[prefetch]))
         everything = 1 / max(run["resident_seconds"] for run in runs)
         report.add(Row(f"{name}, all in memory: decode", everything, "tokens/s"))
 
 
 def measure(options: Any) -> Report:
+    from torch_mesh.foresight.nodes import Network
     from torch_mesh.foresight.traces import load_trace
 
+    network = Network.parse(options.network)
     folder = synthetic.store(options.dir, SHAPE, WEIGHTS)
     report = Report("Ranks in network namespaces, beside what simulate --nodes foretells")
     with tempfile.TemporaryDirectory() as out:
         for ranks in (1, *options.ranks):
-            with shaped_network(ranks, options.bandwidth, options.delay) as (names, delayed):
-                found = run_ranks(folder, Path(out), names, options)
-            add_rows(report, found, load_trace(Path(out) / "trace.npz"), options)
+            with delayed_network(ranks, network.bandwidth, network.latency) as links:
+                begin = time.monotonic()
+                found = run_ranks(folder, Path(out), links.names, options)
+                relay_share = 100 * links.relay_seconds() / (time.monotonic() - begin)
+            add_rows(report, found, load_trace(Path(out) / "trace.npz"), network, options)
             said = f"{ranks} at once: disk {sum(rank['disk'] for rank in found) / 1e9:.2f} GB/s in all, experts {mean(found, 'experts') / 1e9:.1f} GB/s"
             if ranks > 1:
                 said += f", a message {1e6 * mean(found, 'message_seconds'):.0f} µs, a sum {mean(found, 'envelope_bytes'):.0f} bytes from each besides its payload"
+                said += f", the relay {relay_share:.1f} % of a core"
             report.notes.append(said)
-    if not delayed:
-        report.notes.append(
-            f"this kernel has no netem: links of {options.bandwidth} without a delay of {options.delay}. Messages take what software takes"
-        )
     return report
 
 
@@ -340,17 +301,13 @@ def main() -> int:
     parser = harness.parser(__doc__)
     harness.add_dir(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="besides one process")
-    parser.add_argument("--bandwidth", default="10gbit", help="of each link, as tc has it: in gbit or mbit")
-    parser.add_argument("--delay", default="200us", help="of each message, as tc has it")
+    parser.add_argument(
+        "--network", default="10Gbit/s,0.2ms", help="bandwidth and delay of each link, as simulate has them"
+    )
     parser.add_argument("--warm-up", type=int, default=32, help="tokens before those that are measured")
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
-    if os.geteuid() != 0:
-        raise SystemExit("ranks.py makes network namespaces and shapes links between them: run it as root")
-    if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
-        raise SystemExit(
-            f"{' and '.join(missing)} not found: ranks.py needs iproute2 (Debian: apt-get install iproute2)"
-        )
+    check_machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C, everything is undone
     return measure(options).finish(options.json)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,43 +206,101 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
                 f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. It needs 'ep_dispatch_experts', as the "
                 f"plans of transformers' own models have it: leave ep_plan out, or add {{{layer.kind!r}: 'ep_dispatch_experts'}}."
             )
-    failure = _Failure()
+    forwards = _Forwards(_this_rank())
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         if forward is not None and getattr(module, "_is_hooked", False):
-            vars(module)["forward"] = _Watched(forward, path, failure)
+            vars(module)["forward"] = _Watched(forward, path, forwards)
+    vars(model)["forward"] = _WatchedModel(model.forward, forwards)
 
 
-class _Failure:
-    """Whether a forward of this rank has ended early: its next collective would then meet another one of the other ranks."""
+class _Forwards:
+    """What is known of the forwards of a divided model, on this rank."""
 
-    happened = False
+    def __init__(self, rank: str) -> None:
+        self._rank = rank
+        self.begun = False  # the model's has come to something with collectives
+        # One has ended early: this rank's next collective would meet another one of the other ranks.
+        self.failed = False
+        self.count = 0  # those of the model that have ended well
+        self.compared = 0  # the last one of those whose inputs ranks have compared
+
+    def check(self) -> None:
+        if self.failed:
+            raise LostRankError(
+                f"{self._rank}: an earlier forward of this rank ended with an error, and the others wait within it. End all ranks, and start them "
+                "again."
+            )
 
 
 class _Watched:
     """A forward with collectives in it."""
 
-    def __init__(self, forward: Callable[..., Any], path: str, failure: _Failure) -> None:
+    def __init__(self, forward: Callable[..., Any], path: str, forwards: _Forwards) -> None:
         self._forward = forward
         self._path = path
-        self._failure = failure
+        self._forwards = forwards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._failure.happened:
-            raise LostRankError(
-                f"{_this_rank()}: an earlier forward of this rank ended with an error, and the others wait within it. End all ranks, and start them "
-                "again."
-            )
+        self._forwards.check()
+        self._forwards.begun = True
+        # By an exception of another type torch's checkpointing ends a forward that it repeats.
         try:
             return self._forward(*args, **kwargs)
         except (MeshError, KeyboardInterrupt):
-            self._failure.happened = True
+            self._forwards.failed = True
             raise
         except RuntimeError as error:
-            self._failure.happened = True
+            self._forwards.failed = True
             if lost := _lost_rank(self._path, error):
                 raise lost from error
             raise
+
+
+class _WatchedModel:
+    """The forward of the whole model: what fails between its collectives leaves the other ranks within the next one."""
+
+    def __init__(self, forward: Callable[..., Any], forwards: _Forwards) -> None:
+        self.__wrapped__ = forward  # what a signature is looked up of
+        self._forwards = forwards
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forwards = self._forwards
+        forwards.check()
+        if torch.compiler.is_compiling():  # a graph would be of one count alone
+            return self.__wrapped__(*args, **kwargs)
+        forwards.begun = False
+        try:
+            # In forwards 1, 2, 4, 8 ..., which costs nothing: texts that ranks draw at random go apart at once.
+            this = forwards.count + 1
+            if this.bit_count() == 1 and forwards.compared < this:
+                forwards.begun = True
+                everyone = gathered(_summary(args[0] if args else kwargs.get("input_ids")), "the comparison of inputs")
+                forwards.begun = False
+                _check_same_inputs(everyone)
+                forwards.compared = this
+            output = self.__wrapped__(*args, **kwargs)
+        except BaseException:
+            forwards.failed |= forwards.begun
+            raise
+        forwards.count += 1
+        return output
+
+
+def _summary(ids: Any) -> tuple[list[int], int] | None:
+    """By which ranks compare their tokens."""
+    return (list(ids.shape), zlib.crc32(ids.detach().cpu().numpy().tobytes())) if torch.is_tensor(ids) else None
+
+
+def _check_same_inputs(everyone: Sequence[tuple[list[int], int] | None]) -> None:
+    """Raises MeshError, on all ranks alike, for different ones: sums over ranks would be of different tokens, and nothing else show it."""
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            shapes = [each and each[0] for each in (everyone[0], other)]
+            raise MeshError(
+                f"Ranks 0 and {rank} were given different input_ids ({shapes[0]} and {shapes[1]}). Ranks compute one batch together: give each of them "
+                "the same, and where generate draws tokens, call torch.manual_seed with the same seed on each before it."
+            )
 
 
 def _this_rank() -> str:

@@ -113,17 +113,42 @@ def errors(model: Any) -> dict[str, str]:
     return found
 
 
-def batches(model: Any) -> str:
-    """What is said of ranks that are given different ones. The model's embedding is whole on each: one that is divided mixes them."""
+def batches(model: Any) -> list[str]:
+    """What is said of ranks that are given different ones, at first and later; they can go on."""
+    rank, said = torch.distributed.get_rank(), []
+    for _ in range(2):
+        try:
+            model(input_ids=IDS + rank)
+        except torch_mesh.MeshError as error:
+            said.append(str(error))
+        model(input_ids=IDS)
+    return said
+
+
+def embeddings(model: Any) -> str:
+    """The same of a batch without tokens, when adapters train. The model's embedding is whole on each: one that is divided mixes them."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(**ADAPTERS))
     try:
-        adapted(input_ids=IDS + torch.distributed.get_rank())
+        adapted(inputs_embeds=model.get_input_embeddings()(IDS + torch.distributed.get_rank()))
     except torch_mesh.MeshError as error:
         return str(error)
     return ""
+
+
+def drawn(model: Any) -> tuple[str, torch.Tensor]:
+    """What is said of tokens that ranks draw with different seeds, and those that they draw with one."""
+    said = ""
+    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
+    torch.manual_seed(torch.distributed.get_rank())
+    try:
+        model.generate(IDS, **how)
+    except torch_mesh.MeshError as error:
+        said = str(error)
+    torch.manual_seed(0)
+    return said, model.generate(IDS, **how)
 
 
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(2))

@@ -155,6 +155,7 @@ struct Lender::Impl {
                                           error.what() + "; raise the limit of processes");
     }
     pool.on_progress([this] { wake(); });
+    wake();  // a record may have landed before that, for a worker that was quick
   }
 
   void listen_at(const Address& address) {
