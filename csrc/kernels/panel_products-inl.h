@@ -77,8 +77,9 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
     }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
+      const auto scales = step.scales_of(column);
       for (int r = 0; r < kRows; ++r) {
-        step.end(sums + (first + r) * kBlockColumns + column, tile[r][v], column);
+        step.end(sums + (first + r) * kBlockColumns + column, tile[r][v], scales);
       }
     }
   }

@@ -235,7 +235,7 @@ inline void trellis_row(const BlockProducts& products) {
         }
         words += Code::kUnitWords * kTrellisLine;
       }
-      add_scaled<Bf16Scales>(products.sums + c, sum, rows.scale[0], scales + c * 2);
+      add_scaled(products.sums + c, sum, rows.scale[0], Bf16Scales::load(scales + c * 2));
     }
   }
 }
