@@ -31,9 +31,6 @@ inline uint32_t word_at(const std::byte* from) {
   return word;
 }
 
-// Integer activations are stored as u8, value + 128; as s8 they are the value itself.
-inline uint32_t signed_bytes(uint32_t word) { return word ^ 0x80808080u; }
-
 inline Words low_nibbles(Words words) { return words & broadcast_word(0x0f0f0f0f); }
 
 // What nibbles stand for: unsigned bytes, and which of their values is a weight of zero.

@@ -10,7 +10,7 @@ namespace {
 // The runtime's gemm. tile_products-inl.h has another multiplication, which says the same of
 // itself.
 struct RuntimeGemm {
-  static constexpr bool kSignedRows = false;   // of bytes
+  static constexpr bool kSignedRows = false;   // of bytes: they become value + 128
   static constexpr bool kWholeTiles = false;   // writes sums of rows that there are not
   static constexpr int32_t kGroupsAhead = 0;   // how far to ask for weights while sums are scaled
   static constexpr int32_t kBf16Depth = 2048;  // of one gemm: its rows are gathered on the stack
@@ -22,8 +22,15 @@ struct RuntimeGemm {
   // `bytes` of each row from `at` on, as a: one row after the other.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
+    constexpr uint64_t kFlip = kBytes ? 0x8080808080808080 : 0;
     for (int32_t r = 0; r < products.rows.count; ++r) {
-      __builtin_memcpy(a + r * bytes, operand_row(products, r) + at, static_cast<size_t>(bytes));
+      const std::byte* from = operand_row(products, r) + at;
+      for (int32_t i = 0; i < bytes; i += 8) {
+        uint64_t values;
+        __builtin_memcpy(&values, from + i, 8);
+        values ^= kFlip;
+        __builtin_memcpy(a + r * bytes + i, &values, 8);
+      }
     }
   }
   void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
@@ -107,7 +114,7 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
 // 128 times the sum of each column of a group, which gemm's u8 rows add.
 template <typename Dot, typename Group>
 inline void gemm_surplus(const Group& group, uint32_t* surplus) {
-  alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
+  alignas(8) static constexpr uint8_t kOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Words sum = broadcast_word(0);

@@ -21,7 +21,7 @@ inline constexpr int32_t kMaxGroup = 128;
 
 // Activations in the operand form of the products, one row after the other:
 //   floats:   depth_padded values of bf16
-//   integers: depth_padded bytes (value + 128), the float scale of each group, the int32 sum of
+//   integers: depth_padded signed bytes, the float scale of each group, the int32 sum of
 //   each group
 struct OperandShape {
   Format format;
