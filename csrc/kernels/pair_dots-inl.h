@@ -65,7 +65,9 @@ struct PairNibbleDot {
 };
 
 template <typename Levels>
-using PairLevelDot = OfBytes<PairNibbleDot<Levels>>;
+struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
+  static constexpr int kChains = 1;
+};
 template <typename Nibbles>
 using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 

@@ -52,7 +52,9 @@ struct ScalarNibbleDot {
 };
 
 template <typename Levels>
-using ScalarLevelDot = OfBytes<ScalarNibbleDot<Levels>>;
+struct ScalarLevelDot : OfBytes<ScalarNibbleDot<Levels>> {
+  static constexpr int kChains = 1;
+};
 
 }  // namespace
 

@@ -52,16 +52,9 @@ struct VnniNibbleDot {
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
-// Two words' own sums are added to the others' at the end: those of one row would wait for each
-// other.
 template <typename Levels>
 struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
-  using typename VnniNibbleDot<Levels>::Row;
-  using typename VnniNibbleDot<Levels>::Weights;
-
-  static Words add(Words sum, const Row& row, const Weights& weights) {
-    return add_words(sum, VnniNibbleDot<Levels>::add(broadcast_word(0), row, weights));
-  }
+  static constexpr int kChains = 2;  // of sums of one row, which would wait for each other
 };
 
 template <typename Nibbles>
