@@ -18,6 +18,7 @@ namespace torch_mesh {
 // weights, so that the block is streamed from memory once for all of them.
 inline constexpr int32_t kTileRows = 48;
 inline constexpr int32_t kMaxGroup = 128;
+inline constexpr int32_t kNoRows = INT32_MAX;  // as a number from which on something is done: never
 
 // Activations in the operand form of the products, one row after the other:
 //   floats:   depth_padded values of bf16
