@@ -27,8 +27,8 @@ constexpr ManyRows kManyRowsOfAmd{.gemm_floats = 16,
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
-    make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, VnniLevelDot,
-               Prefetching<ExpandedFp8Dot>>("avx512_bf16", kManyRowsOfAmd);
+    make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, VnniLevelDot, Fp8Dot<E4m3AsFloats>>(
+        "avx512_bf16", kManyRowsOfAmd);
 
 constinit const KernelTable kIntelBf16Table =
     make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,

@@ -9,7 +9,7 @@
 //   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
 //   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) unfolds together, where
-//                   that is cheaper than one; the simd header's put_in_order takes them apart
+//                   that is cheaper than one; Unfolding::put_in_order takes them apart
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 //   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
@@ -308,7 +308,9 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
     add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
     if constexpr (vectors_unfolded<Dot>() == 2) {
       for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; v += 2) put_in_order(tile[r][v], tile[r][v + 1]);
+        for (int v = 0; v < kVectors; v += 2) {
+          Dot::Unfolding::put_in_order(tile[r][v], tile[r][v + 1]);
+        }
       }
     }
     for (int v = 0; v < kVectors; ++v) {
@@ -346,12 +348,12 @@ template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
-  const uint32_t before = count_subnormals();
+  const uint32_t before = Dot::Unfolding::count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit));
   }
-  restore_subnormals(before);
+  Dot::Unfolding::restore_subnormals(before);
 }
 
 }  // namespace
