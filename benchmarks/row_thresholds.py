@@ -18,7 +18,17 @@ from harness import Report, Row
 
 from torch_mesh import _C, _testing
 
-FORMATS = {"bf16": 0, "int8": 64, "int4": 64, "lut4": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 128}
+FORMATS = {
+    "bf16": 0,
+    "int8": 64,
+    "int4": 64,
+    "lut4": 64,
+    "mxfp4": 32,
+    "nvfp4": 16,
+    "fp8": 128,
+    "tcq2": 128,
+    "tcq3": 128,
+}
 HIDDEN = 2048
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 SLACK = 1.15

@@ -31,9 +31,6 @@ inline uint32_t word_at(const std::byte* from) {
   return word;
 }
 
-// Integer activations are stored as u8, value + 128; as s8 they are the value itself.
-inline uint32_t signed_bytes(uint32_t word) { return word ^ 0x80808080u; }
-
 inline Words low_nibbles(Words words) { return words & broadcast_word(0x0f0f0f0f); }
 
 // What nibbles stand for: unsigned bytes, and which of their values is a weight of zero.
@@ -111,23 +108,28 @@ struct ExpandedBf16Dot {
   }
 };
 
-// Its weights are in units of kE4m3Unit and its sums in those of kUnit.
-struct ExpandedFp8Dot : ExpandedBf16Dot {
-  static constexpr float kUnit = kE4m3Unit / kE4m3Lift;
+// Its weights are in units of E4m3::kUnit and its sums in those of kUnit. E4m3 is one of the simd
+// header's ways of unfolding them.
+template <typename E4m3>
+struct Fp8Dot : ExpandedBf16Dot {
+  using Unfolding = E4m3;
+  static constexpr float kUnit = E4m3::kUnit / E4m3::kLift;
   static constexpr int32_t kColumnBytes = 2;
   static constexpr int kVectorsAtOnce = 2;
 
   static void weights(const std::byte* pairs, Weights (&both)[2]) {
     Floats low[2], high[2];
-    load_e4m3_pairs(pairs, low, high);
+    E4m3::load_pairs(pairs, low, high);
     for (int i = 0; i < 2; ++i) both[i] = {low[i], high[i]};
   }
   static Row row(const std::byte* word) {
     const Row values = ExpandedBf16Dot::row(word);
-    const Floats lift = broadcast(kE4m3Lift);
+    const Floats lift = broadcast(E4m3::kLift);
     return {values.low * lift, values.high * lift};
   }
 };
+
+using ExpandedFp8Dot = Fp8Dot<E4m3>;
 
 }  // namespace
 }  // namespace torch_mesh

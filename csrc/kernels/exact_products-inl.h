@@ -112,9 +112,9 @@ inline void unfold_bf16(const SquareOfBlock& from, float* square) {
 inline void unfold_fp8(const SquareOfBlock& from, float* square) {
   const std::byte* pairs =
       from.block + block_header_bytes(Format::kFp8, from.group_size, from.depth_padded);
-  const uint32_t before = count_subnormals();
-  unfold<ExpandedFp8Dot>(pairs + int64_t{from.depth} * kBlockColumns, kE4m3Unit, kSquare, square);
-  restore_subnormals(before);
+  const uint32_t before = E4m3::count_subnormals();
+  unfold<ExpandedFp8Dot>(pairs + int64_t{from.depth} * kBlockColumns, E4m3::kUnit, kSquare, square);
+  E4m3::restore_subnormals(before);
   const int32_t deep = fp8_step_depth(from.group_size);
   for (int32_t first = 0; first < kSquare; first += deep) {
     const Fp8Step step(from.block, from.group_size, from.depth + first, 1);

@@ -10,7 +10,7 @@ namespace {
 // The runtime's gemm. tile_products-inl.h has another multiplication, which says the same of
 // itself.
 struct RuntimeGemm {
-  static constexpr bool kSignedRows = false;   // of bytes
+  static constexpr bool kSignedRows = false;   // of bytes: they become value + 128
   static constexpr bool kWholeTiles = false;   // writes sums of rows that there are not
   static constexpr int32_t kGroupsAhead = 0;   // how far to ask for weights while sums are scaled
   static constexpr int32_t kBf16Depth = 2048;  // of one gemm: its rows are gathered on the stack
@@ -22,8 +22,15 @@ struct RuntimeGemm {
   // `bytes` of each row from `at` on, as a: one row after the other.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
+    constexpr uint64_t kFlip = kBytes ? 0x8080808080808080 : 0;
     for (int32_t r = 0; r < products.rows.count; ++r) {
-      __builtin_memcpy(a + r * bytes, operand_row(products, r) + at, static_cast<size_t>(bytes));
+      const std::byte* from = operand_row(products, r) + at;
+      for (int32_t i = 0; i < bytes; i += 8) {
+        uint64_t values;
+        __builtin_memcpy(&values, from + i, 8);
+        values ^= kFlip;
+        __builtin_memcpy(a + r * bytes + i, &values, 8);
+      }
     }
   }
   void bf16(int32_t rows, int32_t depth, const std::byte* a, const std::byte* b, float* c) const {
@@ -59,23 +66,48 @@ inline void gemm_bf16(const BlockProducts& products, const Gemm& gemm) {
   }
 }
 
-// Words of bf16, which holds every number of E4M3.
-inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, std::byte* to) {
-  const Floats unit = broadcast(kE4m3Unit);
-  const uint32_t before = count_subnormals();
-  for (int32_t i = 0; i < words * kBlockColumns; i += 2 * kLanes) {
-    ExpandedFp8Dot::Weights both[2];
-    if (i * 2 % kLineBytes == 0) __builtin_prefetch(pairs + i * 2 + 4096);
-    ExpandedFp8Dot::weights(pairs + i * 2, both);
-    put_in_order(both[0].low, both[1].low);
-    put_in_order(both[0].high, both[1].high);
+// Two vectors of words of bf16, which holds every number of E4M3.
+template <typename Unfolding>
+inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
+  if constexpr (requires { Unfolding::to_bf16(pairs); }) {
+    for (int v = 0; v < 2; ++v) words[v] = Unfolding::to_bf16(pairs + v * kLanes * 2);
+  } else {
+    const Floats unit = broadcast(Unfolding::kUnit);
+    ExpandedBf16Dot::Weights both[2];
+    Fp8Dot<Unfolding>::weights(pairs, both);
+    Unfolding::put_in_order(both[0].low, both[1].low);
+    Unfolding::put_in_order(both[0].high, both[1].high);
     for (int v = 0; v < 2; ++v) {
-      const Words low = shift_right<16>(as_words(both[v].low * unit));
-      const Words high = as_words(both[v].high * unit) & broadcast_word(0xffff0000);
-      store_words(to + (i + v * kLanes) * 4, low | high);
+      words[v] = shift_right<16>(as_words(both[v].low * unit)) | as_words(both[v].high * unit);
     }
   }
-  restore_subnormals(before);
+}
+
+// To words of bf16. Step scales them too: by powers of two, which is exact, but for what would be
+// subnormal.
+template <bool kScaled>
+inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step& step,
+                               std::byte* to) {
+  const uint32_t before = E4m3::count_subnormals();
+  for (int32_t c = 0; c < kBlockColumns; c += 2 * kLanes) {
+    Floats scales[2] = {broadcast(1), broadcast(1)};
+    for (int v = 0; kScaled && v < 2; ++v) scales[v] = step.scales_of(c + v * kLanes);
+    for (int32_t i = c; i < words * kBlockColumns; i += kBlockColumns) {
+      if (i * 2 % kLineBytes == 0) __builtin_prefetch(pairs + i * 2 + 4096);
+      Words both[2];
+      e4m3_to_bf16<E4m3>(pairs + i * 2, both);
+      for (int v = 0; v < 2; ++v) {
+        if constexpr (kScaled) {
+          const auto values = ExpandedBf16Dot::unfold(both[v]);
+          const Words high = as_words(values.high * scales[v]);
+          both[v] = shift_right<16>(as_words(values.low * scales[v])) |
+                    (high & broadcast_word(0xffff0000));
+        }
+        store_words(to + (i + v * kLanes) * 4, both[v]);
+      }
+    }
+  }
+  E4m3::restore_subnormals(before);
 }
 
 template <typename Gemm>
@@ -87,15 +119,25 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
   const OperandShape& shape = products.shape;
   const std::byte* pairs = fp8_pairs(products);
   const int32_t rows = products.rows.count;
-  const int32_t most = shape.group_size == 0 ? kMostDepth : shape.group_size;
-  for (int32_t k = 0; k < shape.depth_padded; k += most) {
-    const int32_t depth = shape.depth_padded - k < most ? shape.depth_padded - k : most;
-    unfold_fp8_to_bf16(pairs + int64_t{k} * kBlockColumns, depth / 2, unfolded);
+  const bool powers = shape.group_size == 32;  // of two: scales
+  for (int32_t k = 0; k < shape.depth_padded; k += kMostDepth) {
+    const int32_t left = shape.depth_padded - k;
+    const int32_t depth = left < kMostDepth ? left : kMostDepth;
+    const Fp8Step step(products.block, shape.group_size, k, 1);
+    const std::byte* from = pairs + int64_t{k} * kBlockColumns;
+    if (powers) {
+      for (int32_t i = 0; i < depth; i += 32) {
+        const Fp8Step own(products.block, shape.group_size, k + i, 1);
+        unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, own,
+                                 unfolded + i * kBlockColumns * 2);
+      }
+    } else {
+      unfold_fp8_to_bf16<false>(from, depth / 2, step, unfolded);
+    }
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
     gemm.bf16(rows, depth, gathered, unfolded, part);
-    const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const Floats scale = step.scales_of(c);
+      const Floats scale = powers ? broadcast(1) : step.scales_of(c);
       for (int32_t r = 0; r < rows; ++r) {
         float* sums = products.sums + r * kBlockColumns + c;
         store(sums, multiply_add(load(part + r * kBlockColumns + c), scale, load(sums)));
@@ -107,7 +149,7 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
 // 128 times the sum of each column of a group, which gemm's u8 rows add.
 template <typename Dot, typename Group>
 inline void gemm_surplus(const Group& group, uint32_t* surplus) {
-  alignas(8) static constexpr uint8_t kOnes[8] = {129, 129, 129, 129, 129, 129, 129, 129};
+  alignas(8) static constexpr uint8_t kOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   const auto ones = Dot::row(reinterpret_cast<const std::byte*>(kOnes));
   for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
     Words sum = broadcast_word(0);

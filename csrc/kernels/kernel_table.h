@@ -18,10 +18,11 @@ namespace torch_mesh {
 // weights, so that the block is streamed from memory once for all of them.
 inline constexpr int32_t kTileRows = 48;
 inline constexpr int32_t kMaxGroup = 128;
+inline constexpr int32_t kNoRows = INT32_MAX;  // as a number from which on something is done: never
 
 // Activations in the operand form of the products, one row after the other:
 //   floats:   depth_padded values of bf16
-//   integers: depth_padded bytes (value + 128), the float scale of each group, the int32 sum of
+//   integers: depth_padded signed bytes, the float scale of each group, the int32 sum of
 //   each group
 struct OperandShape {
   Format format;

@@ -47,7 +47,7 @@ inline void quantise_group(const float* values, int32_t count, uint8_t* bytes, f
   *scale = bits >= kInfinity ? __builtin_nanf("") : usable ? amax / 127.0f : 0.0f;
   *sum = 0;
   if (!usable) {
-    __builtin_memset(bytes, 128, static_cast<size_t>(count));
+    __builtin_memset(bytes, 0, static_cast<size_t>(count));
     return;
   }
   // amax * (127 / amax) may exceed 127 by a rounding, which the rounding to an integer undoes.
@@ -56,7 +56,7 @@ inline void quantise_group(const float* values, int32_t count, uint8_t* bytes, f
   for (int32_t i = 0; i < count; i += kLanes) {
     const Words value = to_integers(load(values + i) * inverse);
     total = add_words(total, value);
-    store_bytes(bytes + i, add_words(value, broadcast_word(128)));
+    store_bytes(bytes + i, value & broadcast_word(0xff));
   }
   *sum = sum_of_lanes(total);
 }

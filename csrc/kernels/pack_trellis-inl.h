@@ -405,12 +405,11 @@ class TrellisColumns {
     const int32_t first = k / Code::kUnitDepth;
     TrellisReader<Code> read(TrellisPlace<Code>(block, first), block.to_column(column));
     for (int32_t u = first; u < first + group_ / Code::kUnitDepth; ++u) {
-      Words unit[Code::kUnitDepth / 4];
-      read(block.words(u) + block.to_column(column), unit);
-      for (const Words& word : unit) {
-        store_words(levels, word);
-        levels += kLanes * 4;
-      }
+      read(block.words(u) + block.to_column(column), [levels](auto pair, Words low, Words high) {
+        store_words(levels + pair.value * 2 * kLanes * 4, low);
+        store_words(levels + (pair.value * 2 + 1) * kLanes * 4, high);
+      });
+      levels += Code::kUnitDepth / 4 * kLanes * 4;
     }
   }
 

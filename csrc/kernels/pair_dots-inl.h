@@ -28,7 +28,7 @@ struct PairInt8Dot {
     const Words bytes = load_words(words);
     return {magnitudes_of_bytes(bytes), signs_of_bytes(bytes)};
   }
-  static Row row(const std::byte* word) { return {broadcast_word(signed_bytes(word_at(word)))}; }
+  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_pairs(
         sum, multiply_byte_pairs(weights.magnitudes, negate_bytes(row.bytes, weights.signs)));
@@ -54,8 +54,7 @@ struct PairNibbleDot {
             Nibbles::operands(low_nibbles(shift_right<4>(word)))};
   }
   static Row row(const std::byte* words) {
-    return {broadcast_word(signed_bytes(word_at(words))),
-            broadcast_word(signed_bytes(word_at(words + 4)))};
+    return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
   }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_pairs(sum, add_int16(multiply_byte_pairs(weights.low, row.low),
@@ -66,7 +65,9 @@ struct PairNibbleDot {
 };
 
 template <typename Levels>
-using PairLevelDot = OfBytes<PairNibbleDot<Levels>>;
+struct PairLevelDot : OfBytes<PairNibbleDot<Levels>> {
+  static constexpr int kChains = 1;
+};
 template <typename Nibbles>
 using PrefetchingPairNibbles = Prefetching<PairNibbleDot<Nibbles>>;
 

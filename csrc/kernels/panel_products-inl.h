@@ -29,8 +29,8 @@ inline void unfold(const std::byte* words, float weight_unit, int32_t depth, flo
       typename Dot::Weights weights[kAtOnce];
       unfold_weights<Dot>(words + (k / 2 * kBlockColumns + c) * column_bytes<Dot>(), weights);
       if constexpr (kAtOnce == 2) {
-        put_in_order(weights[0].low, weights[1].low);
-        put_in_order(weights[0].high, weights[1].high);
+        Dot::Unfolding::put_in_order(weights[0].low, weights[1].low);
+        Dot::Unfolding::put_in_order(weights[0].high, weights[1].high);
       }
       for (int v = 0; v < kAtOnce; ++v) {
         store(to + c + v * kLanes, weights[v].low * unit);
@@ -77,8 +77,9 @@ inline void panel_tile(const Panel& panel, const Step& step, int32_t first, floa
     }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
+      const auto scales = step.scales_of(column);
       for (int r = 0; r < kRows; ++r) {
-        step.end(sums + (first + r) * kBlockColumns + column, tile[r][v], column);
+        step.end(sums + (first + r) * kBlockColumns + column, tile[r][v], scales);
       }
     }
   }
@@ -111,14 +112,14 @@ inline void bf16_panels(const BlockProducts& products) {
 
 inline void fp8_panels(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
-  const uint32_t before = count_subnormals();
+  const uint32_t before = E4m3::count_subnormals();
   Panel panel;
   panel.depth = fp8_step_depth(products.shape.group_size);
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += panel.depth) {
-    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, kE4m3Unit,
+    panel_step<ExpandedFp8Dot>(products, depth, pairs + int64_t{depth} * kBlockColumns, E4m3::kUnit,
                                Fp8Step(products.block, products.shape.group_size, depth, 1), panel);
   }
-  restore_subnormals(before);
+  E4m3::restore_subnormals(before);
 }
 
 }  // namespace

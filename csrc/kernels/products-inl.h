@@ -9,7 +9,7 @@
 //   kColumnBytes  of a column's word, where it has not 32 bits
 //   add(sum, row, weights)
 //   kVectorsAtOnce  vectors of columns that weights(words, Weights (&)[]) unfolds together, where
-//                   that is cheaper than one; the simd header's put_in_order takes them apart
+//                   that is cheaper than one; Unfolding::put_in_order takes them apart
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 //   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
@@ -198,10 +198,8 @@ struct UnfoldedGroup : IntegerGroup<Dot, Scales> {
   UnfoldedGroup& operator=(const UnfoldedGroup&) = delete;
 };
 
-template <typename Scales>
-inline void add_scaled(float* sums, Words exact, float row_scale, const std::byte* scales) {
-  const Floats scale = broadcast(row_scale) * Scales::load(scales);
-  store(sums, multiply_add(words_to_floats(exact), scale, load(sums)));
+inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) {
+  store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
 }
 
 template <int kRows, typename Dot, typename Scales, typename Group>
@@ -216,9 +214,10 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
     add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
+      const Floats scale = Scales::load(group.scales_of(column));
       for (int r = 0; r < kRows; ++r) {
-        add_scaled<Scales>(sums + (first + r) * kBlockColumns + column, exact[r][v],
-                           rows.scale[first + r], group.scales_of(column));
+        add_scaled(sums + (first + r) * kBlockColumns + column, exact[r][v], rows.scale[first + r],
+                   scale);
       }
     }
   }
@@ -253,8 +252,10 @@ constexpr int32_t kStepDepth = 2 * kStepWords;
 
 // bf16 has no groups: a step goes on with the sums that are there.
 struct Unscaled {
+  struct Scales {};
   static Floats begin(const float* sums) { return load(sums); }
-  static void end(float* sums, Floats tile, int32_t) { store(sums, tile); }
+  static Scales scales_of(int32_t) { return {}; }
+  static void end(float* sums, Floats tile, Scales) { store(sums, tile); }
 };
 
 // A step of fp8 with its scales, whose sums are in units of `unit`.
@@ -269,7 +270,8 @@ struct Fp8Step {
     scales = block + group * (group_size == 32 ? kBlockColumns : 4);
   }
 
-  Floats scales_of(int32_t column) const {
+  using Scales = Floats;
+  Scales scales_of(int32_t column) const {
     if (group_size == 0) return load(reinterpret_cast<const float*>(scales) + column);
     if (group_size == 32) return as_floats(shift_left<23>(load_bytes(scales + column)));
     float scale;
@@ -278,8 +280,8 @@ struct Fp8Step {
   }
 
   static Floats begin(const float*) { return broadcast(0.0f); }
-  void end(float* sums, Floats tile, int32_t column) const {
-    store(sums, multiply_add(tile * broadcast(unit), scales_of(column), load(sums)));
+  void end(float* sums, Floats tile, Scales scale) const {
+    store(sums, multiply_add(tile * broadcast(unit), scale, load(sums)));
   }
 };
 
@@ -306,13 +308,16 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
     add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
     if constexpr (vectors_unfolded<Dot>() == 2) {
       for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; v += 2) put_in_order(tile[r][v], tile[r][v + 1]);
+        for (int v = 0; v < kVectors; v += 2) {
+          Dot::Unfolding::put_in_order(tile[r][v], tile[r][v + 1]);
+        }
       }
     }
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
+      const auto scales = step.scales_of(column);
       for (int r = 0; r < kRows; ++r) {
-        step.end(sums + r * kBlockColumns + column, tile[r][v], column);
+        step.end(sums + r * kBlockColumns + column, tile[r][v], scales);
       }
     }
   }
@@ -343,12 +348,12 @@ template <typename Dot>
 inline void fp8_products(const BlockProducts& products) {
   const std::byte* pairs = fp8_pairs(products);
   const int32_t deep = fp8_step_depth(products.shape.group_size);
-  const uint32_t before = count_subnormals();
+  const uint32_t before = Dot::Unfolding::count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
                     Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit));
   }
-  restore_subnormals(before);
+  Dot::Unfolding::restore_subnormals(before);
 }
 
 }  // namespace

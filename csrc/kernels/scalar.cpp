@@ -14,7 +14,7 @@ struct ScalarInt8Dot {
   static constexpr int kRowWords = 1;
 
   static Words weights(const std::byte* words) { return load_words(words); }
-  static Words row(const std::byte* word) { return signed_bytes(word_at(word)); }
+  static Words row(const std::byte* word) { return word_at(word); }
   static Words add(Words sum, Words row, Words weights) {
     for (int shift = 0; shift < 32; shift += 8) {
       const int32_t product =
@@ -40,9 +40,7 @@ struct ScalarNibbleDot {
     const Words word = load_words(words);
     return {Nibbles::operands(low_nibbles(word)), Nibbles::operands(low_nibbles(word >> 4))};
   }
-  static Row row(const std::byte* words) {
-    return {signed_bytes(word_at(words)), signed_bytes(word_at(words + 4))};
-  }
+  static Row row(const std::byte* words) { return {word_at(words), word_at(words + 4)}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return ScalarInt8Dot::add(ScalarInt8Dot::add(sum, row.low, weights.low), row.high,
                               weights.high);
@@ -54,7 +52,9 @@ struct ScalarNibbleDot {
 };
 
 template <typename Levels>
-using ScalarLevelDot = OfBytes<ScalarNibbleDot<Levels>>;
+struct ScalarLevelDot : OfBytes<ScalarNibbleDot<Levels>> {
+  static constexpr int kChains = 1;
+};
 
 }  // namespace
 

@@ -30,6 +30,8 @@ constexpr int32_t kLanes = 16;
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
 // for their unfolded activations; the rest holds weights. Eight rows would not fit.
 constexpr TileShape kTile = {.rows = 4, .vectors = 4, .single_row_vectors = 4};
+// From this many rows on unfolding nibbles once for all of them is faster than for each tile.
+constexpr int32_t kUnfoldedRows = 24;
 // Of a panel: 24 sums, 4 vectors of weights, one activation.
 constexpr TileShape kPanelTile = {.rows = 6, .vectors = 4, .single_row_vectors = 4};
 
@@ -75,29 +77,85 @@ inline Floats load_half(const void* from) { return _mm512_cvtph_ps(load_sixteen_
 inline Words load_bytes(const void* from) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-// As halves; see kE4m3HalfUnit.
-constexpr float kE4m3Unit = 256;
-constexpr float kE4m3Lift = 1;
-// Halves that are subnormal are none as floats.
-inline uint32_t count_subnormals() { return 0; }
-inline void restore_subnormals(uint32_t) {}
 inline Floats load_half_of_e4m3(const void* from) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
 }
-inline void upper_e4m3(__m512i pairs, Floats (&floats)[2]) {
-  const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(pairs, 1), _mm512_set1_epi16(-0x4080));
-  floats[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-  floats[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-}
-// Two vectors of columns, so that only their conversion is done in halves.
-inline void load_e4m3_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-  const __m512i pairs = load_words(from);
-  upper_e4m3(_mm512_slli_epi16(pairs, 8), low);
-  upper_e4m3(pairs, high);
-}
 
-inline void put_in_order(Floats&, Floats&) {}
+// As halves; see kE4m3HalfUnit.
+struct E4m3 {
+  static constexpr float kUnit = 256;
+  static constexpr float kLift = 1;
+
+  // Halves that are subnormal are none as floats.
+  static uint32_t count_subnormals() { return 0; }
+  static void restore_subnormals(uint32_t) {}
+
+  static void upper(__m512i pairs, Floats (&floats)[2]) {
+    const __m512i halves =
+        _mm512_and_si512(_mm512_srai_epi16(pairs, 1), _mm512_set1_epi16(-0x4080));
+    floats[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    floats[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+  }
+  // Two vectors of columns, so that only their conversion is done in halves.
+  static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
+    const __m512i pairs = load_words(from);
+    upper(_mm512_slli_epi16(pairs, 8), low);
+    upper(pairs, high);
+  }
+  static void put_in_order(Floats&, Floats&) {}
+
+  // A vector of words of bf16. Below the sign the bits are those of a bf16, but for the bias; the
+  // few numbers without an exponent are looked up.
+  static Words to_bf16(const void* pairs) {
+    alignas(64) static constexpr uint16_t kWithoutExponent[32] = {0,      0x3b00, 0x3b80, 0x3bc0,
+                                                                  0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const Words bytes = _mm512_cvtepu8_epi16(load_sixteen_halves(pairs));
+    const Words moved = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 4);
+    const Words sign = _mm512_and_si512(moved, _mm512_set1_epi16(-0x8000));
+    const Words number = _mm512_add_epi16(_mm512_and_si512(moved, _mm512_set1_epi16(0x7f0)),
+                                          _mm512_set1_epi16(0x3c00));
+    const __mmask32 without = _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(0x78));
+    return _mm512_or_si512(
+        sign, _mm512_mask_permutexvar_epi16(number, without, bytes, load_words(kWithoutExponent)));
+  }
+};
+
+// As with AVX2, for cores of AMD: their conversion of halves takes twice the time of all else, and
+// subnormals cost them nothing. On Intel's a product with a subnormal does.
+struct E4m3AsFloats {
+  static constexpr float kUnit = 0x1p120f;
+  static constexpr float kLift = 0x1p64f;
+
+  static uint32_t count_subnormals() {
+    constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
+    const uint32_t before = _mm_getcsr();
+    if ((before & kIgnored) != 0) _mm_setcsr(before & ~kIgnored);
+    return before;
+  }
+  static void restore_subnormals(uint32_t before) {
+    if (_mm_getcsr() != before) _mm_setcsr(before);
+  }
+
+  static Words upper(Words pairs) {
+    return _mm512_srai_epi16(pairs, 4) & broadcast_word(0x87f087f0);
+  }
+  static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
+    const Words first = upper(load_words(static_cast<const char*>(from) - 1));
+    const Words second = upper(load_words(from));
+    low[0] = as_floats(shift_left<16>(first));
+    high[0] = as_floats(shift_left<16>(second));
+    low[1] = as_floats(first & broadcast_word(0xffff0000));
+    high[1] = as_floats(second & broadcast_word(0xffff0000));
+  }
+  static void put_in_order(Floats& first, Floats& second) {
+    const Words low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const Words high = add_words(low, broadcast_word(8));
+    const Floats in_order = _mm512_permutex2var_ps(first, low, second);
+    second = _mm512_permutex2var_ps(first, high, second);
+    first = in_order;
+  }
+};
 
 // Lane j of vector i changes places with lane i of vector j.
 inline void transpose_lanes(Floats (&vectors)[16]) {

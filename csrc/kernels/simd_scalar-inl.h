@@ -16,6 +16,7 @@ using Mask = bool;
 constexpr int32_t kLanes = 1;
 
 constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
+constexpr int32_t kUnfoldedRows = 4;
 constexpr TileShape kPanelTile = kTile;
 
 template <typename To, typename From>
@@ -111,25 +112,29 @@ inline float load_half(const void* from) { return half_value(load_uint16(from));
 
 inline uint32_t load_bytes(const void* from) { return *static_cast<const uint8_t*>(from); }
 // As halves; see kE4m3HalfUnit.
-constexpr float kE4m3Unit = 256;
-constexpr float kE4m3Lift = 1;
-// Halves that are subnormal are none as floats.
-inline uint32_t count_subnormals() { return 0; }
-inline void restore_subnormals(uint32_t) {}
 inline float e4m3_part(uint32_t byte) {
   return half_value((byte & 0x80) << 8 | (byte & 0x7f) << 7);
 }
 inline float load_half_of_e4m3(const void* from) { return e4m3_part(load_bytes(from) & 0x7f); }
-inline void put_in_order(float&, float&) {}
+struct E4m3 {
+  static constexpr float kUnit = 256;
+  static constexpr float kLift = 1;
+
+  // Halves that are subnormal are none as floats.
+  static uint32_t count_subnormals() { return 0; }
+  static void restore_subnormals(uint32_t) {}
+
+  static void load_pairs(const void* from, float (&low)[2], float (&high)[2]) {
+    const uint32_t pairs = load_words(from);
+    for (int i = 0; i < 2; ++i) {
+      low[i] = e4m3_part(pairs >> 16 * i & 0xff);
+      high[i] = e4m3_part(pairs >> (16 * i + 8) & 0xff);
+    }
+  }
+  static void put_in_order(float&, float&) {}
+};
 
 inline void transpose_lanes(float (&)[1]) {}
-inline void load_e4m3_pairs(const void* from, float (&low)[2], float (&high)[2]) {
-  const uint32_t pairs = load_words(from);
-  for (int i = 0; i < 2; ++i) {
-    low[i] = e4m3_part(pairs >> 16 * i & 0xff);
-    high[i] = e4m3_part(pairs >> (16 * i + 8) & 0xff);
-  }
-}
 
 }  // namespace
 }  // namespace torch_mesh

@@ -55,9 +55,6 @@ inline void block_products_int8(const BlockProducts& products) {
   integer_products<Dot, Scales, Group>(products);
 }
 
-// From this many rows on unfolding nibbles once for all of them is faster than for each tile.
-constexpr int32_t kUnfoldedRows = 2 * kTile.rows;
-
 // Levels is a Dot of the bytes that Dot unfolds nibbles to.
 template <typename Dot, typename Levels, typename Scales>
 inline void block_products_nibbles(const BlockProducts& products) {
@@ -86,6 +83,7 @@ struct ManyRows {
   int32_t gemm_floats, gemm_int8, gemm_nibbles, gemm_trellis;
   int32_t panels;
   bool bf16_panels = true;
+  int32_t gemm_fp8 = gemm_floats;
 };
 
 // Nibbles and Levels are Dots of what they stand for.
@@ -99,7 +97,7 @@ constexpr KernelTable make_table(const char* name, const ManyRows& rows,
   const int32_t nibbles = rows.gemm_nibbles;
   return {name,
           {rows.gemm_floats, rows.gemm_int8, nibbles, nibbles, rows.gemm_int8, nibbles, nibbles,
-           nibbles, rows.gemm_floats, rows.gemm_trellis, rows.gemm_trellis},
+           nibbles, rows.gemm_fp8, rows.gemm_trellis, rows.gemm_trellis},
           tiles,
           rows.panels,
           {rows.panels > 0 && rows.bf16_panels ? block_panels<bf16_panels> : nullptr, nullptr,

@@ -99,22 +99,18 @@ struct TileGemm {
 
   explicit TileGemm(const BlockProducts& products) : step_(tile_step(products.shape)) {}
 
-  // Row after row, and zeros up to a whole tile. Bytes become signed.
+  // Row after row, and zeros up to a whole tile.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
     const int32_t rows = products.rows.count;
-    const __m128i sign = _mm_set1_epi8(kBytes ? -128 : 0);
     for (int32_t r = 0; r < rows; ++r) {
       const std::byte* from = operand_row(products, r) + at;
       std::byte* to = a + r * bytes;
       int32_t i = 0;
       for (; i + kRegisterBytes <= bytes; i += kRegisterBytes) {
-        store_words(to + i, load_words(from + i) ^ _mm512_broadcast_i32x4(sign));
+        store_words(to + i, load_words(from + i));
       }
-      for (; i < bytes; i += 16) {
-        const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_xor_si128(values, sign));
-      }
+      for (; i < bytes; i += 16) __builtin_memcpy(to + i, from + i, 16);
     }
     const int32_t missing = -rows & (kRegisterRows - 1);
     __builtin_memset(a + rows * bytes, 0, static_cast<size_t>(missing) * bytes);

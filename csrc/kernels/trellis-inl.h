@@ -18,23 +18,26 @@ inline Words bits_of(Words bytes, uint32_t mask) {
   return bytes & broadcast_word(mask * 0x01010101);
 }
 
-// Pairs of codes of two bits, four of them in each byte, and the byte before it.
-template <int kCode>
-inline Words pair_of_codes(Words bytes, Words before) {
-  if constexpr (kCode == 0) {
-    return bits_of(shift_right<6>(before), 3) | bits_of(shift_left<2>(bytes), 12);
-  } else {
-    return bits_of(shift_right<2 * kCode - 2>(bytes), 15);
+// Codes of two bits, of which there are four in each byte, as look_up_bytes takes two of them.
+struct PairsOfCodes {
+  Words of[4];  // code k and the one before it, in the lowest four bits; the uppermost one is zero
+
+  PairsOfCodes(Words bytes, Words before) {
+    of[1] = bits_of(bytes, 15);
+    of[0] = shift_left<2>(of[1]) | bits_of(shift_right<6>(before), 3);
+    of[2] = bits_of(shift_right<2>(bytes), 15);
+    of[3] = bits_of(shift_right<4>(bytes), 15);
   }
-}
+};
 
 // Codes of one bit, of which there are eight in each byte, as look_up_bytes takes four of them.
 struct SingleCodes {
-  Words bytes, early;  // the codes; the first four, after the last three of the byte before
+  Words bytes, half, early;  // the codes; the first four, and these after the last three before
 
   SingleCodes(Words bytes, Words before)
       : bytes(bytes),
-        early(bits_of(shift_right<5>(before), 7) | bits_of(shift_left<3>(bytes), 0x78)) {}
+        half(bits_of(bytes, 15)),
+        early(bits_of(shift_right<5>(before), 7) | shift_left<3>(half)) {}
 
   // Code kCode and the three before it.
   template <int kCode>
@@ -43,6 +46,8 @@ struct SingleCodes {
       return early;
     } else if constexpr (kCode < 3) {
       return bits_of(shift_right<kCode>(early), 15);
+    } else if constexpr (kCode == 3) {
+      return half;
     } else {
       return bits_of(shift_right<kCode - 3>(bytes), 15);
     }
@@ -88,31 +93,33 @@ struct TrellisPlace {
         last_but_one(block.words(unit >= 2 ? unit - 2 : unit + block.units - 2)) {}
 };
 
-// What the codes of kLanes columns are read with, one unit after the other.
+// What the codes of kLanes columns are read with, one unit after the other. Levels are handed on
+// two words at a time, take(Constant<i>, low, high): AVX2's registers do not hold all of a unit's.
 template <typename Code>
 struct TrellisReader;
 
 template <>
 struct TrellisReader<Tcq2> {
-  Words last, last_turned;  // codes; and these ^ those of the unit before
+  Words last;
+  PairsOfCodes pairs;  // of these
 
   TrellisReader(const TrellisPlace<Tcq2>& place, int64_t to_column)
       : last(load_words(place.last + to_column)),
-        last_turned(last ^ load_words(place.last_but_one + to_column)) {}
+        pairs(last, load_words(place.last_but_one + to_column)) {}
 
   static Words level(Words first, Words second) {
     return add_words(look_up_bytes(Tcq2::kFirst, first), look_up_bytes(Tcq2::kSecond, second));
   }
-  // Of the unit's inputs, four in each.
-  void operator()(const std::byte* words, Words (&levels)[4]) {
+  template <typename Take>
+  void operator()(const std::byte* words, const Take& take) {
     const Words codes = load_words(words);
-    const Words turned = codes ^ last;
-    levels[0] = level(pair_of_codes<0>(turned, last_turned), pair_of_codes<2>(last, last));
-    levels[1] = level(pair_of_codes<1>(turned, turned), pair_of_codes<3>(last, last));
-    levels[2] = level(pair_of_codes<2>(turned, turned), pair_of_codes<0>(codes, last));
-    levels[3] = level(pair_of_codes<3>(turned, turned), pair_of_codes<1>(codes, codes));
+    const PairsOfCodes now(codes, last);
+    take(Constant<0>{}, level(now.of[0] ^ pairs.of[0], pairs.of[2]),
+         level(now.of[1] ^ pairs.of[1], pairs.of[3]));
+    take(Constant<1>{}, level(now.of[2] ^ pairs.of[2], now.of[0]),
+         level(now.of[3] ^ pairs.of[3], now.of[1]));
     last = codes;
-    last_turned = turned;
+    pairs = now;
   }
 };
 
@@ -124,28 +131,28 @@ struct TrellisReader<Tcq3> {
 
   TrellisReader(const TrellisPlace<Tcq3>& place, int64_t to_column)
       : last(load_words(place.last + to_column + kTrellisLine)),
-        last_pairs{pair_of_codes<2>(last, last), pair_of_codes<3>(last, last)},
+        last_pairs{PairsOfCodes(last, last).of[2], PairsOfCodes(last, last).of[3]},
         last_lowest(load_words(place.last + to_column + 2 * kTrellisLine)) {}
 
   static Words level(Words first, Words second) {
     return add_words(look_up_bytes(Tcq3::kFirst, first), look_up_bytes(Tcq3::kSecond, second));
   }
-  template <int kFirst>
-  void four_levels(Words upper, const SingleCodes& lowest, Words* levels) {
-    const Words pairs[4] = {pair_of_codes<0>(upper, last), pair_of_codes<1>(upper, upper),
-                            pair_of_codes<2>(upper, upper), pair_of_codes<3>(upper, upper)};
-    levels[0] = level(pairs[0], lowest.four<kFirst>() ^ last_pairs[0]);
-    levels[1] = level(pairs[1], lowest.four<kFirst + 1>() ^ last_pairs[1]);
-    levels[2] = level(pairs[2], lowest.four<kFirst + 2>() ^ pairs[0]);
-    levels[3] = level(pairs[3], lowest.four<kFirst + 3>() ^ pairs[1]);
+  template <int kFirst, typename Take>
+  void four_levels(Words upper, const SingleCodes& lowest, const Take& take) {
+    const PairsOfCodes pairs(upper, last);
+    take(Constant<kFirst / 2>{}, level(pairs.of[0], lowest.four<kFirst>() ^ last_pairs[0]),
+         level(pairs.of[1], lowest.four<kFirst + 1>() ^ last_pairs[1]));
+    take(Constant<kFirst / 2 + 1>{}, level(pairs.of[2], lowest.four<kFirst + 2>() ^ pairs.of[0]),
+         level(pairs.of[3], lowest.four<kFirst + 3>() ^ pairs.of[1]));
     last = upper;
-    last_pairs[0] = pairs[2];
-    last_pairs[1] = pairs[3];
+    last_pairs[0] = pairs.of[2];
+    last_pairs[1] = pairs.of[3];
   }
-  void operator()(const std::byte* words, Words (&levels)[8]) {
+  template <typename Take>
+  void operator()(const std::byte* words, const Take& take) {
     const SingleCodes lowest(load_words(words + 2 * kTrellisLine), last_lowest);
-    four_levels<0>(load_words(words), lowest, levels);
-    four_levels<4>(load_words(words + kTrellisLine), lowest, levels + 4);
+    four_levels<0>(load_words(words), lowest, take);
+    four_levels<4>(load_words(words + kTrellisLine), lowest, take);
     last_lowest = lowest.bytes;
   }
 };
@@ -162,13 +169,15 @@ inline void unfold_trellis(const TrellisBlock<Code>& block, int32_t depth, int32
     const std::byte* words = place.words + block.to_column(c);
     std::byte* to = levels + c * 4;
     for (int32_t u = 0; u < count / Code::kUnitDepth; ++u) {
-      Words unit[kWords];
       for (int32_t w = 0; w < Code::kUnitWords; ++w) {
         __builtin_prefetch(words + kTrellisAhead + w * kTrellisLine);
       }
-      read(words, unit);
-      for (int32_t j = 0; j < kWords; ++j, to += kBlockColumns * 4) store_words(to, unit[j]);
+      read(words, [to](auto pair, Words low, Words high) {
+        store_words(to + pair.value * 2 * kBlockColumns * 4, low);
+        store_words(to + (pair.value * 2 + 1) * kBlockColumns * 4, high);
+      });
       words += Code::kUnitWords * kTrellisLine;
+      to += kWords * kBlockColumns * 4;
     }
   }
 }
@@ -222,20 +231,21 @@ inline void trellis_row(const BlockProducts& products) {
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
       TrellisReader<Code> read(place, block.to_column(c));
       const std::byte* words = place.words + block.to_column(c);
-      Words sum = Dot::start(Dot::zeros(scales), rows.sum[0]);
+      Words sums[Dot::kChains] = {Dot::start(Dot::zeros(scales), rows.sum[0])};
+      for (int i = 1; i < Dot::kChains; ++i) sums[i] = broadcast_word(0);
       for (const auto* at = row; at < row + size / 8; at += kWords / 2) {
         for (int32_t w = 0; w < Code::kUnitWords; ++w) {
           if (c % kTrellisColumns == 0)
             __builtin_prefetch(words + kTrellisAhead + w * kTrellisLine);
         }
-        Words levels[kWords];
-        read(words, levels);
-        for (int32_t j = 0; j < kWords / 2; ++j) {
-          sum = Dot::add(sum, at[j], {levels[2 * j], levels[2 * j + 1]});
-        }
+        read(words, [&](auto pair, Words low, Words high) {
+          Words& sum = sums[pair.value % Dot::kChains];
+          sum = Dot::add(sum, at[pair.value], {low, high});
+        });
         words += Code::kUnitWords * kTrellisLine;
       }
-      add_scaled<Bf16Scales>(products.sums + c, sum, rows.scale[0], scales + c * 2);
+      for (int i = 1; i < Dot::kChains; ++i) sums[0] = add_words(sums[0], sums[i]);
+      add_scaled(products.sums + c, sums[0], rows.scale[0], Bf16Scales::load(scales + c * 2));
     }
   }
 }

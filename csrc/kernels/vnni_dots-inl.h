@@ -19,7 +19,7 @@ struct VnniInt8Dot {
   static Weights weights(const std::byte* words) {
     return {load_words(words) ^ broadcast_word(0x80808080)};
   }
-  static Row row(const std::byte* word) { return {broadcast_word(signed_bytes(word_at(word)))}; }
+  static Row row(const std::byte* word) { return {broadcast_word(word_at(word))}; }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     return add_byte_products(sum, weights.bytes, row.bytes);
   }
@@ -42,8 +42,7 @@ struct VnniNibbleDot {
             Nibbles::operands(low_nibbles(shift_right<4>(word)))};
   }
   static Row row(const std::byte* words) {
-    return {broadcast_word(signed_bytes(word_at(words))),
-            broadcast_word(signed_bytes(word_at(words + 4)))};
+    return {broadcast_word(word_at(words)), broadcast_word(word_at(words + 4))};
   }
   static Words add(Words sum, const Row& row, const Weights& weights) {
     sum = add_byte_products(sum, weights.low, row.low);
@@ -53,16 +52,9 @@ struct VnniNibbleDot {
   static Words start(Words zeros, int32_t row_sum) { return times_row_sum(zeros, -row_sum); }
 };
 
-// Two words' own sums are added to the others' at the end: those of one row would wait for each
-// other.
 template <typename Levels>
 struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
-  using typename VnniNibbleDot<Levels>::Row;
-  using typename VnniNibbleDot<Levels>::Weights;
-
-  static Words add(Words sum, const Row& row, const Weights& weights) {
-    return add_words(sum, VnniNibbleDot<Levels>::add(broadcast_word(0), row, weights));
-  }
+  static constexpr int kChains = 2;  // of sums of one row, which would wait for each other
 };
 
 template <typename Nibbles>
