@@ -31,7 +31,10 @@ check_python() {
     die "'$python' is $("$python" --version 2>&1), torch_mesh needs 3.10 or newer; name another: make PYTHON=/path/to/python3"
 }
 
-has_header() { printf '#include <%s>\n' "$1" | "$cxx" -std=c++20 -x c++ -E - >/dev/null 2>&1; }
+# CXX may have arguments, such as those of ccache, in quotes where they have spaces: setup.py reads it so.
+compiler() { eval "$cxx" '"$@"'; }
+compiler_is_there() ( eval "set -- $cxx" && command -v "$1" >/dev/null )
+has_header() { printf '#include <%s>\n' "$1" | compiler -std=c++20 -x c++ -E - >/dev/null 2>&1; }
 
 # Debian's Python comes without its headers and without ensurepip; others bring both along.
 python_package() {
@@ -39,7 +42,7 @@ python_package() {
 }
 
 required_packages() {
-  command -v "$cxx" >/dev/null || echo g++
+  compiler_is_there || echo g++
   has_header xxhash.h || echo libxxhash-dev
   "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     python_package dev
@@ -134,7 +137,7 @@ build_extension() {
   key=$({
     find csrc setup.py pyproject.toml requirements.txt torch_mesh/version.py -type f -exec sha256sum {} + | LC_ALL=C sort -k 2
     torch_version
-    "$cxx" --version
+    compiler --version
     has_header liburing.h && echo liburing
   } | hash_of)
   if is_stamped extension "$key" && ls torch_mesh/_C*.so torch_mesh/_testing*.so >/dev/null 2>&1; then return; fi
