@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
-_LEAST_ROOM = 128  # tokens; memory that nothing was written to is not taken
+_LEAST_ROOM = 32  # tokens; memory that nothing was written to is not taken
 
 
 class _Room:

@@ -280,14 +280,83 @@ TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
 
 TEST(Pool, WhatIsExpectedIsAskedForOnce) {
   SlotTable slots(8, 4, make_policy("lru", {1, 8, 4}));
-  Expected expected(8);
-  expected.set(0, std::vector<int32_t>{5, 2});
+  Expected expected(1, 8);
+  expected.set(0, std::vector<int32_t>{5, 2}, slots);
   const auto reserve = [&](ExpertId id) { return slots.reserve(id); };
   const int32_t first = expected.reserve_next(slots, reserve);
   EXPECT_EQ(slots[first].expert, 5);
   slots.fail(first, Error(ErrorKind::kClosed, "at once"));
   EXPECT_EQ(slots[expected.reserve_next(slots, reserve)].expert, 2);
   EXPECT_EQ(expected.reserve_next(slots, reserve), -1);
+}
+
+TEST(Pool, WhatIsSeldomRightIsNotRead) {
+  SlotTable slots(2 * 8, 16, make_policy("lru", {2, 8, 16}));
+  Expected expected(2, 8);
+  const std::vector<int32_t> guesses{5, 2, 7};
+  // The guesses that a layer reads; each fails, and is cold again the next time.
+  const auto read = [&](int32_t layer) {
+    std::vector<int32_t> ids;
+    expected.set(layer, guesses, slots);
+    for (;;) {
+      const int32_t slot =
+          expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+      if (slot < 0) return ids;
+      ids.push_back(slots[slot].expert % 8);
+      slots.fail(slot, Error(ErrorKind::kClosed, "at once"));
+    }
+  };
+  const auto forwards = [&](int32_t count, const std::vector<int32_t>& used) {
+    for (int32_t i = 0; i < count; ++i) {
+      expected.set(0, guesses, slots);
+      expected.begin(0, used, slots);
+    }
+  };
+  EXPECT_EQ(read(0), guesses) << "nothing is known yet";
+  forwards(3, {1, 5, 7});
+  EXPECT_EQ(read(0), guesses) << "three are not enough to tell";
+  forwards(20, {1, 5, 7});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{5, 7}));
+  EXPECT_EQ(read(1), guesses) << "another layer";
+  forwards(2000, {2, 7});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "what was not read is learned, too";
+  const int32_t slot = slots.reserve(2);
+  slots.land(slot);
+  forwards(2000, {7});
+  slots.evict(slot);
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "nothing is learned of what is there";
+  expected.begin(1, {}, slots);
+  forwards(1, {5});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "one more or less changes nothing";
+}
+
+TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
+  for (const bool idle : {false, true}) {
+    SlotTable slots(8, 8, make_policy("lru", {1, 8, 8}));
+    Expected expected(1, 8);
+    const std::vector<int32_t> guesses{5, 2};
+    bool asked = false;
+    for (int32_t i = 0; i < 400; ++i) {
+      asked = false;
+      std::vector<int32_t> reads;
+      expected.set(0, guesses, slots);
+      for (;;) {
+        const int32_t slot =
+            expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+        if (slot < 0) break;
+        asked |= slots[slot].expert == 2;
+        reads.push_back(slot);
+        if (idle) slots.land(slot);
+      }
+      const int32_t second = i % 2 == 0 ? 2 : 3;
+      expected.begin(0, std::vector<int32_t>{5, second}, slots);
+      for (const int32_t slot : reads) {
+        if (!idle) slots.land(slot);
+        slots.evict(slot);
+      }
+    }
+    EXPECT_EQ(asked, idle);
+  }
 }
 
 TEST(Pool, WhatIsExpectedMakesNoRoomForItsLike) {

@@ -18,7 +18,7 @@ Core::Core(const CoreOptions& options, std::unique_ptr<Policy> policy)
       warming_(options.kept.elsewhere.empty()),
       last_phase_(static_cast<size_t>(options.layers), Phase::kNone),
       last_rows_(last_phase_.size(), 0),
-      expected_(options.experts),
+      expected_(options.layers, options.experts),
       window_(options.layers, options.experts, residents_),
       claims_(options.experts, residents_, statistics_, effects_),
       sizing_(options.slots_per_segment, residents_, kept_, statistics_, effects_),
@@ -44,7 +44,7 @@ void Core::begin(ClaimState& claim) {
 void Core::begin_forward(ClaimState& claim) {
   const Deferral& deferral = claim.part.deferral;
   if (claim.part.teaches()) {
-    expected_.begin(claim.layer);
+    expected_.begin(claim.layer, claim.experts, residents_.slots());
     learn(claim);
   }
   claims_.reserve(claim, window_);
@@ -152,7 +152,7 @@ void Core::prefetch(int32_t layer, std::span<const int32_t> experts, Phase phase
 
 void Core::expect(int32_t layer, std::span<const int32_t> experts, Phase phase) {
   if (!options_.reads) return;
-  expected_.set(layer, experts);
+  expected_.set(layer, experts, residents_.slots());
   expected_phase_ = phase;
   read_ahead();
 }

@@ -2,9 +2,12 @@
 // layer begins. No threads: whoever calls holds the pool's lock.
 //
 // An expert gets a slot only when its read can begin: one that still waits when its layer begins
-// has cost nobody a slot, and is dropped if the layer does not use it (docs/decisions/0018).
+// has cost nobody a slot, and is dropped if the layer does not use it. Where a guess stands in its
+// layer's ranking says how likely it is right: what stands where too few were is not read
+// (docs/decisions/0018).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,38 +18,84 @@ namespace torch_mesh {
 
 class Expected {
  public:
-  explicit Expected(int32_t experts) : experts_(experts) { ids_.reserve(experts); }
+  Expected(int32_t layers, int32_t experts)
+      : experts_(experts), right_(static_cast<size_t>(layers) * kPlaces) {
+    ids_.reserve(experts);
+    cold_.reserve(experts);
+  }
 
-  // Distinct experts of `layer`, the likeliest first, in place of what was expected before.
-  void set(int32_t layer, std::span<const int32_t> experts) {
+  // Distinct experts of `layer`, the likeliest first, in place of what was expected before. Those
+  // without a slot are cold.
+  void set(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
     ids_.clear();
-    for (int32_t expert : experts) ids_.push_back(layer * experts_ + expert);
+    cold_.clear();
+    for (int32_t expert : experts) {
+      ids_.push_back(layer * experts_ + expert);
+      cold_.push_back(slots.find(ids_.back()) < 0);
+    }
     layer_ = layer;
     next_ = 0;
   }
 
-  // A forward of `layer` begins, and asks for what it needs itself.
-  void begin(int32_t layer) {
-    if (layer == layer_) clear();
+  // A forward of `layer` begins, and asks for what it needs itself: `experts`. It shows which
+  // guesses were right, of what was not read, too, and whether the disk had the time.
+  void begin(int32_t layer, std::span<const int32_t> experts, const SlotTable& slots) {
+    if (layer != layer_) return;
+    bool asked = false, late = false;
+    for (size_t place = 0; place < ids_.size(); ++place) {
+      if (!cold_[place]) continue;
+      Share& right = right_at(place);
+      if (right.value >= least_right()) {
+        const int32_t slot = slots.find(ids_[place]);
+        asked = true;
+        late |= slot < 0 || slots[slot].state != SlotState::kReady;
+      }
+      right.learn(std::ranges::find(experts, ids_[place] % experts_) != experts.end());
+    }
+    if (asked) late_.learn(late);
+    clear();
   }
 
-  // The slot that `reserve(id)` gives to the likeliest one that has none; -1: there is no such
-  // expert, or no slot. None of those expected is given up for it.
+  // The slot that `reserve(id)` gives to the likeliest one that has none and is worth a read; -1:
+  // there is no such expert, or no slot. None of those expected is given up for it.
   template <typename Reserve>
   int32_t reserve_next(SlotTable& slots, Reserve&& reserve) {
-    while (next_ < ids_.size() && slots.find(ids_[next_]) >= 0) ++next_;
+    while (next_ < ids_.size() &&
+           (slots.find(ids_[next_]) >= 0 || right_at(next_).value < least_right())) {
+      ++next_;
+    }
     if (next_ == ids_.size()) return -1;
     int32_t slot = -1;
     while_kept(slots, ids_, [&] { slot = reserve(ids_[next_]); });
-    if (slot < 0) {
-      clear();
-    } else {
-      ++next_;  // whatever comes of its read: one that fails at once is not asked for again
-    }
+    // Whatever comes of its read: one that fails at once is not asked for again. Without a slot the
+    // others get none either.
+    next_ = slot < 0 ? ids_.size() : next_ + 1;
     return slot;
   }
 
  private:
+  // Of the last few hundred times, those that something was so.
+  struct Share {
+    static constexpr int32_t kMemory = 256;
+    float value = 1;  // as if it had been so eight times
+    int32_t count = 8;
+
+    void learn(bool so) {
+      if (count < kMemory) ++count;
+      value += (static_cast<float>(so) - value) / static_cast<float>(count);
+    }
+  };
+  static constexpr size_t kPlaces = 16;  // that a ranking of any length is divided into
+
+  Share& right_at(size_t place) { return right_[layer_ * kPlaces + place * kPlaces / ids_.size()]; }
+
+  // Of guesses at a place of the ranking, for it to be read. A read in vain costs little where all
+  // that was asked for is there when its layer begins, and delays others where it is not.
+  static constexpr float kLeastRightIdle = 0.45f, kLeastRightBusy = 0.7f;
+  float least_right() const {
+    return kLeastRightIdle + (kLeastRightBusy - kLeastRightIdle) * late_.value;
+  }
+
   void clear() {
     ids_.clear();
     layer_ = -1;
@@ -55,8 +104,11 @@ class Expected {
 
   int32_t experts_;  // per layer
   int32_t layer_ = -1;
+  std::vector<Share> right_;  // [layer][place]; all are read until it is known better
+  Share late_;                // layers that began before all that was asked for them was there
   std::vector<ExpertId> ids_;
-  size_t next_ = 0;  // those before it have or had a slot
+  std::vector<char> cold_;  // when they were foretold
+  size_t next_ = 0;         // those before it have or had a slot
 };
 
 }  // namespace torch_mesh
