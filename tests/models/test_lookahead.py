@@ -181,7 +181,9 @@ def test_recall_counts_the_bias(name: str, tmp_path: Path, monkeypatch: pytest.M
     for row, without in zip(rows[1:], recall(model, fitted, text[6:])[1:], strict=True):
         assert row.lookahead is not None and without.lookahead is not None
         assert row.lookahead[0] > without.lookahead[0] + 0.05
-        assert row.fitted[0] > without.fitted[0] + 0.02  # of random routers a fit knows some of the bias without being told
+        assert (
+            row.fitted[0] > without.fitted[0] + 0.02
+        )  # of random routers a fit knows some of the bias without being told
 
 
 def test_dense_packs_no_layer_of_a_router() -> None:
