@@ -53,10 +53,9 @@ _SIMULATED_LAYERS = 6
 _SIMULATED_PROMPTS = 4
 _SIMULATED_TOKENS = 256
 
-# With lookahead about half of the time that demand reads would be waited for is left, and half as much again is read: the
-# tables of docs/decisions/0007.
-_PREFETCH_WAITING = 0.5
-_PREFETCH_READS = 1.5
+# Of the time that reading takes, what is waited for with lookahead; and what is read, over no prefetch: docs/decisions/0018.
+_PREFETCH_WAITING = 0.6
+_PREFETCH_READS = 1.1
 
 # Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
 # has it. bf16 is that of a bf16 checkpoint; see ``_ROUNDED_TO_BF16`` for others.
