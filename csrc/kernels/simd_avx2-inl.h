@@ -88,49 +88,18 @@ inline Floats load_half_of_e4m3(const void* from) {
   return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
 }
 
-// E4M3 has the bits of a float after its sign, but for the bias: these are 1 / kUnit of it, and
-// subnormal where it is. vcvtph2ps, which needs no such care, takes longer than all else
-// (docs/decisions/0044). What they multiply is kLift times too large, so that products from 2^-70
-// on keep their bits. Activations of 2^64 and more become infinite by it; no model has any.
-struct E4m3 {
-  static constexpr float kUnit = 0x1p120f;
-  static constexpr float kLift = 0x1p64f;
-
-  // From here on subnormals count, whatever torch.set_flush_denormal says; returns what to restore.
-  // No destructor does that: its cleanup would be a symbol that this object gives away.
-  static uint32_t count_subnormals() {
-    constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
-    const uint32_t before = _mm_getcsr();
-    if ((before & kIgnored) != 0) _mm_setcsr(before & ~kIgnored);
-    return before;
-  }
-  static void restore_subnormals(uint32_t before) {
-    if (_mm_getcsr() != before) _mm_setcsr(before);
-  }
-
-  // The upper halves of the floats whose E4M3 are the upper bytes.
-  static Words upper(Words pairs) {
-    return _mm256_srai_epi16(pairs, 4) & broadcast_word(0x87f087f0);
-  }
-  // Of two vectors of columns: the even ones, then the odd ones, which share words. Reads the byte
-  // before `from` too, which is a header's at least: a load that is one byte behind costs less than
-  // a shift.
-  static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-    const Words first = upper(load_words(static_cast<const char*>(from) - 1));
-    const Words second = upper(load_words(from));
-    low[0] = as_floats(shift_left<16>(first));
-    high[0] = as_floats(shift_left<16>(second));
-    low[1] = as_floats(first & broadcast_word(0xffff0000));
-    high[1] = as_floats(second & broadcast_word(0xffff0000));
-  }
-  // What came in the order of load_pairs.
-  static void put_in_order(Floats& first, Floats& second) {
-    const Floats low = _mm256_unpacklo_ps(first, second);
-    const Floats high = _mm256_unpackhi_ps(first, second);
-    first = _mm256_permute2f128_ps(low, high, 0x20);
-    second = _mm256_permute2f128_ps(low, high, 0x31);
-  }
-};
+// Each 16 bits by themselves, with copies of their sign.
+template <int kBits>
+inline Words shift_right_signed_halves(Words a) {
+  return _mm256_srai_epi16(a, kBits);
+}
+// Lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
+inline void alternate_lanes(Floats& first, Floats& second) {
+  const Floats low = _mm256_unpacklo_ps(first, second);
+  const Floats high = _mm256_unpackhi_ps(first, second);
+  first = _mm256_permute2f128_ps(low, high, 0x20);
+  second = _mm256_permute2f128_ps(low, high, 0x31);
+}
 
 // Lane j of vector i changes places with lane i of vector j.
 inline void transpose_lanes(Floats (&vectors)[8]) {
@@ -200,5 +169,13 @@ inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
   return _mm256_maddubs_epi16(unsigned_bytes, signed_bytes);
 }
 
+}  // namespace
+}  // namespace torch_mesh
+
+#include "kernels/e4m3_as_floats-inl.h"
+
+namespace torch_mesh {
+namespace {
+using E4m3 = E4m3AsFloats;
 }  // namespace
 }  // namespace torch_mesh

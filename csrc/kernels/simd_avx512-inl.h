@@ -121,41 +121,19 @@ struct E4m3 {
   }
 };
 
-// As with AVX2, for cores of AMD: their conversion of halves takes twice the time of all else, and
-// subnormals cost them nothing. On Intel's a product with a subnormal does.
-struct E4m3AsFloats {
-  static constexpr float kUnit = 0x1p120f;
-  static constexpr float kLift = 0x1p64f;
-
-  static uint32_t count_subnormals() {
-    constexpr uint32_t kIgnored = 0x8040;  // as inputs and as results
-    const uint32_t before = _mm_getcsr();
-    if ((before & kIgnored) != 0) _mm_setcsr(before & ~kIgnored);
-    return before;
-  }
-  static void restore_subnormals(uint32_t before) {
-    if (_mm_getcsr() != before) _mm_setcsr(before);
-  }
-
-  static Words upper(Words pairs) {
-    return _mm512_srai_epi16(pairs, 4) & broadcast_word(0x87f087f0);
-  }
-  static void load_pairs(const void* from, Floats (&low)[2], Floats (&high)[2]) {
-    const Words first = upper(load_words(static_cast<const char*>(from) - 1));
-    const Words second = upper(load_words(from));
-    low[0] = as_floats(shift_left<16>(first));
-    high[0] = as_floats(shift_left<16>(second));
-    low[1] = as_floats(first & broadcast_word(0xffff0000));
-    high[1] = as_floats(second & broadcast_word(0xffff0000));
-  }
-  static void put_in_order(Floats& first, Floats& second) {
-    const Words low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const Words high = add_words(low, broadcast_word(8));
-    const Floats in_order = _mm512_permutex2var_ps(first, low, second);
-    second = _mm512_permutex2var_ps(first, high, second);
-    first = in_order;
-  }
-};
+// Each 16 bits by themselves, with copies of their sign.
+template <int kBits>
+inline Words shift_right_signed_halves(Words a) {
+  return _mm512_srai_epi16(a, kBits);
+}
+// Lane j of both becomes lanes 2j and 2j + 1 of first and second, taken as one.
+inline void alternate_lanes(Floats& first, Floats& second) {
+  const Words low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const Words high = add_words(low, broadcast_word(8));
+  const Floats in_order = _mm512_permutex2var_ps(first, low, second);
+  second = _mm512_permutex2var_ps(first, high, second);
+  first = in_order;
+}
 
 // Lane j of vector i changes places with lane i of vector j.
 inline void transpose_lanes(Floats (&vectors)[16]) {
@@ -227,3 +205,5 @@ inline Words multiply_byte_pairs(Words unsigned_bytes, Words signed_bytes) {
 
 }  // namespace
 }  // namespace torch_mesh
+
+#include "kernels/e4m3_as_floats-inl.h"  // which cores of AMD take
