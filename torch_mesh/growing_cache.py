@@ -14,32 +14,40 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
+_ROOM = "_mesh_room"  # of keys and values, and not of their layer: who lets go of them lets go of the memory
 _LEAST_ROOM = 32  # tokens; memory that nothing was written to is not taken
 
 
 class _Room:
-    """Memory with room behind what was appended last. Whoever holds an earlier part never sees it change."""
+    """Memory of which ``filled`` tokens are somebody's: of the tensor that has so many. Earlier ones see no change."""
 
-    def __init__(self) -> None:
-        self.filled: Tensor | None = None  # its front part; None: there is no memory yet
-        self._all = torch.empty(0)
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # [batch, heads, tokens, dim]
+        self.filled = 0
 
-    def append(self, kept: Tensor, new: Tensor) -> Tensor:
-        """What ``torch.cat([kept, new], dim=-2)`` gives, of [batch, heads, tokens, dim] each; ``kept`` is copied unless it is ``filled``."""
-        before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a tensor of no dimension
-        after = before + new.shape[-2]
-        if kept is not self.filled or after > self._all.shape[-2] or _is_sealed(self._all):
-            self._all = new.new_empty((*new.shape[:-2], after + max(_LEAST_ROOM, after // 8), new.shape[-1]))
-            if before:
-                self._all[..., :before, :] = kept
-        self._all[..., before:after, :] = new
-        self.filled = self._all[..., :after, :]
-        return self.filled
+    def append(self, new: Tensor) -> Tensor:
+        """``new`` behind what is filled, and all of it."""
+        before = self.filled
+        self.memory[..., before : before + new.shape[-2], :] = new
+        return self.first(before + new.shape[-2])
 
-    def take_back(self, tokens: int) -> None:
-        """The end of ``filled`` may be written over: nobody has seen it but whoever asks."""
-        if self.filled is not None:
-            self.filled = self.filled[..., :-tokens, :]
+    def first(self, tokens: int) -> Tensor:
+        self.filled = tokens
+        part = self.memory[..., :tokens, :]
+        setattr(part, _ROOM, self)
+        return part
+
+
+def _append(kept: Tensor, new: Tensor) -> Tensor:
+    """What ``torch.cat([kept, new], dim=-2)`` gives, of [batch, heads, tokens, dim] each; in place where ``kept`` has room behind it."""
+    before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a tensor of no dimension
+    after = before + new.shape[-2]
+    room = getattr(kept, _ROOM, None)
+    if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
+        room = _Room(new.new_empty((*new.shape[:-2], after + max(_LEAST_ROOM, after // 8), new.shape[-1])))
+        if before:
+            room.append(kept)
+    return room.append(new)
 
 
 def _is_sealed(tensor: Tensor) -> bool:
@@ -51,10 +59,6 @@ class GrowingLayer(DynamicLayer):
     """transformers' own, but that a new token is written behind the others. What cuts, reorders or replaces the keys is transformers', and
     the next token copies them once."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._rooms = _Room(), _Room()
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -62,30 +66,29 @@ class GrowingLayer(DynamicLayer):
         kept_values: Any = self.values
         if not (_can_append(kept_keys, key_states) and _can_append(kept_values, value_states)):
             return super().update(key_states, value_states, *args, **kwargs)
-        keys, values = self._rooms
-        self.keys, self.values = keys.append(kept_keys, key_states), values.append(kept_values, value_states)
+        self.keys, self.values = _append(kept_keys, key_states), _append(kept_values, value_states)
         return self.keys, self.values
 
     def take_back(self, tokens: int) -> None:
         """As ``crop(-tokens)``, of tokens that the last ``update`` has added and nobody else has seen: others take their place without a copy."""
-        keys, values = self._rooms
-        if tokens and self.keys is keys.filled and self.values is values.filled:
-            keys.take_back(tokens)
-            values.take_back(tokens)
-            self.keys, self.values = keys.filled, values.filled
+        held: Any = self.keys, self.values
+        rooms = [getattr(each, _ROOM, None) for each in held]
+        if tokens and all(room and room.filled == each.shape[-2] for room, each in zip(rooms, held, strict=True)):
+            self.keys, self.values = (room.first(room.filled - tokens) for room in rooms if room)
         else:
             self.crop(-tokens)
 
 
 def _can_append(kept: Tensor, new: Tensor) -> bool:
-    """Not where gradients have to pass, in a graph, on another device, or where ``cat`` would change dtypes or refuse."""
+    """Not with gradients, for which somebody may have kept what is appended to; in a graph; on another device; where ``cat`` would change
+    dtypes or refuse."""
     return (
         kept.is_cpu
         and new.is_cpu
         and kept.dtype == new.dtype
         and new.dim() == 4
         and (kept.numel() == 0 or kept.shape[:2] + kept.shape[3:] == new.shape[:2] + new.shape[3:])
-        and not (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad))
+        and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )
 
@@ -111,4 +114,3 @@ def _let_grow(_model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         if type(layer) is DynamicLayer:
             growing: Any = layer
             growing.__class__ = GrowingLayer
-            growing._rooms = _Room(), _Room()

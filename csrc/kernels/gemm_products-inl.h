@@ -83,15 +83,15 @@ inline void e4m3_to_bf16(const std::byte* pairs, Words (&words)[2]) {
   }
 }
 
-// To words of bf16. Step scales them too: by powers of two, which is exact, but for what would be
-// subnormal.
+// To words of bf16. `step` scales them too, if there is one: by powers of two, which is exact, but
+// for what would be subnormal or infinite.
 template <bool kScaled>
-inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step& step,
+inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8Step* step,
                                std::byte* to) {
   const uint32_t before = E4m3::count_subnormals();
   for (int32_t c = 0; c < kBlockColumns; c += 2 * kLanes) {
     Floats scales[2] = {broadcast(1), broadcast(1)};
-    for (int v = 0; kScaled && v < 2; ++v) scales[v] = step.scales_of(c + v * kLanes);
+    for (int v = 0; kScaled && v < 2; ++v) scales[v] = step->scales_of(c + v * kLanes);
     for (int32_t i = c; i < words * kBlockColumns; i += kBlockColumns) {
       if (i * 2 % kLineBytes == 0) __builtin_prefetch(pairs + i * 2 + 4096);
       Words both[2];
@@ -128,11 +128,11 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
     if (powers) {
       for (int32_t i = 0; i < depth; i += 32) {
         const Fp8Step own(products.block, shape.group_size, k + i, 1);
-        unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, own,
+        unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, &own,
                                  unfolded + i * kBlockColumns * 2);
       }
     } else {
-      unfold_fp8_to_bf16<false>(from, depth / 2, step, unfolded);
+      unfold_fp8_to_bf16<false>(from, depth / 2, nullptr, unfolded);
     }
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
     gemm.bf16(rows, depth, gathered, unfolded, part);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 #include <vector>
 
 #include "base/error.h"
@@ -12,12 +11,6 @@
 #include "kernels/task_products.h"
 
 namespace torch_mesh {
-namespace {
-
-constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
-
-}  // namespace
-
 std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
                                             const std::string& name) {
   const Format format = format_from_name(name);
@@ -46,8 +39,8 @@ double product_seconds(const Runtime& runtime, const std::string& isa, const std
                                          way + "\" on this machine");
   }
   KernelTable table = kernel_table(isa);
-  table.gemm_rows[static_cast<int>(matrix.format)] = way == "gemm" || way == "tiles" ? 0 : kNever;
-  table.panel_rows = way == "panels" ? 0 : kNever;
+  table.gemm_rows[static_cast<int>(matrix.format)] = way == "gemm" || way == "tiles" ? 0 : kNoRows;
+  table.panel_rows = way == "panels" ? 0 : kNoRows;
 
   // Written, so that each page is one of its own. Zeros take as long as other weights.
   Buffer weights, prepared, out;

@@ -582,13 +582,11 @@ def test_a_rank_that_is_lost_ends_the_others(
             ranks[lost].send_signal(getattr(signal, end))
         for rank in others:
             _, said = ranks[rank].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
-            now = time.monotonic()
             assert ranks[rank].returncode == 1, said[-4000:]
             words = rf"LostRankError: Rank {rank} of 2, in .*: another rank has ended, or has not answered"
             assert re.search(words, said), said[-4000:]
             error = float((tmp_path / f"lost{rank}").read_text())
             assert error - ended < GROUP_TIMEOUT + SLACK
-            assert now - error < EXIT + SLACK
     finally:
         for process in ranks:
             process.kill()
@@ -613,12 +611,10 @@ def test_a_rank_that_is_lost_ends_the_training_of_the_others(tmp_path: Path, end
         ended = time.monotonic()
         ranks[lost].send_signal(getattr(signal, end))
         _, said = ranks[1 - lost].communicate(timeout=GROUP_TIMEOUT + EXIT + 2 * SLACK)
-        now = time.monotonic()
         assert ranks[1 - lost].returncode == 1, said[-4000:]
         assert "LostRankError: Rank" in said or re.search("RuntimeError: .*gloo", said), said[-4000:]
         error = float((tmp_path / f"lost{1 - lost}").read_text())
         assert error - ended < GROUP_TIMEOUT + SLACK
-        assert now - error < EXIT + SLACK
     finally:
         for process in ranks:
             process.kill()

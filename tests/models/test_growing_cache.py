@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def _patched() -> PreTrainedModel:
     return torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5)
 
 
+@torch.no_grad()
 def test_any_order_of_calls_gives_what_transformers_gives(rng: Any) -> None:
     own, theirs = GrowingLayer(), DynamicLayer()
     seen: list[tuple[Tensor, Tensor]] = []
@@ -70,6 +72,7 @@ def test_any_order_of_calls_gives_what_transformers_gives(rng: Any) -> None:
     assert all(torch.equal(held, as_it_was) for held, as_it_was in seen), "what was held has changed"
 
 
+@torch.no_grad()
 def test_a_token_is_written_behind_the_others() -> None:
     layer = GrowingLayer()
     layer.update(*_states(20))
@@ -85,6 +88,7 @@ def test_a_token_is_written_behind_the_others() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@torch.no_grad()
 def test_copies_go_their_own_ways(copied: Any) -> None:
     first = GrowingLayer()
     first.update(*_states(10))
@@ -99,6 +103,7 @@ def test_copies_go_their_own_ways(copied: Any) -> None:
     assert torch.equal(first.keys[..., 10:, :], torch.cat([ends[0][0], ends[2][0]], dim=-2))
 
 
+@torch.no_grad()
 def test_tokens_that_are_taken_back_make_room_for_others() -> None:
     layer, before = GrowingLayer(), _states(10)
     layer.update(*before)
@@ -117,20 +122,45 @@ def test_tokens_that_are_taken_back_make_room_for_others() -> None:
 
 
 def test_what_cannot_be_written_in_place_is_transformers() -> None:
-    for change in (
-        lambda states: tuple(tensor.requires_grad_() for tensor in states),
-        lambda states: tuple(tensor.double() for tensor in states),
-    ):
-        own, theirs = GrowingLayer(), DynamicLayer()
-        for states in (_states(4), change(_states(1)), _states(1)):
+    own, theirs = GrowingLayer(), DynamicLayer()
+    with torch.no_grad():
+        for states in (_states(4), tuple(tensor.double() for tensor in _states(1)), _states(1)):
             own.update(*states)
             theirs.update(*states)
         assert _same(own, theirs)
-        assert own.keys.requires_grad == theirs.keys.requires_grad
-    layer = GrowingLayer()
-    layer.update(*_states(4))
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        layer.update(*_states(1, batch=3))
+        layer = GrowingLayer()
+        layer.update(*_states(4))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            layer.update(*_states(1, batch=3))
+
+
+def test_gradients_pass_several_forwards_over_one_cache() -> None:
+    """Also those of queries alone, for which attention keeps the keys of each forward."""
+    states = [_states(tokens) for tokens in (4, 1, 1)]
+    grads = []
+    for layer in (GrowingLayer(), DynamicLayer()):
+        query = torch.ones(2, 3, 1, 8, requires_grad=True)
+        total = sum((query @ layer.update(*each)[0].transpose(-1, -2)).square().sum() for each in states)
+        total.backward()
+        grads.append(query.grad)
+    assert torch.equal(*grads)
+    keys, values = _states(2)
+    layer.update(keys.requires_grad_(), values)
+    assert layer.keys.requires_grad
+
+
+@torch.no_grad()
+def test_keys_that_are_replaced_leave_no_memory_behind() -> None:
+    for replace in (
+        lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+        lambda layer: layer.batch_select_indices(torch.tensor([0])),
+        lambda layer: layer.reset(),
+    ):
+        layer = GrowingLayer()
+        layer.update(*_states(10))
+        memory = [weakref.ref(tensor._base) for tensor in _held(layer)]
+        replace(layer)
+        assert all(ref() is None for ref in memory)
 
 
 def test_a_prompt_read_in_inference_mode_goes_on_outside_of_it() -> None:
