@@ -32,6 +32,7 @@ FORMATS = {
 HIDDEN = 2048
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 SLACK = 1.15
+NO_ROWS = 2**31 - 1  # the first number of rows of a way that is never taken, kNoRows in csrc/kernels/kernel_table.h
 
 
 def chosen(ways: Mapping[str, int], rows: int) -> str:
@@ -76,7 +77,9 @@ def add_rows(report: Report, name: str, ways: Mapping[str, int], seconds: Mappin
     fastest = [min(times) for times in zip(*seconds.values(), strict=True)]
     worst = max(range(len(ROWS)), key=lambda index: taken[index] / fastest[index])
     switches = [
-        f"{way} from {ways[way]} (measured: {best_switch(seconds, way) or 'never'})" for way in ways if way != "few"
+        f"{way} {'never' if ways[way] == NO_ROWS else f'from {ways[way]}'} (measured: {best_switch(seconds, way) or 'never'})"
+        for way in ways
+        if way != "few"
     ]
     report.add(
         Row(

@@ -63,7 +63,7 @@ def add_looks(report: Report, rounds: int) -> None:
 
     def line() -> str:
         counted = engine_stats([engine], experts=False).to_dict(experts=False)
-        return json.dumps(look(engine, LAYERS).to_dict() | counted)
+        return json.dumps(look(engine, None, LAYERS).to_dict() | counted)
 
     times = harness.interleave({"look": lambda: milliseconds(draw), "line": lambda: milliseconds(line)}, rounds)
     interval = 2e3
