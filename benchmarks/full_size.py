@@ -30,9 +30,10 @@ from safetensors.torch import save_file
 
 from torch_mesh.families import ExpertTensors
 from torch_mesh.foresight.traces import save_trace
+from torch_mesh.store.contents import NewFile, StorePlan
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import Shape as StoreShape
-from torch_mesh.store.writer import NewFile, StorePlan, write_store
+from torch_mesh.store.writer import write_store
 from torch_mesh.synthetic import synthetic_trace
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)

@@ -12,14 +12,14 @@ from pathlib import Path
 from torch_mesh.cache import cache_folder
 from torch_mesh.errors import MeshError, StoreError
 from torch_mesh.files import locked
+from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
-from torch_mesh.store.writer import lock_path
 
 _REST = "-rest-"  # of a quantised checkpoint, beside its experts: loading.py
 _REMOVED = re.compile(r"(\.removed)+$")
 _HIDDEN = re.compile(
     r"(\.partial|\.replaced-[0-9a-f]{8})$"
-)  # by store/writer.py: not whole yet, or not wanted any more
+)  # by store/folders.py: not whole yet, or not wanted any more
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,20 @@ from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
 from .store.convert import plan_of_model
-from .store.manifest import MANIFEST_NAME, Manifest, Store, is_record_file, is_store, open_store, read_manifest
+from .store.folders import check_free_space, full_disk_as_store_error
+from .store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Store,
+    described,
+    is_record_file,
+    is_store,
+    open_store,
+    read_manifest,
+)
 from .store.progress import progress_bar
 from .store.rest import mesh_config, plain_config
-from .store.writer import check_free_space, described, full_disk_as_store_error, write_store
+from .store.writer import write_store
 
 _COPY_BYTES = 64 << 20
 _STAGING_PREFIX = ".torch_mesh-saving-"

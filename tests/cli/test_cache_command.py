@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.files import locked
-from torch_mesh.store.writer import lock_path
+from torch_mesh.store.folders import lock_path
 
 
 @pytest.fixture

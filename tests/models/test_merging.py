@@ -343,7 +343,7 @@ def test_an_interrupted_merge_goes_on(
 ) -> None:
     reference = merge(*base_and_adapter, tmp_path / "reference").store
     made: list[tuple[int, int]] = []
-    original = writer._Conversion._write_record
+    original = writer.UnfinishedStore._write_record
 
     def write(self: Any, layer: int, expert: int, make: Any) -> Any:
         made.append((layer, expert))
@@ -351,7 +351,7 @@ def test_an_interrupted_merge_goes_on(
             raise KeyboardInterrupt
         return original(self, layer, expert, make)
 
-    monkeypatch.setattr(writer._Conversion, "_write_record", write)
+    monkeypatch.setattr(writer.UnfinishedStore, "_write_record", write)
     with pytest.raises(KeyboardInterrupt):
         merge(*base_and_adapter, tmp_path / "merged", workers=1)
     first = made[:9]

@@ -265,7 +265,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(convert, "_pack_from_layer"), (writer, "_move_into_place"), (convert, "write_store")]
+    ("owner", "name"), [(convert, "_pack_from_layer"), (writer, "move_into_place"), (convert, "write_store")]
 )
 def test_a_named_store_that_was_not_finished_is_gone_too(
     owner: Any,

@@ -28,7 +28,7 @@ import os, signal, sys
 import torch_mesh
 from tiny_checkpoints import tiny_model
 from torch_mesh.store import writer
-writer._Conversion._write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+writer.UnfinishedStore._write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 torch_mesh.patch(tiny_model("qwen3_moe"), resident=0.5)
 """
 

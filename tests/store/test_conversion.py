@@ -120,7 +120,7 @@ def test_a_loaded_model_becomes_a_store_of_records(tmp_path: Path) -> None:
 def test_same_conversion_is_not_repeated(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not convert(mesh_tiny, tmp_path / "store", "int8").existed
     before = contents(tmp_path / "store")
-    monkeypatch.setattr(writer, "_Conversion", lambda *_: pytest.fail("it was converted again"))
+    monkeypatch.setattr(writer, "UnfinishedStore", lambda *_: pytest.fail("it was converted again"))
     assert convert(mesh_tiny, tmp_path / "store", "int8").existed
     assert contents(tmp_path / "store") == before
 
@@ -195,7 +195,7 @@ def test_a_damaged_partial_record_is_made_again(
     tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(mesh_tiny, tmp_path / "store", "int8")
     partial = tmp_path / ".store.partial"
@@ -213,14 +213,14 @@ def test_a_damaged_partial_record_is_made_again(
 def test_a_changed_source_does_not_resume(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(mesh_tiny, tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "store", "int8")
     os.utime(tmp_path / "source" / "model.safetensors")
     made: list[int] = []
-    original = writer._Conversion._write_record
+    original = writer.UnfinishedStore._write_record
     monkeypatch.setattr(
-        writer._Conversion, "_write_record", lambda self, *place: made.append(1) or original(self, *place)
+        writer.UnfinishedStore, "_write_record", lambda self, *place: made.append(1) or original(self, *place)
     )
     convert(tmp_path / "source", tmp_path / "store", "int8")
     assert len(made) == 6 * 32
@@ -314,7 +314,7 @@ def test_killed_at_random_moments_a_store_is_complete_or_absent(tmp_path: Path, 
 
 def test_killed_between_manifest_and_rename(tmp_path: Path, mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer, "move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(mesh_tiny, tmp_path / "store", "int8")
     assert not (tmp_path / "store").exists()

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from torch_mesh import MeshConfig
 from torch_mesh.errors import StoreError
 from torch_mesh.store import manifest as manifest_module
+from torch_mesh.store import unfinished
 from torch_mesh.store import verify as verify_module
-from torch_mesh.store import writer
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import check_other_files, verify
@@ -43,7 +43,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @contextlib.contextmanager
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (manifest_module, writer, verify_module):
+        for module in (manifest_module, unfinished, verify_module):
             patch.setattr(module, "BLOCK_BYTES", BLOCK)
         yield
 

@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     small_stores.write(folder / "store", "int8")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writer, "_move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer, "move_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         small_stores.write(folder / "store", "int4", force=True)
     return folder
 
@@ -69,7 +69,7 @@ def with_tests() -> dict[str, str]:
 KILLED = """
 import os, signal, sys
 import small_stores
-from torch_mesh.store import writer
+from torch_mesh.store import folders, writer
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
@@ -82,11 +82,11 @@ def kill_before(number, root):
                 steps += 1
                 if steps == number:
                     os.kill(os.getpid(), signal.SIGKILL)
-    move = writer._move_into_place
+    move = writer.move_into_place
     def moving(*arguments):
         sys.addaudithook(hook)
         move(*arguments)
-    writer._move_into_place = moving
+    writer.move_into_place = moving
 
 for line in sys.stdin:
     number, can_exchange, folder = line.split()
@@ -94,7 +94,7 @@ for line in sys.stdin:
     if child == 0:
         kill_before(int(number), os.path.realpath(folder))
         if can_exchange == "no":
-            writer.exchange = lambda *_: False
+            folders.exchange = lambda *_: False
         small_stores.write(folder + "/store", "int4", force=True)
         os._exit(0)
     os.write(1, f"{os.waitpid(child, 0)[1]}\\n".encode())
@@ -210,7 +210,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, source: P
 def test_a_link_that_leads_nowhere_is_refused_before_converting(
     tmp_path: Path, source: Path, target: str, force: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer._Conversion, "run", lambda *_: pytest.fail("it was converted"))
+    monkeypatch.setattr(writer.UnfinishedStore, "run", lambda *_: pytest.fail("it was converted"))
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(StoreError, match="is a link to .*, which does not exist"):
         convert(source, tmp_path / "link", "int4", force=force)
@@ -220,7 +220,7 @@ def test_a_link_that_leads_nowhere_is_refused_before_converting(
 def test_a_mount_point_is_refused_before_converting(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer._Conversion, "run", lambda *_: pytest.fail("it was converted"))
+    monkeypatch.setattr(writer.UnfinishedStore, "run", lambda *_: pytest.fail("it was converted"))
     with small_disk(tmp_path / "disk", 40 << 20) as disk:
         with pytest.raises(StoreError, match="name a folder in it"):
             convert(source, disk, "int4")
@@ -262,7 +262,7 @@ def test_what_no_conversion_left_is_never_touched(tmp_path: Path, source: Path, 
 
 def test_a_link_or_a_folder_within_an_unfinished_store_is_not_followed(tmp_path: Path, source: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(source, tmp_path / "store", "int8")
     partial, names = tmp_path / ".store.partial", os.listdir(tmp_path / ".store.partial")
     for name in names:
@@ -308,7 +308,7 @@ def test_what_a_kill_leaves_at_the_very_beginning_is_taken_up(
 )
 def test_a_journal_that_says_nonsense_is_not_believed(tmp_path: Path, line: object) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         small_stores.write(tmp_path / "store", "int8")
     with (tmp_path / ".store.partial" / "journal.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
@@ -319,7 +319,7 @@ def test_a_journal_that_says_nonsense_is_not_believed(tmp_path: Path, line: obje
 @pytest.mark.parametrize("store_id", ["00", "0" * 34, "", 3])
 def test_a_journal_of_a_strange_store_is_not_continued(tmp_path: Path, store_id: object) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writer._Conversion, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(writer.UnfinishedStore, "_write_manifest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         small_stores.write(tmp_path / "store", "int8")
     journal = tmp_path / ".store.partial" / "journal.jsonl"
     first, *rest = journal.read_text().splitlines(keepends=True)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from torch_mesh.errors import StoreError
-from torch_mesh.store import writer
+from torch_mesh.store import unfinished
+from torch_mesh.store.contents import NewFile, RecordMaker, StorePlan
 from torch_mesh.store.manifest import Shape, Store
 from torch_mesh.store.verify import verify
-from torch_mesh.store.writer import NewFile, RecordMaker, StorePlan, write_store
+from torch_mesh.store.writer import write_store
 
 EXPERTS = 8
 _SHAPE = Shape(
@@ -49,7 +50,7 @@ def test_a_disk_that_fills_up_while_a_sync_runs(tmp_path: Path, monkeypatch: pyt
         if calls == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(unfinished, "_SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", sync)
     with pytest.raises(StoreError, match="the disk is full"):
         _write(tmp_path / "store", [])

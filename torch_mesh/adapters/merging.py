@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..families import ExpertsLayer, ExpertTensors, find_experts
-from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, model_names, read_config
+from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
+from ..store.contents import Progress, StorePlan
 from ..store.convert import (
     check_unchanged,
     checked_group_size,
@@ -29,9 +30,10 @@ from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.hub import local_folder
 from ..store.manifest import MAX_FILE_BYTES, OF_CODES, WEIGHTS, Shape, is_store, open_store
+from ..store.mapping import model_names
 from ..store.rest import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
 from ..store.verify import check_other_files
-from ..store.writer import Progress, StorePlan, Written, write_store
+from ..store.writer import Written, write_store
 from .factors import Factors
 from .folder import Adapter, Change, adapter_fingerprint, read_adapter
 

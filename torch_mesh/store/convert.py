@@ -25,6 +25,7 @@ from torch_mesh.store.checkpoint import (
     read_config,
     shape_of,
 )
+from torch_mesh.store.contents import Progress, StorePlan
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
@@ -37,7 +38,7 @@ from torch_mesh.store.manifest import (
 )
 from torch_mesh.store.rest import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.verify import read_record
-from torch_mesh.store.writer import Progress, StorePlan, Written, write_folder, write_store
+from torch_mesh.store.writer import Written, write_folder, write_store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,28 @@ def block_checksum(store_id: bytes, name: str, number: int, block: bytes | memor
 
     place = hashlib.blake2b(store_id + name.encode(), digest_size=16).digest()
     return f"{_C.record_checksum(place, 0, number, block):016x}"
+
+
+def described(path: Path, store_id: bytes) -> OtherFile:
+    """What a store's manifest says of a file that holds no records."""
+    digest = hashlib.blake2b(digest_size=16)
+    checksums: list[str] = []
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            checksums.append(block_checksum(store_id, path.name, len(checksums), block))
+        size = stream.tell()
+    return OtherFile(path.name, size, digest.hexdigest(), " ".join(checksums))
+
+
+def file_digest(path: Path, before_each: Callable[[], None] = lambda: None) -> str:
+    """BLAKE2b-128 of a file's bytes, in hex. ``before_each`` is called before each piece, and may raise."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            before_each()
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def quantization_table(weights: str, group_size: int) -> dict[str, Any]:

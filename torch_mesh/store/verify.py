@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_mesh.store.contents import Progress
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
@@ -20,9 +21,9 @@ from torch_mesh.store.manifest import (
     Store,
     block_checksum,
     config_text,
+    file_digest,
     quantization_table,
 )
-from torch_mesh.store.writer import Progress, file_digest
 
 _CONFIG_NAME = "config.json"
 # With the config, what a model computes by. Of the other files that transformers reads, people change some.

@@ -1,0 +1,87 @@
+"""What a store is to hold, before any of it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_mesh.store.manifest import FORMAT_VERSIONS, Calibration, Manifest, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Chunk = bytes | memoryview
+RecordMaker = Callable[[], "torch.Tensor"]  # -> uint8 [record_bytes]; called from a worker thread
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """What a store will hold. Two runs with equal plans write the same store."""
+
+    shape: Shape
+    modules: tuple[str, ...]
+    weights: str
+    group_size: int  # 0 for bf16
+    source_name: str
+    source_fingerprint: str
+    calibration: Calibration | None = None
+
+    @property
+    def record_bytes(self) -> int:
+        return self.shape.record_bytes(self.weights, self.group_size)
+
+    def identity(self) -> dict[str, Any]:
+        table = asdict(self)
+        del table["source_name"]  # a folder may move
+        if self.calibration is None:
+            del table["calibration"]
+        if isinstance(self.shape.activation, tuple):  # as it comes back from the journal
+            table["shape"]["activation"] = list(self.shape.activation)
+        return {"format_version": FORMAT_VERSIONS[self.weights], **table, "modules": list(self.modules)}
+
+    def is_plan_of(self, manifest: Manifest) -> bool:
+        mine = (
+            self.shape,
+            self.modules,
+            self.weights,
+            self.group_size,
+            self.source_fingerprint,
+            self.calibration,
+        )
+        shape = manifest.shape
+        if shape.activation is None:  # perhaps one that was not fused yet when the same records were written
+            shape = replace(shape, activation=self.shape.activation)
+        return mine == (
+            shape,
+            manifest.modules,
+            manifest.weights,
+            manifest.group_size,
+            manifest.source_fingerprint,
+            manifest.calibration,
+        )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Files that records are made with, which the unfinished folder has and the store has not.
+
+    ``prepare(folder, done)`` makes them, or continues what an earlier run began, before the first record is made; ``done`` is told of bytes that are there.
+    ``names`` are all that it may leave, ``bytes`` what they take at most.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    prepare: Callable[[Path, Callable[[int], None]], None]
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A file to write beside the records. ``chunks`` yields its ``size`` bytes, anew at each call; it is called from a worker thread.
+    A chunk need not outlive the next."""
+
+    name: str
+    size: int
+    chunks: Callable[[], Iterable[Chunk]]

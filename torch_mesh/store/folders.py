@@ -1,0 +1,209 @@
+"""The folder that a store is to stand in: whose it is, whether there is room, what an earlier run left, and how a store comes under its name.
+
+A journal or a manifest is the mark by which a folder is known as one of ours: nothing is removed from a folder without it. The journal
+goes last, when the store has its name, so that a hidden folder with a manifest and no journal is one that was replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from torch_mesh.cache import unwritable
+from torch_mesh.errors import StoreError
+from torch_mesh.files import exchange, locked
+from torch_mesh.store.contents import StorePlan
+from torch_mesh.store.header import parse_json, store_error
+from torch_mesh.store.journal import JOURNAL_NAME, JOURNAL_START
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, is_store, open_store, read_manifest
+
+_LOG = logging.getLogger(__name__)
+_SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
+
+
+def real_folder(folder: str | os.PathLike[str]) -> Path:
+    """``folder`` without links. Raises ``StoreError`` for one that leads nowhere."""
+    real = Path(os.path.realpath(folder))
+    if os.path.islink(folder) and not real.exists():
+        raise store_error(folder, f"is a link to {real}, which does not exist: make that folder, or remove the link")
+    return real
+
+
+def lock_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextlib.contextmanager
+def lock_of(folder: Path, problem: StoreError | None) -> Iterator[None]:
+    """Keeps other processes from writing the same store. ``problem``: what is wrong with the folder if no lock can be had."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            waiting = partial(_LOG.warning, "Another process is writing %s; waiting for it.", folder)
+            stack.enter_context(locked(lock_path(folder), waiting))
+        except OSError as error:
+            raise problem or unwritable(folder, error) from error
+        yield
+
+
+def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
+    """The store of this very plan if ``folder`` holds it; None if it may be written."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    if not is_store(folder):
+        raise store_error(folder, "exists and is not a store: choose another folder")
+    if force:
+        return None
+    store = open_store(folder)
+    if plan.is_plan_of(store.manifest):
+        return store
+    held = store.manifest
+    raise store_error(
+        folder,
+        f"holds another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from another version of "
+        "it): choose another folder, or --force to replace it",
+    )
+
+
+def check_free_space(folder: Path, total: int, present: int = 0, advice: str = "") -> None:
+    """Raises ``StoreError`` unless ``total`` bytes, of which ``present`` are there already, fit on the disk of ``folder``."""
+    left = max(0, total - present)
+    free = shutil.disk_usage(folder).free
+    if free < left + _SPARE_BYTES:
+        raise store_error(
+            folder,
+            f"the disk has {_megabytes(free)} free; {_megabytes(left)} of {_megabytes(total)} are still to be written, and "
+            f"{_megabytes(_SPARE_BYTES)} have to stay free. Free some, or choose another folder{advice}",
+        )
+
+
+def check_ours(partial: Path) -> None:
+    """Raises ``StoreError`` if the place of the unfinished folder is taken by something that no conversion left."""
+    if os.path.lexists(partial) and not _is_ours(partial):
+        raise store_error(
+            partial,
+            "is in the way: an unfinished conversion would stand there, and this is none. Move it, or choose another folder for the store",
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a conversion made this: by its journal or its manifest, or because there is nothing in it."""
+    if not is_folder(folder):
+        return False
+    names = set(os.listdir(folder))
+    if JOURNAL_NAME in names and stat.S_ISREG(os.lstat(folder / JOURNAL_NAME).st_mode):
+        with (folder / JOURNAL_NAME).open("rb") as stream:
+            start = stream.read(len(JOURNAL_START))
+        # Killed at its first line it may have left part of that, and nothing else yet.
+        return start == JOURNAL_START or (names == {JOURNAL_NAME} and JOURNAL_START.startswith(start))
+    return not names or _has_manifest(folder)
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except StoreError:
+        return False
+    return True
+
+
+def is_made_from(folder: Path, fingerprint: str) -> bool:
+    if not is_folder(folder) or not _is_ours(folder):
+        return False
+    if is_store(folder):
+        return read_manifest(folder).source_fingerprint == fingerprint
+    try:
+        with (folder / JOURNAL_NAME).open("rb") as stream:
+            return bool(parse_json(stream.readline())["plan"]["source_fingerprint"] == fingerprint)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return False  # nothing is in it, or one line that was cut off: whoever comes next goes on with it
+
+
+def is_finished(partial: Path, plan: StorePlan) -> bool:
+    """Whether the last run was killed between its manifest and its rename."""
+    if not is_store(partial):
+        return False
+    try:
+        return plan.is_plan_of(open_store(partial).manifest)
+    except StoreError:
+        return False
+
+
+def move_into_place(partial: Path, folder: Path) -> None:
+    _sync_folder(partial)
+    if is_store(folder):
+        replaced = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
+        if exchange(partial, folder):
+            partial.rename(replaced)
+        else:  # killed between these two there is no store under the name, and the next run puts the new one there
+            folder.rename(replaced)
+            partial.rename(folder)
+    else:
+        partial.rename(folder)
+    _sync_folder(folder.parent)
+    remove_remains(folder)
+
+
+def remains(folder: Path) -> list[Path]:
+    """What replacing a store leaves when it is killed: the old one, and the journal of the new one."""
+    pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
+    replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
+    partial = folder.with_name(f".{folder.name}.partial")
+    if is_store(partial) and not (partial / JOURNAL_NAME).exists():
+        replaced.append(partial)
+    journal = folder / JOURNAL_NAME
+    return [*filter(_is_ours, replaced), *([journal] if is_store(folder) and journal.exists() else [])]
+
+
+def remove_remains(folder: Path) -> None:
+    for path in remains(folder):
+        try:
+            remove_store(path) if path.is_dir() else path.unlink()
+        except OSError as error:
+            _LOG.warning("%s was replaced, and what is left of it in %s cannot be removed: %s", folder, path, error)
+
+
+def remove_store(folder: Path) -> None:
+    """Its marks last, by which the next run knows what is left of it."""
+    marks = (MANIFEST_NAME, JOURNAL_NAME)
+    for path in folder.iterdir():
+        if path.name not in marks:
+            shutil.rmtree(path) if is_folder(path) else path.unlink()
+    for name in marks:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def full_disk_as_store_error(folder: Path, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise store_error(folder, f"the disk is full. {advice}") from problem
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"

@@ -1,0 +1,328 @@
+"""The folder of a store that is being written: records and files on several threads, a journal of what is finished, the manifest last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_mesh.store.contents import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
+from torch_mesh.store.folders import is_folder
+from torch_mesh.store.header import store_error
+from torch_mesh.store.journal import JOURNAL_NAME, Journal
+from torch_mesh.store.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    OtherFile,
+    block_checksum,
+    file_digest,
+    plan_record_files,
+)
+
+_SYNC_BYTES = 256 << 20  # written between two syncs, the first of which may still run: bounds the dirty pages
+_SMALL_FILE = 1 << 20
+
+_Result = TypeVar("_Result")
+_Written = OtherFile | tuple[int, int, int]  # a file, or layer, expert and checksum of a record
+
+
+class UnfinishedStore:
+    """The folder of one unfinished store."""
+
+    def __init__(self, folder: Path, plan: StorePlan, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._record_bytes = plan.record_bytes
+        folder.mkdir(exist_ok=True)
+        self._journal = Journal(folder / JOURNAL_NAME, plan.identity())
+        self._files = plan_record_files(
+            plan.shape, plan.modules, self._record_bytes, self._journal.store_id, max_file_bytes
+        )
+        self._descriptors: list[int] = []
+        self._stopping = threading.Event()
+        self._file_under_way = False
+        self._one_file = threading.Lock()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._journal.close()
+
+    def run(
+        self,
+        records: Iterable[tuple[int, int, RecordMaker]],
+        files: Sequence[NewFile],
+        workers: int,
+        progress: Progress | None,
+        check_source: Callable[[], None],
+        scratch: Scratch | None,
+    ) -> None:
+        names = () if scratch is None else scratch.names
+        self._remove_leftovers(files, names)
+        counter = _Counter(self._plan, self._record_bytes, files, 0 if scratch is None else scratch.bytes, progress)
+        self._open_record_files()
+        self._drop_damaged_records(counter)
+        if scratch is not None:
+            prepared = counter.done + scratch.bytes
+            if not self._has_all_records():
+                scratch.prepare(self._folder, counter.add)
+            counter.add(prepared - counter.done)  # it may be less than was asked for
+        with _Workers(workers) as packing, _Workers(1) as syncing:
+            try:
+                self._collect(packing.run(self._tasks(records, files)), syncing, counter)
+            except BaseException:
+                self._stopping.set()  # whoever leaves the context waits for what has begun
+                raise
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        check_source()
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
+        self._write_manifest(files)
+
+    def _has_all_records(self) -> bool:
+        shape = self._plan.shape
+        return len(self._journal.records) == shape.layers * shape.experts
+
+    def _remove_leftovers(self, files: Sequence[NewFile], others: Iterable[str]) -> None:
+        """What an earlier run left and this one does not continue."""
+        continued = {file.name for file in files} | {file.name for file, _ in self._files} | set(others)
+        for path in self._folder.iterdir():
+            kept = self._journal.resumed and path.name in continued and not path.is_symlink()
+            if path.name != JOURNAL_NAME and not kept:
+                if is_folder(path):
+                    raise store_error(path, "is in the way: no conversion made this folder. Move it")
+                path.unlink()
+
+    def _open_record_files(self) -> None:
+        for file, header in self._files:
+            descriptor = os.open(self._folder / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._descriptors.append(descriptor)
+            _write_all(descriptor, header, 0)
+            os.ftruncate(descriptor, file.bytes)
+
+    def _place(self, layer: int, expert: int) -> tuple[int, int]:
+        index = layer * self._plan.shape.experts + expert
+        number, within = divmod(index, self._files[0][0].records)  # every file but the last holds as many
+        return self._descriptors[number], self._files[number][0].data_start + within * self._record_bytes
+
+    def _drop_damaged_records(self, counter: _Counter) -> None:
+        for (layer, expert), checksum in list(self._journal.records.items()):
+            descriptor, offset = self._place(layer, expert)
+            if self._checksum(layer, expert, os.pread(descriptor, self._record_bytes, offset)) == checksum:
+                counter.add(self._record_bytes)
+            else:
+                del self._journal.records[layer, expert]
+
+    def _checksum(self, layer: int, expert: int, record: bytes | npt.NDArray[np.uint8]) -> int:
+        from torch_mesh import _C
+
+        return _C.record_checksum(self._journal.store_id, layer, expert, record)
+
+    def _write_file(self, file: NewFile) -> OtherFile:
+        path = self._folder / file.name
+        known = self._journal.files.get(file.name)
+        # Small files are written anew: they may have been edited in the source since.
+        may_stay = known is not None and file.size == known.bytes > _SMALL_FILE and path.is_file()
+        with self._one_file:
+            if known is not None and may_stay and file_digest(path, self._stop_if_asked) == known.digest:
+                return known
+            return self._write_anew(path, file)
+
+    def _write_anew(self, path: Path, file: NewFile) -> OtherFile:
+        digest, checksums = hashlib.blake2b(digest_size=16), []
+        with path.open("wb", buffering=0) as stream:
+            for number, block in enumerate(_blocks(file.chunks())):
+                self._stop_if_asked()
+                _write_all(stream.fileno(), block, number * BLOCK_BYTES)
+                digest.update(block)
+                checksums.append(block_checksum(self._journal.store_id, file.name, number, block))
+                if (number + 1) * BLOCK_BYTES % _SYNC_BYTES == 0:
+                    _sync_data(stream.fileno())
+            os.fsync(stream.fileno())
+            written = os.fstat(stream.fileno()).st_size
+        if written != file.size:
+            raise store_error(
+                path, f"{written} bytes were written, {file.size} expected: did the source change meanwhile?"
+            )
+        return OtherFile(file.name, written, digest.hexdigest(), " ".join(checksums))
+
+    def _tasks(
+        self, records: Iterable[tuple[int, int, RecordMaker]], files: Sequence[NewFile]
+    ) -> Iterator[Callable[[], _Written]]:
+        """One file beside the records at a time, since a file may hold a whole tensor in memory."""
+        waiting = deque(files)
+        for layer, expert, make in records:
+            if (layer, expert) in self._journal.records:
+                continue
+            if waiting and not self._file_under_way:
+                self._file_under_way = True
+                yield partial(self._write_file, waiting.popleft())
+            yield partial(self._write_record, layer, expert, make)
+        for file in waiting:
+            yield partial(self._write_file, file)
+
+    def _collect(self, written: Iterable[_Written], syncing: _Workers, counter: _Counter) -> None:
+        unsynced = 0
+        for each in written:
+            if isinstance(each, OtherFile):
+                self._file_under_way = False
+                if self._journal.files.get(each.name) != each:
+                    self._journal.add_file(each)
+                counter.add(each.bytes)
+                continue
+            self._journal.add_record(*each)
+            counter.add(self._record_bytes)
+            unsynced += self._record_bytes
+            if unsynced >= _SYNC_BYTES:
+                syncing.begin(self._sync)  # once the last one is done, while the next records are packed
+                unsynced = 0
+
+    def _write_record(self, layer: int, expert: int, make: RecordMaker) -> tuple[int, int, int]:
+        record = make().numpy()
+        if record.dtype != np.uint8 or record.shape != (self._record_bytes,):
+            raise ValueError(
+                f"the record of layer {layer}, expert {expert} is {record.dtype} {record.shape}, not uint8 ({self._record_bytes},)"
+            )
+        checksum = self._checksum(layer, expert, record)
+        descriptor, offset = self._place(layer, expert)
+        _write_all(descriptor, record.data, offset)
+        return layer, expert, checksum
+
+    def _stop_if_asked(self) -> None:
+        if self._stopping.is_set():
+            raise CancelledError  # which nobody collects: there is an error already
+
+    def _sync(self) -> None:
+        for descriptor in self._descriptors:
+            _sync_data(descriptor)
+        self._journal.sync()
+
+    def _write_manifest(self, files: Sequence[NewFile]) -> None:
+        plan, journal = self._plan, self._journal
+        shape = plan.shape
+        missing = shape.layers * shape.experts - len(journal.records)
+        if missing:
+            raise ValueError(f"{missing} of {shape.layers * shape.experts} records were not given")
+        checksums = np.empty((shape.layers, shape.experts), dtype=np.uint64)
+        for place, checksum in journal.records.items():
+            checksums[place] = checksum
+        manifest = Manifest(
+            store_id=journal.store_id,
+            source_name=plan.source_name,
+            source_fingerprint=plan.source_fingerprint,
+            weights=plan.weights,
+            group_size=plan.group_size,
+            record_bytes=self._record_bytes,
+            shape=shape,
+            modules=plan.modules,
+            record_files=tuple(file for file, _ in self._files),
+            other_files=tuple(journal.files[file.name] for file in files),
+            checksums=checksums,
+            calibration=plan.calibration,
+        )
+        unfinished = self._folder / f"{MANIFEST_NAME}.new"
+        with unfinished.open("w", encoding="utf-8") as stream:
+            stream.write(manifest.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.rename(self._folder / MANIFEST_NAME)
+
+
+class _Workers(contextlib.AbstractContextManager["_Workers"]):
+    """Threads that are handed a few tasks at a time. Whoever leaves the context waits for those that have begun."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="torch_mesh-store")
+        self._waiting: set[Future[Any]] = set()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._waiting:
+                future.result()
+
+    def run(self, tasks: Iterable[Callable[[], _Result]]) -> Iterator[_Result]:
+        """What they return, in the order of their ends. Raises what one of them raises."""
+        for task in tasks:
+            self._waiting.add(self._executor.submit(task))
+            if len(self._waiting) > self._count:
+                yield from self._finished()
+        while self._waiting:
+            yield from self._finished()
+
+    def begin(self, task: Callable[[], None]) -> None:
+        """Returns when a thread can take it up. Raises what an earlier one raised."""
+        while len(self._waiting) >= self._count:
+            for _ in self._finished():
+                pass
+        self._waiting.add(self._executor.submit(task))
+
+    def _finished(self) -> Iterator[Any]:
+        done, self._waiting = wait(self._waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+
+
+class _Counter:
+    def __init__(
+        self,
+        plan: StorePlan,
+        record_bytes: int,
+        files: Sequence[NewFile],
+        scratch_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        records = plan.shape.layers * plan.shape.experts * record_bytes
+        self._total = records + sum(file.size for file in files) + scratch_bytes
+        self.done = 0
+        self._progress = progress
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self._progress is not None:
+            self._progress(self.done, self._total)
+
+
+def _blocks(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
+    """The same bytes, cut where a file's checksums are. Each is overwritten by the next."""
+    block, filled = np.empty(BLOCK_BYTES, dtype=np.uint8).data, 0
+    for chunk in chunks:
+        rest = memoryview(chunk)
+        while len(rest):
+            part = rest[: BLOCK_BYTES - filled]
+            block[filled : filled + len(part)] = part
+            filled, rest = filled + len(part), rest[len(part) :]
+            if filled == BLOCK_BYTES:
+                yield block
+                filled = 0
+    if filled:
+        yield block[:filled]
+
+
+def _sync_data(descriptor: int) -> None:
+    os.fdatasync(descriptor)
+    # Written once and not read here again: leave the page cache to others.
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    rest, at = memoryview(data), offset
+    while len(rest):
+        count = os.pwrite(descriptor, rest, at)
+        rest, at = rest[count:], at + count
+    # Begins to write what is dirty, rather than all of it at the next sync.
+    os.posix_fadvise(descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
