@@ -15,20 +15,27 @@ constexpr ManyRows kManyRows{.gemm_floats = 8,
                              .panels = 8,
                              .bf16_panels = false};
 
-// On Zen 4 gemm is never the faster way for integers (docs/decisions/0027).
-constexpr ManyRows kManyRowsOfAmd{.gemm_floats = 16,
+// On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027); fp8's rows from
+// here on are the tiles'.
+constexpr ManyRows kManyRowsOfAmd{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,
                                   .gemm_trellis = kNoRows,
-                                  .panels = 8,
-                                  .bf16_panels = false,
-                                  .gemm_fp8 = 8};
+                                  .panels = 0,
+                                  .gemm_fp8 = 6};
+
+constexpr KernelTable::Tiles kFp8AsBf16 = [] {
+  KernelTable::Tiles tiles;
+  tiles.products[static_cast<int>(Format::kFp8)] = many_rows_of_fp8<NativeBf16Dot>;
+  return tiles;
+}();
 
 }  // namespace
 
 constinit const KernelTable kAvx512Bf16Table =
-    make_table<NativeBf16Dot, VnniInt8Dot, VnniNibbleDot, VnniLevelDot, Fp8Dot<E4m3AsFloats>>(
-        "avx512_bf16", kManyRowsOfAmd);
+    make_table<PrefetchingGroups<NativeBf16Dot>, PrefetchingGroups<VnniInt8Dot>,
+               GroupPrefetchingVnniNibbles, VnniLevelDot, Fp8Dot<E4m3AsFloats>>(
+        "avx512_bf16", kManyRowsOfAmd, kFp8AsBf16);
 
 constinit const KernelTable kIntelBf16Table =
     make_table<Prefetching<NativeBf16Dot>, Prefetching<VnniInt8Dot>, PrefetchingVnniNibbles,

@@ -16,6 +16,14 @@ struct Prefetching : Dot {
   static constexpr int32_t kPrefetchBytes = 2048;
 };
 
+// A Dot that asks for the next group, or step, of weights where several tiles of rows go over one.
+// The prefetchers of AMD's cores keep up with one row by themselves, and stand still while a tile
+// reads what is in the cache.
+template <typename Dot>
+struct PrefetchingGroups : Dot {
+  static constexpr bool kPrefetchesGroups = true;
+};
+
 // A Dot of nibbles that takes their two words of bytes as they have been unfolded.
 template <typename Dot>
 struct OfBytes : Dot {

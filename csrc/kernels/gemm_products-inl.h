@@ -22,14 +22,18 @@ struct RuntimeGemm {
   // `bytes` of each row from `at` on, as a: one row after the other.
   template <bool kBytes>
   void gather(const BlockProducts& products, int64_t at, int32_t bytes, std::byte* a) const {
-    constexpr uint64_t kFlip = kBytes ? 0x8080808080808080 : 0;
     for (int32_t r = 0; r < products.rows.count; ++r) {
       const std::byte* from = operand_row(products, r) + at;
+      std::byte* to = a + r * bytes;
+      if constexpr (!kBytes) {
+        __builtin_memcpy(to, from, static_cast<size_t>(bytes));
+        continue;
+      }
       for (int32_t i = 0; i < bytes; i += 8) {
         uint64_t values;
         __builtin_memcpy(&values, from + i, 8);
-        values ^= kFlip;
-        __builtin_memcpy(a + r * bytes + i, &values, 8);
+        values ^= 0x8080808080808080;
+        __builtin_memcpy(to + i, &values, 8);
       }
     }
   }
@@ -110,38 +114,66 @@ inline void unfold_fp8_to_bf16(const std::byte* pairs, int32_t words, const Fp8S
   E4m3::restore_subnormals(before);
 }
 
+// A step of a block as words of bf16, scaled already where scales are powers of two.
+struct UnfoldedFp8 {
+  static constexpr int32_t kMostDepth = 128;
+
+  int32_t depth;
+  bool is_scaled;
+  alignas(64) std::byte words[kMostDepth * kBlockColumns * 2];
+
+  UnfoldedFp8(const BlockProducts& products, int32_t k) {
+    const OperandShape& shape = products.shape;
+    const int32_t left = shape.depth_padded - k;
+    depth = left < kMostDepth ? left : kMostDepth;
+    is_scaled = shape.group_size == 32;
+    const std::byte* from = fp8_pairs(products) + int64_t{k} * kBlockColumns;
+    if (!is_scaled) unfold_fp8_to_bf16<false>(from, depth / 2, nullptr, words);
+    for (int32_t i = 0; is_scaled && i < depth; i += 32) {
+      const Fp8Step own(products.block, shape.group_size, k + i, 1);
+      unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, &own, words + i * kBlockColumns * 2);
+    }
+  }
+};
+
 template <typename Gemm>
 inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
-  constexpr int32_t kMostDepth = 128;
-  alignas(64) std::byte unfolded[kMostDepth * kBlockColumns * 2];
+  constexpr int32_t kMostDepth = UnfoldedFp8::kMostDepth;
   alignas(64) std::byte gathered[kTileRows * kMostDepth * 2];
   alignas(64) float part[kTileRows * kBlockColumns];
   const OperandShape& shape = products.shape;
-  const std::byte* pairs = fp8_pairs(products);
   const int32_t rows = products.rows.count;
-  const bool powers = shape.group_size == 32;  // of two: scales
   for (int32_t k = 0; k < shape.depth_padded; k += kMostDepth) {
-    const int32_t left = shape.depth_padded - k;
-    const int32_t depth = left < kMostDepth ? left : kMostDepth;
-    const Fp8Step step(products.block, shape.group_size, k, 1);
-    const std::byte* from = pairs + int64_t{k} * kBlockColumns;
-    if (powers) {
-      for (int32_t i = 0; i < depth; i += 32) {
-        const Fp8Step own(products.block, shape.group_size, k + i, 1);
-        unfold_fp8_to_bf16<true>(from + i * kBlockColumns, 16, &own,
-                                 unfolded + i * kBlockColumns * 2);
-      }
-    } else {
-      unfold_fp8_to_bf16<false>(from, depth / 2, nullptr, unfolded);
-    }
+    const UnfoldedFp8 unfolded(products, k);
+    const int32_t depth = unfolded.depth;
     gemm.template gather<false>(products, int64_t{k} * 2, depth * 2, gathered);
-    gemm.bf16(rows, depth, gathered, unfolded, part);
+    gemm.bf16(rows, depth, gathered, unfolded.words, part);
+    const Fp8Step step(products.block, shape.group_size, k, 1);
     for (int32_t c = 0; c < kBlockColumns; c += kLanes) {
-      const Floats scale = powers ? broadcast(1) : step.scales_of(c);
+      const Floats scale = unfolded.is_scaled ? broadcast(1) : step.scales_of(c);
       for (int32_t r = 0; r < rows; ++r) {
         float* sums = products.sums + r * kBlockColumns + c;
         store(sums, multiply_add(load(part + r * kBlockColumns + c), scale, load(sums)));
       }
+    }
+  }
+}
+
+// Many rows of fp8 by the Dot of bf16, for processors on which that is faster than the runtime's
+// gemm. Sums have other bits than those of fp8's own Dot.
+template <typename Dot>
+inline void fp8_as_bf16(const BlockProducts& products) {
+  const OperandShape& shape = products.shape;
+  constexpr int64_t kBytes = int64_t{UnfoldedFp8::kMostDepth} * kBlockColumns;
+  for (int32_t k = 0; k < shape.depth_padded; k += UnfoldedFp8::kMostDepth) {
+    const UnfoldedFp8 unfolded(products, k);
+    const int32_t words = unfolded.depth / 2;
+    const LinesAhead ahead{fp8_pairs(products) + int64_t{k} * kBlockColumns + kBytes, kBytes};
+    if (unfolded.is_scaled) {
+      float_step<Dot>(products, k, words, unfolded.words, Unscaled{}, ahead);
+    } else {
+      const Fp8Step step(products.block, shape.group_size, k, 1);
+      float_step<Dot>(products, k, words, unfolded.words, step, ahead);
     }
   }
 }

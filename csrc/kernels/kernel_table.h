@@ -152,7 +152,7 @@ struct KernelTable {
   // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
   // The processor's own products of many rows, in the place of the runtime's gemm; nullptr: it has
-  // none. They run between begin() and end(), on one thread.
+  // none. They run between begin() and end(), on one thread, where there is something to begin.
   struct Tiles {
     void (*begin)(const OperandShape& shape) = nullptr;
     void (*end)() = nullptr;

@@ -80,21 +80,67 @@ inline void prefetch_ahead(const std::byte* words) {
   }
 }
 
-template <typename Dot, int kRows, int kVectors>
+template <typename Dot>
+constexpr bool prefetches_groups() {
+  return requires { Dot::kPrefetchesGroups; };
+}
+
+// From how many rows on a Dot of that kind does so: fewer leave the memory no time that it could
+// use.
+constexpr int32_t kPrefetchingRows = 8, kPrefetchingFloatRows = 12;
+
+// What the tiles that go over some weights ask for meanwhile: `bytes` from `from` on, each tile for
+// the share of its rows, two lines at a step of its products.
+struct LinesAhead {
+  struct Share {
+    const std::byte *next, *end;
+
+    void ask() {
+      if (next >= end) return;
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + kLineBytes);
+      next += 2 * kLineBytes;
+    }
+  };
+  const std::byte* from;
+  int64_t bytes;
+
+  Share share(int32_t first, int32_t rows, int32_t of) const {
+    return {from + bytes * first / of, from + bytes * (first + rows) / of};
+  }
+};
+
+struct NothingAhead {
+  struct Share {
+    void ask() {}
+  };
+  const std::byte* from;
+  int64_t bytes;
+
+  Share share(int32_t, int32_t, int32_t) const { return {}; }
+};
+
+template <typename Dot, int kRows, int kVectors, typename Share>
 inline void add_words_of_block(const std::byte* words, int32_t count, const std::byte* const* rows,
-                               typename Dot::Sum (&sums)[kRows][kVectors]) {
+                               Share& ahead, typename Dot::Sum (&sums)[kRows][kVectors]) {
   constexpr int kAtOnce = vectors_unfolded<Dot>();
   static_assert(kVectors % kAtOnce == 0);
   for (int32_t j = 0; j < count; ++j) {
     typename Dot::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = Dot::row(rows[r] + j * Dot::kRowWords * 4);
+    ahead.ask();
+    // All sums are in registers only if the loops over them are unrolled, which GCC does by itself
+    // up to some number of instructions.
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; v += kAtOnce) {
       const int32_t column = j * words_at_once<Dot>() * kBlockColumns + v * kLanes;
       const std::byte* at = words + column * column_bytes<Dot>();
       if (v * kLanes * column_bytes<Dot>() % kLineBytes == 0) prefetch_ahead<Dot>(at);
       typename Dot::Weights weights[kAtOnce];
       unfold_weights<Dot>(at, weights);
+#pragma GCC unroll 2
       for (int i = 0; i < kAtOnce; ++i) {
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           sums[r][v + i] = Dot::add(sums[r][v + i], row[r], weights[i]);
         }
@@ -202,8 +248,9 @@ inline void add_scaled(float* sums, Words exact, float row_scale, Floats scale) 
   store(sums, multiply_add(words_to_floats(exact), broadcast(row_scale) * scale, load(sums)));
 }
 
-template <int kRows, typename Dot, typename Scales, typename Group>
-inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, float* sums) {
+template <int kRows, typename Dot, typename Scales, typename Group, typename Share>
+inline void integer_tile(const Group& group, const GroupRows& rows, int32_t first, Share ahead,
+                         float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Words exact[kRows][kVectors];
@@ -211,7 +258,7 @@ inline void integer_tile(const Group& group, const GroupRows& rows, int32_t firs
       const Words zeros = Dot::zeros(group.scales_of(c + v * kLanes));
       for (int r = 0; r < kRows; ++r) exact[r][v] = Dot::start(zeros, rows.sum[first + r]);
     }
-    add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, exact);
+    add_words_of_block<Dot>(group.words + c * 4, group.count, rows.bytes + first, ahead, exact);
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = c + v * kLanes;
       const Floats scale = Scales::load(group.scales_of(column));
@@ -232,15 +279,18 @@ inline void for_each_tile(int32_t rows, const Tile& tile, int32_t first = 0) {
   }
 }
 
-template <typename Dot, typename Scales, typename Group>
+template <typename Dot, typename Scales, typename Group, typename Ahead = NothingAhead>
 inline void integer_products(const BlockProducts& products) {
   const int32_t groups = products.shape.depth_padded / products.shape.group_size;
   const float unit = block_unit<Scales>(products);
   for (int32_t g = 0; g < groups; ++g) {
     const Group group(products, g);
     const GroupRows rows = group_rows(products, g, unit);
-    for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
-      integer_tile<at_once.value, Dot, Scales>(group, rows, first, products.sums);
+    const int32_t count = products.rows.count;
+    const Ahead ahead{group.scales + group.total_bytes(), group.total_bytes()};
+    for_each_tile<kTile.rows>(count, [&](auto at_once, int32_t first) {
+      integer_tile<at_once.value, Dot, Scales>(
+          group, rows, first, ahead.share(first, at_once.value, count), products.sums);
     });
   }
 }
@@ -294,9 +344,9 @@ inline const std::byte* fp8_pairs(const BlockProducts& products) {
   return products.block + block_header_bytes(shape.format, shape.group_size, shape.depth_padded);
 }
 
-template <typename Dot, int kRows, typename Step>
+template <typename Dot, int kRows, typename Step, typename Share>
 inline void float_tile(const std::byte* words, int32_t count, const Step& step,
-                       const std::byte* const* rows, float* sums) {
+                       const std::byte* const* rows, Share ahead, float* sums) {
   constexpr int kVectors = vectors_at_once(kTile, kRows);
   for (int32_t c = 0; c < kBlockColumns; c += kVectors * kLanes) {
     Floats tile[kRows][kVectors];
@@ -305,7 +355,7 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
         tile[r][v] = step.begin(sums + r * kBlockColumns + c + v * kLanes);
       }
     }
-    add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, tile);
+    add_words_of_block<Dot>(words + c * column_bytes<Dot>(), count, rows, ahead, tile);
     if constexpr (vectors_unfolded<Dot>() == 2) {
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVectors; v += 2) {
@@ -323,24 +373,27 @@ inline void float_tile(const std::byte* words, int32_t count, const Step& step,
   }
 }
 
-template <typename Dot, typename Step>
+template <typename Dot, typename Step, typename Ahead>
 inline void float_step(const BlockProducts& products, int32_t depth, int32_t words,
-                       const std::byte* at, const Step& step) {
+                       const std::byte* at, const Step& step, const Ahead& ahead) {
   const std::byte* rows[kTileRows];
   for (int32_t r = 0; r < products.rows.count; ++r) {
     rows[r] = operand_row(products, r) + int64_t{depth} * 2;
   }
-  for_each_tile<kTile.rows>(products.rows.count, [&](auto at_once, int32_t first) {
+  const int32_t count = products.rows.count;
+  for_each_tile<kTile.rows>(count, [&](auto at_once, int32_t first) {
     float_tile<Dot, at_once.value>(at, words, step, rows + first,
+                                   ahead.share(first, at_once.value, count),
                                    products.sums + first * kBlockColumns);
   });
 }
 
-template <typename Dot>
+template <typename Dot, typename Ahead = NothingAhead>
 inline void bf16_products(const BlockProducts& products) {
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += kStepDepth) {
+    constexpr int64_t kBytes = kStepDepth * kBlockColumns * 2;
     const std::byte* words = products.block + int64_t{depth} * kBlockColumns * 2;
-    float_step<Dot>(products, depth, kStepWords, words, Unscaled{});
+    float_step<Dot>(products, depth, kStepWords, words, Unscaled{}, Ahead{words + kBytes, kBytes});
   }
 }
 
@@ -351,7 +404,8 @@ inline void fp8_products(const BlockProducts& products) {
   const uint32_t before = Dot::Unfolding::count_subnormals();
   for (int32_t depth = 0; depth < products.shape.depth_padded; depth += deep) {
     float_step<Dot>(products, depth, deep / 2, pairs + int64_t{depth} * kBlockColumns,
-                    Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit));
+                    Fp8Step(products.block, products.shape.group_size, depth, Dot::kUnit),
+                    NothingAhead{});
   }
   Dot::Unfolding::restore_subnormals(before);
 }

@@ -2,6 +2,8 @@
 // its Dots and register constants, includes this file and says make_table<...>(name, ...).
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/activations-inl.h"
 #include "kernels/attention-inl.h"
 #include "kernels/exact_products-inl.h"
@@ -30,6 +32,11 @@ template <typename Dot>
 inline void block_products_bf16(const BlockProducts& products) {
   if (products.gemm != nullptr) return gemm_bf16(products, RuntimeGemm(products));
   clear_sums(products);
+  if constexpr (prefetches_groups<Dot>()) {
+    if (products.rows.count >= kPrefetchingFloatRows) {
+      return bf16_products<Dot, LinesAhead>(products);
+    }
+  }
   bf16_products<Dot>(products);
 }
 
@@ -40,10 +47,27 @@ inline void block_products_fp8(const BlockProducts& products) {
   fp8_products<Dot>(products);
 }
 
+template <typename Dot>
+inline void many_rows_of_fp8(const BlockProducts& products) {
+  clear_sums(products);
+  fp8_as_bf16<Dot>(products);
+}
+
 template <void (*kPanels)(const BlockProducts&)>
 inline void block_panels(const BlockProducts& products) {
   clear_sums(products);
   kPanels(products);
+}
+
+template <typename Dot, typename Scales>
+inline void own_integer_products(const BlockProducts& products) {
+  using Group = IntegerGroup<Dot, Scales>;
+  if constexpr (prefetches_groups<Dot>()) {
+    if (products.rows.count >= kPrefetchingRows) {
+      return integer_products<Dot, Scales, Group, LinesAhead>(products);
+    }
+  }
+  integer_products<Dot, Scales, Group>(products);
 }
 
 template <typename Dot, typename Scales>
@@ -52,7 +76,7 @@ inline void block_products_int8(const BlockProducts& products) {
   using Group = IntegerGroup<Dot, Scales>;
   if (products.gemm != nullptr)
     return gemm_integer<Dot, Scales, Group>(products, RuntimeGemm(products));
-  integer_products<Dot, Scales, Group>(products);
+  own_integer_products<Dot, Scales>(products);
 }
 
 // Levels is a Dot of the bytes that Dot unfolds nibbles to.
@@ -63,9 +87,10 @@ inline void block_products_nibbles(const BlockProducts& products) {
   if (products.gemm != nullptr)
     return gemm_integer<Levels, Scales, Unfolded>(products, RuntimeGemm(products));
   if (products.rows.count >= kUnfoldedRows) {
-    return integer_products<Levels, Scales, Unfolded>(products);
+    using Ahead = std::conditional_t<prefetches_groups<Dot>(), LinesAhead, NothingAhead>;
+    return integer_products<Levels, Scales, Unfolded, Ahead>(products);
   }
-  integer_products<Dot, Scales, IntegerGroup<Dot, Scales>>(products);
+  own_integer_products<Dot, Scales>(products);
 }
 
 template <typename Levels, typename Code>

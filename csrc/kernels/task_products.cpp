@@ -57,7 +57,7 @@ TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
   if (many && table.tiles.products[format] != nullptr) {
     tiles_ = &table.tiles;
     product_ = tiles_->products[format];
-    tiles_->begin(operand_shape(matrix));
+    if (tiles_->begin != nullptr) tiles_->begin(operand_shape(matrix));
   } else {
     use_gemm_ = many && has_gemm(runtime, matrix.format);
   }
@@ -66,7 +66,7 @@ TaskProducts::TaskProducts(const KernelTable& table, const Runtime& runtime,
 }
 
 TaskProducts::~TaskProducts() {
-  if (tiles_ != nullptr) tiles_->end();
+  if (tiles_ != nullptr && tiles_->end != nullptr) tiles_->end();
   if (!use_gemm_ || runtime_.gemm_release == nullptr) return;
   try {
     runtime_.gemm_release();

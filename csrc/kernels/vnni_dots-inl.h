@@ -60,5 +60,8 @@ struct VnniLevelDot : OfBytes<VnniNibbleDot<Levels>> {
 template <typename Nibbles>
 using PrefetchingVnniNibbles = Prefetching<VnniNibbleDot<Nibbles>>;
 
+template <typename Nibbles>
+using GroupPrefetchingVnniNibbles = PrefetchingGroups<VnniNibbleDot<Nibbles>>;
+
 }  // namespace
 }  // namespace torch_mesh

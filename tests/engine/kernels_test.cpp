@@ -42,7 +42,8 @@ constexpr int32_t kRowCounts[] = {0, 1, 2, 3, 4, 5, 7, 8, 17, 33};
 // else agrees to the bit.
 bool rounds_alike(const KernelTable& table, Format format) {
   const std::string_view name = table.name;
-  if (name == "amx") return !has_float_products(format);
+  const bool tiles = table.tiles.products[static_cast<int>(format)] != nullptr;
+  if (tiles && has_float_products(format)) return false;
   return format != Format::kBf16 || name != "avx512_bf16";
 }
 
