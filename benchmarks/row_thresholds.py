@@ -1,7 +1,7 @@
 """Claim: the rows from which on a product changes its way (few rows, panels, the processor's tiles or torch's brgemm) are well chosen: no number of rows takes
 more than 1.15 × the time of the faster way.
 
-For each instruction set and format of this machine, one thread, a matrix that no cache holds. The switches are constants of the
+For each format with the instruction set that this processor gets, or those of ``--isa``, one thread, a matrix that no cache holds. The switches are constants of the
 kernel tables (csrc/kernels), since results must not depend on a machine's mood; where this measures better ones, change them there.
 """
 
@@ -53,7 +53,7 @@ def best_switch(seconds: Mapping[str, Sequence[float]], way: str) -> int | None:
 
 def measure(options: Any) -> Report:
     report = Report("From how many rows on a product goes another way")
-    for isa in options.isa or [isa for isa in _C.features()["isas"].split() if isa != "scalar"]:
+    for isa in options.isa or [_C.features()["isa"]]:
         for weights, group_size in FORMATS.items():
             ways = _testing.product_ways(isa, weights)
             if len(ways) == 1:
@@ -95,7 +95,7 @@ def add_rows(report: Report, name: str, ways: Mapping[str, int], seconds: Mappin
 
 def main() -> int:
     arguments = harness.parser(__doc__)
-    arguments.add_argument("--isa", nargs="*", default=[], help="instruction sets; all that this processor runs")
+    arguments.add_argument("--isa", nargs="*", default=[], help="instruction sets; the one that this processor gets")
     arguments.add_argument("--megabytes", type=int, default=96, help="of weights, more than the caches hold")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
