@@ -23,6 +23,7 @@ from .memory import available_bytes
 from .modules import restored_parameters
 from .pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
+from .store.folders import partial_path
 from .store.writer import remove_made_from
 
 
@@ -180,6 +181,6 @@ def _remove_store(folder: Path, fingerprint: str) -> None:
     except (OSError, StoreError) as error:
         warnings.warn(
             f"Patching ended early, and what it has written cannot be removed ({error}). Remove {folder} and "
-            f"{folder.with_name(f'.{folder.name}.partial')}, as far as they are there.",
+            f"{partial_path(folder)}, as far as they are there.",
             stacklevel=2,
         )

@@ -15,8 +15,8 @@ constexpr ManyRows kManyRows{.gemm_floats = 8,
                              .panels = 8,
                              .bf16_panels = false};
 
-// On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027); fp8's rows from
-// here on are the tiles'.
+// On Zen 4 neither gemm nor panels are ever the faster way (docs/decisions/0027). From gemm_fp8
+// rows on fp8 is multiplied as bf16.
 constexpr ManyRows kManyRowsOfAmd{.gemm_floats = kNoRows,
                                   .gemm_int8 = kNoRows,
                                   .gemm_nibbles = kNoRows,

@@ -1,5 +1,6 @@
-// Rows times one block by the runtime's gemm, which reads the packed words as they are. Integer
-// formats give the same bits as products-inl.h.
+// Rows times one block by the runtime's gemm, which reads the packed words as they are, and many
+// rows of fp8 unfolded to words of bf16, for that gemm or for bf16's own products. Integer formats
+// give the same bits as products-inl.h.
 #pragma once
 
 #include "kernels/products-inl.h"
@@ -164,11 +165,12 @@ inline void gemm_fp8(const BlockProducts& products, const Gemm& gemm) {
 template <typename Dot>
 inline void fp8_as_bf16(const BlockProducts& products) {
   const OperandShape& shape = products.shape;
-  constexpr int64_t kBytes = int64_t{UnfoldedFp8::kMostDepth} * kBlockColumns;
   for (int32_t k = 0; k < shape.depth_padded; k += UnfoldedFp8::kMostDepth) {
     const UnfoldedFp8 unfolded(products, k);
     const int32_t words = unfolded.depth / 2;
-    const LinesAhead ahead{fp8_pairs(products) + int64_t{k} * kBlockColumns + kBytes, kBytes};
+    const int64_t next = int64_t{k} + unfolded.depth;
+    const LinesAhead ahead{fp8_pairs(products) + next * kBlockColumns,
+                           int64_t{unfolded.depth} * kBlockColumns};
     if (unfolded.is_scaled) {
       float_step<Dot>(products, k, words, unfolded.words, Unscaled{}, ahead);
     } else {

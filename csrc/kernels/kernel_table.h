@@ -151,8 +151,9 @@ struct KernelTable {
   // there is one of them. By Format.
   // benchmarks/row_thresholds.py measures these and panel_rows.
   int32_t gemm_rows[kFormats];
-  // The processor's own products of many rows, in the place of the runtime's gemm; nullptr: it has
-  // none. They run between begin() and end(), on one thread, where there is something to begin.
+  // The table's own products of many rows, in the place of the runtime's gemm: AMX's tiles, or fp8
+  // as bf16; nullptr: it has none. They run between begin() and end(), if these are not nullptr, on
+  // one thread.
   struct Tiles {
     void (*begin)(const OperandShape& shape) = nullptr;
     void (*end)() = nullptr;

@@ -1,6 +1,6 @@
-// Many rows of bf16 without AVX512-BF16, and of fp8: a step of a block is unfolded to fp32 once,
-// into a panel that stays in L1, and multiplied with all rows. Adds in the order of products-inl.h
-// and so gives the same bits.
+// Many rows of bf16 without AVX512-BF16, and of fp8 on all tables but AMD's: a step of a block is
+// unfolded to fp32 once, into a panel that stays in L1, and multiplied with all rows. Adds in the
+// order of products-inl.h and so gives the same bits.
 #pragma once
 
 #include "kernels/products-inl.h"

@@ -13,6 +13,8 @@
 //   zeros(scales)   which operand stands for a weight of zero, per column (integers)
 //   start(zeros, row_sum)   what a sum begins with: the opposite of what these will add
 //   kWordsAtOnce  that weights() takes of a column; the next one is behind all columns' first
+//   kPrefetchBytes, kPrefetchesGroups  how it asks for weights ahead (Prefetching,
+//                   PrefetchingGroups), if it does
 #pragma once
 
 #include "kernels/dots-inl.h"
@@ -85,12 +87,13 @@ constexpr bool prefetches_groups() {
   return requires { Dot::kPrefetchesGroups; };
 }
 
-// From how many rows on a Dot of that kind does so: fewer leave the memory no time that it could
-// use.
+// From how many rows on a Dot that prefetches groups does: fewer leave the memory no time that it
+// could use.
 constexpr int32_t kPrefetchingRows = 8, kPrefetchingFloatRows = 12;
 
 // What the tiles that go over some weights ask for meanwhile: `bytes` from `from` on, each tile for
-// the share of its rows, two lines at a step of its products.
+// the share of its rows, two lines at a step of its products. (Of two tiles that is a line less
+// than the share, where scales stand in front of the words.)
 struct LinesAhead {
   struct Share {
     const std::byte *next, *end;

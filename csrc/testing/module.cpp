@@ -82,9 +82,8 @@ PYBIND11_MODULE(_testing, m) {
         return product_ways(torch_runtime(), isa, format);
       },
       py::arg("isa"), py::arg("format"),
-      "The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm', "
-      "with "
-      "the rows from which on it does.");
+      "The ways that a product of a format may go on this machine, 'few', 'panels' and 'gemm' or "
+      "'tiles', with the rows from which on it does.");
   m.def(
       "product_seconds",
       [](const std::string& isa, const std::string& format, int32_t group_size, int32_t in_features,

@@ -9,9 +9,9 @@
 
 namespace torch_mesh {
 
-// The ways that a product of a format may go on this machine, "few", "panels" and "gemm", with the
-// rows from which on the table of `isa` goes it. Throws Error(kInvalid) for what this machine has
-// not.
+// The ways that a product of a format may go on this machine, "few", "panels" and "gemm" or
+// "tiles", with the rows from which on the table of `isa` goes it. Throws Error(kInvalid) for what
+// this machine has not.
 std::map<std::string, int32_t> product_ways(const Runtime& runtime, const std::string& isa,
                                             const std::string& format);
 

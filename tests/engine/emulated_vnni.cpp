@@ -20,6 +20,7 @@ inline __m512 bf16_half(__m512i pairs, bool upper) {
                                    : _mm512_slli_epi32(pairs, 16));
 }
 
+// The instruction takes subnormals for zero, which this does not.
 inline __m512 emulated_dpbf16(__m512 sum, __m512i a, __m512i b) {
   sum = _mm512_fmadd_ps(bf16_half(a, true), bf16_half(b, true), sum);
   return _mm512_fmadd_ps(bf16_half(a, false), bf16_half(b, false), sum);

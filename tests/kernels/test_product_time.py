@@ -10,13 +10,14 @@ ISAS = _C.features()["isas"].split()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4"])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4", "fp8"])
 def test_each_way_of_a_product_can_be_timed(isa: str, weights: str) -> None:
     ways = _testing.product_ways(isa, weights)
     assert ways["few"] == 0 and set(ways) <= {"few", "panels", "gemm", "tiles"}
     assert all(rows > 1 for way, rows in ways.items() if way != "few")
     for way in ways:
-        assert 0 < _testing.product_seconds(isa, weights, 64, 128, 64, 3, way) < 60
+        group_size = 128 if weights == "fp8" else 64
+        assert 0 < _testing.product_seconds(isa, weights, group_size, 128, 64, 3, way) < 60
 
 
 def test_what_this_machine_has_not_is_refused() -> None:

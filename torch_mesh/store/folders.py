@@ -1,4 +1,4 @@
-"""The folder that a store is to stand in: whose it is, whether there is room, what an earlier run left, and how a store comes under its name.
+"""The folder that a store is to stand in: locking it, putting the store in its place, removing what earlier runs left.
 
 A journal or a manifest is the mark by which a folder is known as one of ours: nothing is removed from a folder without it. The journal
 goes last, when the store has its name, so that a hidden folder with a manifest and no journal is one that was replaced.
@@ -40,6 +40,11 @@ def real_folder(folder: str | os.PathLike[str]) -> Path:
 
 def lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
+
+
+def partial_path(folder: Path) -> Path:
+    """Where what is to become ``folder`` is written."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 @contextlib.contextmanager
@@ -161,7 +166,7 @@ def remains(folder: Path) -> list[Path]:
     """What replacing a store leaves when it is killed: the old one, and the journal of the new one."""
     pattern = re.compile(re.escape(f".{folder.name}.replaced-") + "[0-9a-f]{8}")
     replaced = [path for path in folder.parent.iterdir() if pattern.fullmatch(path.name)]
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = partial_path(folder)
     if is_store(partial) and not (partial / JOURNAL_NAME).exists():
         replaced.append(partial)
     journal = folder / JOURNAL_NAME

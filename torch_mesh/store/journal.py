@@ -1,4 +1,4 @@
-"""The file by which an unfinished store is known, and continued."""
+"""The list of an unfinished store's finished records and files: by it the folder is known, and a second run goes on."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ from torch_mesh.store.views import Matrix, Stack, View, plain_view, split_expert
 def model_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """What a checkpoint's tensors are in ``model``: the parameter, and whether that is the tensor as it is or made of it, and perhaps of others."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
-    return {name: (target, pattern is None) for name, target, pattern in renamed(model, names, transforms)}
+    return {name: (target, pattern is None) for name, target, pattern in _renamed(model, names, transforms)}
 
 
-def renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Iterator[tuple[str, str, str | None]]:
+def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Iterator[tuple[str, str, str | None]]:
     """Name, what transformers makes of it, and the pattern of the converter that takes it (None: it is only renamed), in transformers' order."""
     renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
@@ -140,7 +140,7 @@ class ParameterStacks:
     def _match(self, model: Any, transforms: Sequence[Any]) -> dict[str, dict[str | None, list[str]]]:
         """Checkpoint names per expert parameter and pattern of the converter (None: it is only renamed), in transformers' order."""
         matches: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name, target, pattern in renamed(model, self._tensors, transforms):
+        for name, target, pattern in _renamed(model, self._tensors, transforms):
             if pattern is not None and target in self._shapes:
                 target = self._dealt(target, pattern, name)
             if target in self._shapes:

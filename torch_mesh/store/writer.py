@@ -28,6 +28,7 @@ from torch_mesh.store.folders import (
     lock_of,
     lock_path,
     move_into_place,
+    partial_path,
     real_folder,
     remains,
     remove_remains,
@@ -76,7 +77,7 @@ def write_store(
     error, a kill or Ctrl-C, the same call continues.
     """
     folder = real_folder(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = partial_path(folder)
     # Without the lock, whose file needs a folder that may be written to. What is not of this plan may be being replaced just now.
     problem: StoreError | None = None
     try:
@@ -140,7 +141,7 @@ def write_folder(
     with lock_of(folder, None):
         if _has_all(folder, files):  # by another process meanwhile
             return
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial = partial_path(folder)
         try:
             for left in (partial, folder):
                 shutil.rmtree(left, ignore_errors=True)
@@ -176,7 +177,7 @@ def remove_made_from(folder: str | os.PathLike[str], fingerprint: str) -> None:
     Raises ``OSError`` or ``StoreError`` if it cannot be.
     """
     folder = real_folder(folder)
-    found = [folder.with_name(f".{folder.name}.partial"), folder]
+    found = [partial_path(folder), folder]
     if not any(is_made_from(path, fingerprint) for path in found):
         return
     with lock_of(folder, None):
