@@ -24,7 +24,7 @@ from workers import Worker, WorkerFailed
 sys.path.append(str(Path(__file__).parent / "contenders"))
 import layer
 
-ROWS = (1, 512)
+ROWS = (1, 4, 512)
 MESH, ONNX, TORCH, TRANSFORMERS, KT = "torch_mesh", "onnxruntime QMoE", "torch", "transformers bf16", "kt-kernel"
 
 
@@ -88,13 +88,17 @@ def open_contenders(options: Any, report: Report) -> list[Contender]:
     return contenders
 
 
-# How many times as fast int4 is to be, by peer; for 512 rows 1.5 each.
+# How many times as fast int4 is to be, by peer, at each number of rows.
 ONE_ROW = {ONNX: 3.0, TORCH: 1.8, KT: 3.0}
-MANY_ROWS = 1.5
+WANTED = {1: ONE_ROW, 512: dict.fromkeys(ONE_ROW, 1.5)}
 
 
 # What bounds the layer at each number of rows, with units.
-LIMITS = {1: {"read": "GB/s"}, 512: {"float32": "GFLOP/s", "bfloat16": "GFLOP/s"}}
+LIMITS: dict[int, dict[str, str]] = {
+    1: {"read": "GB/s"},
+    4: {},
+    512: {"float32": "GFLOP/s", "bfloat16": "GFLOP/s"},
+}
 
 
 def add_limits(report: Report, rows: int, rates: dict[str, list[float]]) -> None:
@@ -116,7 +120,7 @@ def add_rows(report: Report, rows: int, contenders: Sequence[Contender], speeds:
             if not rivals:
                 continue
             best = max(rivals, key=lambda rival: statistics.median(speeds[rival.name]))
-            wanted = {1: ONE_ROW}.get(rows, dict.fromkeys(ONE_ROW, MANY_ROWS)).get(peer)
+            wanted = WANTED.get(rows, {}).get(peer)
             report.add(
                 harness.paired_row(
                     f"{own.variant}, {rows} row" + "s" * (rows > 1),
@@ -146,7 +150,7 @@ def measure(options: Any) -> Report:
         return limits.measure(limit=name, calls=calls)["rate"]
 
     for rows in ROWS:
-        calls = options.calls if rows == 1 else 1
+        calls = options.calls if rows != ROWS[-1] else 1
         runs = {contender.name: partial(contender.rows_per_second, rows, calls) for contender in contenders}
         runs |= {name: partial(limit, name, calls) for name in LIMITS[rows]}
         harness.interleave(runs, 1)
@@ -157,7 +161,7 @@ def measure(options: Any) -> Report:
     add_errors(report, contenders, options.seed)
     report.details["weight_bytes"] = {c.name: c.worker.facts[c.variant]["weight_bytes"] for c in contenders}
     report.notes.append(
-        f"medians of {options.rounds} interleaved rounds of {options.calls} calls of one row and one of {ROWS[-1]}; "
+        f"medians of {options.rounds} interleaved rounds of {options.calls} calls of 1 and 4 rows and one of {ROWS[-1]}; "
         "the peer is its fastest variant"
     )
     for worker in {limits, *(contender.worker for contender in contenders)}:

@@ -20,9 +20,6 @@
 namespace torch_mesh {
 namespace {
 
-// Decode steps only: a prompt of more rows needs most experts of every layer anyway.
-constexpr int64_t kMostRows = 4;
-
 void lookahead(const at::Tensor& x, const at::Tensor& router_weight, at::Tensor& handle,
                int64_t top_k, const std::optional<at::Tensor>& /*after*/,
                const std::optional<at::Tensor>& bias, c10::string_view scoring) {
@@ -81,7 +78,8 @@ Lookahead::Lookahead(const at::Tensor& x, RouterTensors router, const at::Tensor
 void Lookahead::prefetch() const {
   Pool& pool = next_.engine().pool();
   const bool all_resident = pool.slots() == pool.layers() * pool.experts();
-  if (x_.size(0) == 0 || x_.size(0) > kMostRows || all_resident) return;
+  // Decode steps only: a prompt needs most experts of every layer anyway.
+  if (x_.size(0) == 0 || phase_of(x_.size(0)) != Phase::kDecode || all_resident) return;
   // By rank: the likeliest first, whatever row it is of.
   const at::Tensor ranked = std::get<1>(at::topk(ranking(x_, router_), top_k_)).t();
   std::vector<int32_t> likely = distinct_ids(ranked, pool.routed_experts());
