@@ -21,6 +21,7 @@ from .config import MeshConfig
 from .errors import LostRankError, MeshError, UnsupportedModelError
 from .families import ExpertsLayer, layers_left_alone
 from .memory import available_bytes
+from .undivided import dispatches
 
 _SHARE = "_mesh_share"  # attribute of an experts module, by which families.py finds it, too
 _DISPATCH = (
@@ -28,6 +29,7 @@ _DISPATCH = (
 )
 _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs
 _OPENING = "the opening of the model"
+_OWN_EXPERTS = "deepgemm_megamoe"  # transformers' one dispatch that calls no forward of the experts module
 # No collective fails with a type of its own under gloo; each of its messages names the source that it comes from.
 _OF_GLOO = "gloo"
 
@@ -126,6 +128,8 @@ def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: Me
         named.append(f"{others[0].path} has experts of another shape than {layers[0].path}, and a pool holds one shape")
     if any(not hasattr(layer.module, "_is_expert_parallel") for layer in layers):
         named.append(f"{type(layers[0].module).__name__} knows no expert parallelism in transformers")
+    if _OWN_EXPERTS in dispatches(model):
+        named.append(f"ep_implementation={_OWN_EXPERTS!r} computes experts by a kernel of its own")
     if config.gpu.experts != 0:
         named.append("gpu.experts places experts of a whole model")
     if config.lossy.modes:

@@ -26,6 +26,7 @@ from .gpu.placement import check_beside_gpu
 from .gpu.placing import GPU_POOL_SLOTS
 from .gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
 from .memory import auto_budget, available_bytes, resident_slots
+from .other_format import formats_of_fewer_bits
 from .store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,
@@ -75,6 +76,9 @@ _ROUNDED_TO_BF16 = 0.0017
 # What a choice of formats may leave where nobody says: four bits in any groups, and not three.
 MAX_ERROR = 0.10
 
+# What a user who is short of memory is told of: of each number of bits one.
+_ADVISED = ("int8", "int4", "tcq3", "tcq2")
+
 # Of the fastest's speed: measuring a format's arithmetic varies by as much, and error is not worth so little.
 _AS_FAST = 0.95
 
@@ -118,10 +122,10 @@ class Sizes:
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
     conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
-    raw_staging_bytes: int = (
-        0  # those buffers where bf16 is read from a checkpoint's own files, whatever ``weights`` is
-    )
-    exact_in_bf16: bool = True  # False: fp16 and fp32, which bf16 rounds
+    # Format and group size of the records that a checkpoint's own files can be read as, whatever ``weights`` is; None: none.
+    own_records: tuple[str, int] | None = None
+    raw_staging_bytes: int = 0  # those buffers where they are read so
+    exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
 
 
 @dataclass(frozen=True)
@@ -359,8 +363,9 @@ def _format_choices(
     shape = sizes.shape
     if speeds is None or sizes.dense_bytes_per_token is None:
         return
-    for weights, experts_speed in format_speeds.items():
-        group = compared_group(weights, shape, config)
+    for weights, (group, error) in compared_formats(sizes, config).items():
+        if weights not in format_speeds:
+            continue
         record = shape.record_bytes(weights, group)
         of_format = dataclasses.replace(
             sizes,
@@ -368,7 +373,7 @@ def _format_choices(
             group_size=group or None,
             expert_bytes=record,
             all_experts_bytes=record * shape.layers * shape.experts,
-            staging_bytes=sizes.raw_staging_bytes if weights == "bf16" else 0,
+            staging_bytes=sizes.raw_staging_bytes if (weights, group) == sizes.own_records else 0,
         )
         slots, _, _ = _slots(of_format, config, available, on_gpu=0, gpu_pool=0)
         if slots is None:
@@ -376,7 +381,10 @@ def _format_choices(
         share = slots / (shape.layers * shape.experts)
         rate = _hit_rate(shape, share, None, overlap)
         seconds = token_seconds(
-            of_format, dataclasses.replace(speeds, experts=experts_speed), rate.expected, config.prefetch != "off"
+            of_format,
+            dataclasses.replace(speeds, experts=format_speeds[weights]),
+            rate.expected,
+            config.prefetch != "off",
         )
         yield FormatChoice(
             weights=weights,
@@ -388,9 +396,7 @@ def _format_choices(
             hit_rate=rate,
             bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
             tokens_per_second=1 / seconds,
-            weight_error=_ROUNDED_TO_BF16
-            if weights == "bf16" and not sizes.exact_in_bf16
-            else WEIGHT_ERROR[weights][group],
+            weight_error=error,
             chosen=False,
         )
 
@@ -407,8 +413,6 @@ def why_no_choice(
     """Why formats are not compared there; empty where they are."""
     if is_store(folder):
         return f"the experts of {folder} are {sizes.weights} already: give the checkpoint that it was converted from"
-    if sizes.conversion:
-        return "the checkpoint is quantised, and its own format is taken"
     if isinstance(config.resident, float):
         return "resident is a share of the experts, which is another amount of memory in each format: give it as a size"
     if hit_rate is not None:
@@ -418,6 +422,18 @@ def why_no_choice(
     if config.lossy.fallback != "none":
         return "lossy.fallback has two formats"
     return ""
+
+
+def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
+    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds codes as they are, comes first, and
+    the others' errors are of what the codes stand for."""
+    own = sizes.own_records if sizes.conversion else None
+    formats = {} if own is None else {own[0]: (own[1], 0.0)}
+    for weights, errors in WEIGHT_ERROR.items():
+        group = compared_group(weights, sizes.shape, config)
+        rounded = weights == "bf16" and not sizes.exact_in_bf16
+        formats.setdefault(weights, (group, _ROUNDED_TO_BF16 if rounded else errors[group]))
+    return formats
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
@@ -548,9 +564,9 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     experts = find_checkpoint_experts(folder, model)
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
     unconverted = config.store is None
-    raw = experts.own_records == (weights, group_size) and unconverted
-    bf16_is_raw = experts.own_records == ("bf16", 0) and unconverted
-    staging = _C.Source(**experts.source_arguments()).staging_bytes if raw or bf16_is_raw else 0
+    own = experts.own_records if unconverted else None
+    raw = own == (weights, group_size)
+    staging = 0 if own is None else _C.Source(**experts.source_arguments()).staging_bytes
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
@@ -565,8 +581,9 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         staging_bytes=staging if raw else 0,
         files=experts.expert_files,
         conversion=_conversion(experts, config, weights, group_size),
-        raw_staging_bytes=staging if bf16_is_raw else 0,
-        exact_in_bf16=experts.nearest().exact,
+        own_records=experts.own_records,
+        raw_staging_bytes=staging,
+        exact_in_bf16=not experts.weights and experts.nearest().exact,
     )
 
 
@@ -602,6 +619,7 @@ def _sizes(
     staging_bytes: int,
     files: tuple[Path, ...],
     conversion: str = "",
+    own_records: tuple[str, int] | None = None,
     raw_staging_bytes: int = 0,
     exact_in_bf16: bool = True,
 ) -> Sizes:
@@ -620,6 +638,7 @@ def _sizes(
         staging_bytes=staging_bytes,
         files=files,
         conversion=conversion,
+        own_records=own_records,
         raw_staging_bytes=raw_staging_bytes,
         exact_in_bf16=exact_in_bf16,
     )
@@ -756,7 +775,5 @@ def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: i
 
 
 def _smaller(sizes: Sizes) -> str:
-    smaller = {"bf16": "int8 or int4", "int8": "int4", "int4": "tcq3", "lut4": "tcq3", "tcq3": "tcq2"}.get(
-        sizes.weights.partition("+")[0]
-    )
-    return f", or take weights in {smaller}" if smaller else ""
+    fewer = [name for name in formats_of_fewer_bits(sizes.weights) if name in _ADVISED]
+    return f", or take weights in {' or '.join(fewer[:2])}" if fewer else ""

@@ -17,7 +17,7 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .dense import torch_emulates_bf16
-from .plan import WEIGHT_ERROR, Sizes, Speeds, compared_group
+from .plan import Sizes, Speeds, compared_formats
 from .store.manifest import Shape
 from .timing import LARGE_BYTES, SECONDS, seconds_per_call
 
@@ -51,8 +51,7 @@ def measure_speeds(
 def measure_formats(sizes: Sizes, config: MeshConfig, *, memory: float | None = None) -> dict[str, float]:
     """Bytes per second of packed experts of this shape, computed for one token, in each format that ``plan`` compares; ``memory`` is taken as given."""
     speeds = {}
-    for weights in WEIGHT_ERROR:
-        group = compared_group(weights, sizes.shape, config)
+    for weights, (group, _) in compared_formats(sizes, config).items():
         of_format = dataclasses.replace(
             sizes,
             weights=weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -49,13 +49,22 @@ def expert_ranks(model: nn.Module) -> int:
 
 def divided_sizes(model: nn.Module) -> dict[str, int]:
     """Those of its ``distributed_config`` that are above 1."""
+    for table in _distributed_configs(model):
+        if sizes := {name: table[name] for name in _SIZES if (table.get(name) or 1) > 1}:
+            return sizes
+    return {}
+
+
+def dispatches(model: nn.Module) -> set[str]:
+    """The ``ep_implementation`` of its ``distributed_config``."""
+    return {table.get("ep_implementation") or "auto" for table in _distributed_configs(model)}
+
+
+def _distributed_configs(model: nn.Module) -> Iterator[dict[str, Any]]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             given: Any = getattr(module.config, "distributed_config", None)
-            table = given if isinstance(given, dict) else vars(given) if given is not None else {}
-            if sizes := {name: table[name] for name in _SIZES if (table.get(name) or 1) > 1}:
-                return sizes
-    return {}
+            yield given if isinstance(given, dict) else vars(given) if given is not None else {}
 
 
 def _division(model: nn.Module) -> str:

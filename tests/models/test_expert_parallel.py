@@ -157,6 +157,7 @@ QUICK = {
         "gpu",
         "lossy",
         "drafts",
+        "megamoe",
         "traced",
     ),
     "qwen3_moe-all_reduce-25%-bfloat16",
@@ -195,6 +196,7 @@ def two_ranks(folder: Path, quick: bool) -> dict[str, Any]:
         "gpu": {"folder": raw, "model": some["model"], "config": {"gpu": {"experts": 2}}},
         "lossy": {"folder": raw, "model": some["model"], "config": {"lossy": {"deferred_experts": 1}}},
         "drafts": {"folder": raw, "model": some["model"], "config": {"speculation": "lookup"}},
+        "megamoe": {"folder": raw, "model": some["model"], "distributed": {"ep_implementation": "deepgemm_megamoe"}},
     }
     cases = {name: case for name, case in cases.items() if (name in QUICK) == quick}
     return dict(zip(cases, zip(cases.values(), launch(folder, list(cases.values()), 2), strict=True), strict=True))
@@ -387,6 +389,7 @@ def test_what_does_not_go_with_ranks_is_refused(two: dict[str, Any]) -> None:
     assert two["gpu"][1][1]["error"].startswith(f"{cannot}gpu.experts")
     assert two["lossy"][1][1]["error"].startswith(f"{cannot}lossy (deferred_experts=1)")
     assert two["drafts"][1][1]["error"].startswith(f"{cannot}speculation drafts by each rank's own clock")
+    assert two["megamoe"][1][1]["error"].startswith(f"{cannot}ep_implementation='deepgemm_megamoe'")
     for said in two["batches"][1][1]["extra"]:
         assert re.match(r"Ranks 0 and 1 were given different input_ids \(\[2, 9\] and \[2, 9\]\)", said), said
     said = two["embeddings"][1][1]["extra"]

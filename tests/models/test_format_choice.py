@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantised import KINDS, write_quantised
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
@@ -47,6 +48,33 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) ->
     # What others see of it is the format, and not the question.
     assert model.config.quantization_config.weights == expected
     assert "chosen" not in str(load(mesh_tiny, expected, resident=MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [("fp8_blocks", "fp8"), ("ct_mxfp4", "mxfp4"), ("ct_int4", "int4"), ("awq", "")]
+)
+def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
+    kind: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = tmp_path / "source", KINDS[kind]()
+    write_quantised(folder, made)
+    speeds = dict.fromkeys([own] if own else [], 1e10) | EQUALLY_FAST
+    monkeypatch.setattr("torch_mesh.format_choice.measure_formats", lambda *_: speeds)
+    memory = 4 * _C.record_bytes(*made.nearest, 128, 64, True, False)
+    chosen = {}
+    for limit in ("0%", "30%"):
+        if not own and limit == "0%":  # each format rounds what has zero points
+            with pytest.raises(ValueError, match="no format whose weights are off by at most 0.0% fits"):
+                load(folder, f"auto:{memory}:{limit}")
+            continue
+        pool = next(patched_modules(load(folder, f"auto:{memory}:{limit}")))._mesh_pool
+        chosen[limit] = (pool.weights, pool.group_size)
+    assert chosen.pop("0%", None) == (made.nearest if own else None)
+    assert chosen["30%"][0].startswith("tcq")
+    planned = plan(folder, MeshConfig(resident=memory), speeds=SLOW_DISK, format_speeds=speeds, max_error=0.3)
+    errors = {choice.weights: choice.weight_error for choice in planned.format_choices}
+    assert set(errors) == set(speeds) and (not own or errors[own] == 0)
+    assert errors["bf16"] > 0
 
 
 @pytest.mark.parametrize(

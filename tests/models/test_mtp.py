@@ -19,7 +19,7 @@ from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError
+from torch_mesh import MeshConfig, MeshError, UnsupportedModelError
 from torch_mesh.speculation import mtp
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.store.convert import convert
@@ -273,6 +273,14 @@ def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], mon
     assert not loads
     _check(model)
     assert len(loads) == 1
+
+
+def test_a_model_that_is_divided_among_ranks_has_no_heads(folder: Path, loads: list[Any]) -> None:
+    model = _patched(folder)
+    model.config.distributed_config = {"tp_size": 2, "ep_size": 2}
+    with pytest.raises(UnsupportedModelError, match="divided among processes, whose clocks .* Leave use_mtp out"):
+        _generate(model, use_mtp=True)
+    assert not loads
 
 
 def test_models_without_heads_say_so() -> None:

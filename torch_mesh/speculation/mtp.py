@@ -18,10 +18,11 @@ from transformers import cache_utils, modeling_layers
 from transformers.generation import GenerationMixin, candidate_generator
 from transformers.utils import ContextManagers
 
-from ..errors import MeshError
+from ..errors import MeshError, UnsupportedModelError
 from ..families import has_experts
 from ..memory import available_bytes
 from ..modules import patched_modules
+from ..undivided import divided_sizes
 from .controller import Controller
 
 # All since transformers 5.23.
@@ -131,6 +132,11 @@ def _candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs
     if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
         theirs: Any = getattr(type(self), _METHOD)
         return theirs(self, generation_config, *args, **kwargs)
+    if divided_sizes(self):
+        raise UnsupportedModelError(
+            f"generate(use_mtp=True): {type(self).__name__} is divided among processes, whose clocks would draft different numbers of tokens. Leave "
+            "use_mtp out."
+        )
     return KeptHeads(self, *_heads(self), generation_config, kwargs["logits_processor"])
 
 

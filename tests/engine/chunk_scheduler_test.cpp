@@ -1,0 +1,193 @@
+// The scheduler of chunks: every order of events, without a thread or a disk.
+#include "io/chunk_scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <optional>
+#include <random>
+
+#include "reader_fixture.h"
+
+namespace torch_mesh {
+namespace {
+
+using testing::fresh_seed;
+
+constexpr int64_t kUnit = 512;
+
+ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency urgency) {
+  static std::byte anywhere;
+  ReadRequest request{};
+  request.tag = tag;
+  request.urgency = urgency;
+  request.pieces = 1;
+  request.piece[0] = {{0, offset, bytes}, bytes, &anywhere};
+  return request;
+}
+
+TEST(ChunkScheduler, DepthIsNeverExceeded) {
+  ChunkScheduler scheduler(2, 4096, kUnit, 0);
+  scheduler.add(plain_request(1, 0, 4 * 4096, Urgency::kDemand));
+  const auto first = scheduler.next();
+  ASSERT_TRUE(first && scheduler.next());
+  EXPECT_FALSE(scheduler.next());
+  scheduler.complete(first->chunk, 4096);
+  EXPECT_TRUE(scheduler.next());
+  EXPECT_FALSE(scheduler.next());
+}
+
+TEST(ChunkScheduler, ShortReadResumesOnTheAlignedByteBefore) {
+  ChunkScheduler scheduler(1, 4096, kUnit, 0);
+  scheduler.add(plain_request(1, 8192, 4096, Urgency::kDemand));
+  scheduler.complete(scheduler.next()->chunk, 1000);
+  const auto rest = scheduler.next();
+  EXPECT_EQ(rest->offset, 8192 + 512);
+  EXPECT_EQ(rest->bytes, 4096 - 512);
+  scheduler.complete(rest->chunk, rest->bytes);
+  EXPECT_EQ(scheduler.take_finished()->error, 0);
+  EXPECT_TRUE(scheduler.idle());
+}
+
+TEST(ChunkScheduler, FileThatEndsWithinABlockIsNotReadForever) {
+  ChunkScheduler scheduler(1, 4096, kUnit, 0);
+  scheduler.add(plain_request(1, 8192, 4096, Urgency::kDemand));
+  std::optional<ChunkRead> read;
+  int32_t attempts = 0;
+  while ((read = scheduler.next())) {
+    ASSERT_LT(++attempts, 100);
+    scheduler.complete(read->chunk, 8192 + 700 - read->offset);
+  }
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, ENODATA);
+  EXPECT_EQ(result->offset, 8192 + 700);
+}
+
+TEST(ChunkScheduler, FailedRequestIsReportedWhenItsLastChunkIsBack) {
+  ChunkScheduler scheduler(2, 4096, kUnit, 0);
+  scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kDemand));
+  const auto first = scheduler.next(), second = scheduler.next();
+  scheduler.complete(second->chunk, -EIO);
+  EXPECT_FALSE(scheduler.take_finished()) << "the first chunk may still write";
+  EXPECT_FALSE(scheduler.next()) << "the rest of a failed request is not worth reading";
+  scheduler.complete(first->chunk, -EAGAIN);
+  const auto result = scheduler.take_finished();
+  EXPECT_EQ(result->error, EIO);
+  EXPECT_EQ(result->offset, 4096);
+  EXPECT_FALSE(scheduler.take_finished());
+}
+
+TEST(ChunkScheduler, MediumErrorIsNotTakenForTheEndOfTheFile) {
+  ChunkScheduler scheduler(1, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
+  scheduler.complete(scheduler.next()->chunk, -ENODATA);
+  scheduler.complete(scheduler.next()->chunk, -ENODATA);
+  EXPECT_EQ(scheduler.take_finished()->error, EIO);
+}
+
+TEST(ChunkScheduler, ErrorThatWouldComeAgainIsNotRetried) {
+  ChunkScheduler scheduler(1, 4096, kUnit, 5);
+  scheduler.add(plain_request(1, 0, 4096, Urgency::kDemand));
+  scheduler.complete(scheduler.next()->chunk, -EBADF);
+  EXPECT_EQ(scheduler.take_finished()->error, EBADF);
+  EXPECT_EQ(scheduler.stats().retries, 0);
+}
+
+TEST(ChunkScheduler, AWindowGoesBetweenDemandAndPrefetchAndTakesTheWholeDepth) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 8 * 4096, Urgency::kPrefetch));
+  scheduler.add(plain_request(2, int64_t{1} << 20, 5 * 4096, Urgency::kWindow));
+  scheduler.add(plain_request(3, int64_t{2} << 20, 4096, Urgency::kDemand));
+  EXPECT_EQ(scheduler.next()->offset, int64_t{2} << 20);
+  for (int32_t chunk = 0; chunk < 5; ++chunk) {
+    EXPECT_EQ(scheduler.next()->offset, (int64_t{1} << 20) + chunk * 4096);
+  }
+  for (int32_t chunk = 0; chunk < 2; ++chunk) EXPECT_EQ(scheduler.next()->offset, chunk * 4096);
+  EXPECT_FALSE(scheduler.next());  // a quarter of the depth is all that guesses get
+}
+
+TEST(ChunkScheduler, AHastenedWindowReadGoesBehindTheDemandThatWaits) {
+  ChunkScheduler scheduler(8, 4096, kUnit, 1);
+  for (const uint64_t tag : {1, 2}) {
+    scheduler.add(plain_request(tag, static_cast<int64_t>(tag) * 4096, 4096, Urgency::kWindow));
+  }
+  scheduler.add(plain_request(3, 3 * 4096, 4096, Urgency::kDemand));
+  scheduler.hasten(2);
+  for (const int64_t block : {3, 2, 1}) EXPECT_EQ(scheduler.next()->offset, block * 4096);
+}
+
+TEST(ChunkScheduler, DemandGoesBeforeThePrefetchThatMustBeRepeated) {
+  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
+  scheduler.complete(scheduler.next()->chunk, -EIO);
+  scheduler.add(plain_request(2, 8192, 4096, Urgency::kDemand));
+  EXPECT_EQ(scheduler.next()->offset, 8192);
+  EXPECT_EQ(scheduler.next()->offset, 0);
+}
+
+TEST(ChunkScheduler, HastenReachesChunksThatAreCutAlready) {
+  ChunkScheduler scheduler(2, 4096, kUnit, 1);
+  scheduler.add(plain_request(1, 0, 4096, Urgency::kPrefetch));
+  const auto first = scheduler.next();
+  scheduler.hasten(1);
+  scheduler.add(plain_request(2, 8192, 8192, Urgency::kDemand));
+  scheduler.complete(first->chunk, -EIO);
+  EXPECT_EQ(scheduler.next()->offset, 0);
+}
+
+TEST(ChunkScheduler, CancelReportsWhatNeverStarted) {
+  ChunkScheduler scheduler(1, 4096, kUnit, 3);
+  scheduler.add(plain_request(1, 0, 8192, Urgency::kDemand));
+  scheduler.add(plain_request(2, 0, 8192, Urgency::kPrefetch));
+  const auto first = scheduler.next();
+  scheduler.cancel();
+  EXPECT_EQ(scheduler.take_finished()->tag, 2u);
+  EXPECT_FALSE(scheduler.take_finished());
+  scheduler.complete(first->chunk, 4096);
+  EXPECT_EQ(scheduler.take_finished()->error, ECANCELED);
+  EXPECT_TRUE(scheduler.idle());
+}
+
+// Any mixture of results, hastening and order, against a file that is only a number.
+TEST(ChunkScheduler, RandomEventsReportEachRequestOnce) {
+  const uint64_t seed = fresh_seed();
+  const ::testing::ScopedTrace trace(__FILE__, __LINE__,
+                                     "TORCH_MESH_TEST_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const auto up_to = [&](int64_t most) { return static_cast<int64_t>(random() % (most + 1)); };
+  constexpr int32_t kDepth = 5;
+  ChunkScheduler scheduler(kDepth, 4096, kUnit, 100);
+  std::vector<int32_t> reported(2000);
+  std::vector<ChunkRead> under_way;
+  size_t added = 0;
+  const auto take_reports = [&] {
+    while (const auto result = scheduler.take_finished()) {
+      ++reported[result->tag];
+      EXPECT_EQ(result->error, 0);
+    }
+  };
+  while (added < reported.size() || !scheduler.idle()) {
+    if (added < reported.size() && up_to(2) == 0) {
+      scheduler.add(plain_request(added++, up_to(100) * kUnit, (1 + up_to(40)) * kUnit,
+                                  up_to(1) ? Urgency::kDemand : Urgency::kPrefetch));
+    }
+    if (up_to(5) == 0) scheduler.hasten(up_to(added));
+    if (const auto read = scheduler.next()) under_way.push_back(*read);
+    ASSERT_LE(under_way.size(), size_t{kDepth});
+    if (!under_way.empty() && up_to(1) == 0) {
+      std::swap(under_way[up_to(std::ssize(under_way) - 1)], under_way.back());
+      const ChunkRead read = under_way.back();
+      under_way.pop_back();
+      const std::array<int64_t, 6> results{
+          -EINTR, -EAGAIN, -EIO, read.bytes, read.bytes, read.bytes - up_to(read.bytes - kUnit)};
+      scheduler.complete(read.chunk, results[up_to(5)]);
+    }
+    take_reports();
+  }
+  EXPECT_EQ(std::count(reported.begin(), reported.end(), 1), std::ssize(reported));
+}
+
+}  // namespace
+}  // namespace torch_mesh

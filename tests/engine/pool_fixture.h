@@ -1,0 +1,103 @@
+// Pools over records that carry their own layer and expert in every word, so that a wrong buffer
+// shows wherever it is read.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "residency/pool.h"
+#include "store_fixture.h"
+#include "testing/faults.h"
+
+namespace torch_mesh::testing {
+
+inline constexpr int64_t kRecord = 8192;
+
+inline std::vector<std::byte> record_of(int32_t layer, int32_t expert) {
+  std::vector<uint32_t> words(kRecord / 4);
+  for (size_t i = 0; i < words.size(); ++i) {
+    words[i] = static_cast<uint32_t>(layer) << 24 | static_cast<uint32_t>(expert) << 16 |
+               static_cast<uint32_t>(i);
+  }
+  std::vector<std::byte> record(kRecord);
+  std::memcpy(record.data(), words.data(), kRecord);
+  return record;
+}
+
+inline bool is_record(const std::byte* data, int32_t layer, int32_t expert) {
+  return std::memcmp(data, record_of(layer, expert).data(), kRecord) == 0;
+}
+
+struct TestStore : RecordFile {
+  TestStore(int32_t layers, int32_t experts) : RecordFile(layers, experts, record_of) {}
+};
+
+inline PoolOptions options_of(int32_t slots) {
+  PoolOptions options;
+  options.slots = slots;
+  options.record_bytes = kRecord;
+  options.policy = "lru";
+  options.reader.backend = "threads";
+  options.reader.chunk_bytes = 4096;
+  return options;
+}
+
+// Every read takes up to `delay` longer.
+inline PoolOptions slow_options(int32_t slots, std::chrono::microseconds delay) {
+  PoolOptions options = options_of(slots);
+  options.reader.interpose = with_faults({.delay = 1, .max_delay = delay});
+  return options;
+}
+
+inline std::vector<int32_t> all_of(int32_t experts) {
+  std::vector<int32_t> ids(experts);
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+// One forward: takes every expert, checks its bytes, gives it back.
+inline void forward(
+    Pool& pool, int32_t layer, std::span<const int32_t> experts, size_t batch = 3,
+    const std::function<void()>& step = [] {}) {
+  std::vector<Claim::Entry> entries(experts.size());
+  std::vector<ReadyExpert> ready(batch);
+  std::vector<bool> seen(experts.size(), false);
+  Claim claim(pool, layer, experts, entries);
+  step();
+  while (const int32_t count = claim.next(ready)) {
+    step();
+    for (int32_t i = 0; i < count; ++i) {
+      ASSERT_FALSE(seen[ready[i].index]) << "handed out twice";
+      seen[ready[i].index] = true;
+      ASSERT_TRUE(is_record(ready[i].record, layer, experts[ready[i].index]));
+      claim.release({&ready[i], 1});
+      step();
+    }
+  }
+  ASSERT_TRUE(std::all_of(seen.begin(), seen.end(), [](bool s) { return s; }));
+}
+
+inline void expect_at_rest(const Pool& pool) {
+  EXPECT_EQ(pool.pinned(), 0);
+  pool.validate();
+}
+
+inline LayerStats total(const Pool& pool) {
+  LayerStats sum;
+  for (const LayerStats& layer : pool.stats()) {
+    sum.accesses += layer.accesses, sum.hits += layer.hits, sum.cold_misses += layer.cold_misses;
+    sum.inflight_misses += layer.inflight_misses, sum.promoted += layer.promoted;
+    sum.evicted += layer.evicted, sum.bytes_read += layer.bytes_read;
+    sum.prefetches += layer.prefetches, sum.failed += layer.failed;
+  }
+  return sum;
+}
+
+}  // namespace torch_mesh::testing

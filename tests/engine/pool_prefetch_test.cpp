@@ -1,0 +1,167 @@
+// What a pool reads before it is asked for.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "error_of.h"
+#include "pool_fixture.h"
+#include "residency/core/expected.h"
+#include "residency/core/slots.h"
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+using namespace testing;
+
+TEST(Pool, PrefetchIsJoinedByTheClaimThatNeedsIt) {
+  const TestStore store(2, 8);
+  Pool pool(slow_options(8, 50ms), {}, store.source(), nullptr);
+  pool.prefetch(1, std::vector<int32_t>{2, 3});
+  EXPECT_EQ(pool.state(1, 2), SlotState::kLoading);
+  pool.validate();
+  forward(pool, 1, std::vector<int32_t>{2, 3, 4});
+  const LayerStats layer = pool.stats()[1];
+  EXPECT_EQ(layer.prefetches, 2);
+  EXPECT_EQ(layer.inflight_misses, 2);
+  EXPECT_EQ(layer.cold_misses, 1);
+  EXPECT_EQ(layer.bytes_read, 3 * kRecord);
+  expect_at_rest(pool);
+}
+
+TEST(Pool, PrefetchNeitherWaitsNorTakesMoreThanHalf) {
+  const TestStore store(1, 16);
+  Pool pool(slow_options(8, 20ms), {}, store.source(), nullptr);
+  forward(pool, 0, std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7});
+  // 0 to 2 are the oldest, but are wanted too.
+  pool.prefetch(0, std::vector<int32_t>{0, 1, 2, 8, 9, 10, 11, 12, 13});
+  EXPECT_EQ(total(pool).prefetches, 4);
+  pool.validate();
+  pool.drain();
+  for (int32_t expert : {0, 1, 2, 8, 9, 10, 11}) {
+    EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
+  }
+  expect_at_rest(pool);
+}
+
+TEST(Pool, WhatIsExpectedIsReadInTurnUntilItsLayerBegins) {
+  const TestStore store(2, 16);
+  PoolOptions options = slow_options(16, 20ms);
+  options.reader.depth = 4;  // a chunk for prefetches, so that two records are under way
+  Pool pool(options, {}, store.source(), nullptr);
+  pool.expect(1, std::vector<int32_t>{9, 3, 4, 5, 6});
+  for (int32_t expert : {9, 3}) EXPECT_NE(pool.state(1, expert), SlotState::kEmpty) << expert;
+  EXPECT_EQ(pool.state(1, 6), SlotState::kEmpty);
+  pool.validate();
+  pool.drain();  // each read that ends begins the next one
+  for (int32_t expert : {9, 3, 4, 5, 6}) EXPECT_EQ(pool.state(1, expert), SlotState::kReady);
+
+  pool.expect(0, all_of(16));
+  forward(pool, 0, std::vector<int32_t>{0, 15});
+  pool.drain();
+  EXPECT_EQ(pool.state(0, 15), SlotState::kReady);
+  EXPECT_EQ(pool.state(0, 14), SlotState::kEmpty) << "was read after its layer had begun";
+  EXPECT_EQ(pool.stats()[0].cold_misses, 1);
+  expect_at_rest(pool);
+}
+
+TEST(Pool, WhatIsExpectedIsAskedForOnce) {
+  SlotTable slots(8, 4, make_policy("lru", {1, 8, 4}));
+  Expected expected(1, 8);
+  expected.set(0, std::vector<int32_t>{5, 2}, slots);
+  const auto reserve = [&](ExpertId id) { return slots.reserve(id); };
+  const int32_t first = expected.reserve_next(slots, reserve);
+  EXPECT_EQ(slots[first].expert, 5);
+  slots.fail(first, Error(ErrorKind::kClosed, "at once"));
+  EXPECT_EQ(slots[expected.reserve_next(slots, reserve)].expert, 2);
+  EXPECT_EQ(expected.reserve_next(slots, reserve), -1);
+}
+
+TEST(Pool, WhatIsSeldomRightIsNotRead) {
+  SlotTable slots(2 * 8, 16, make_policy("lru", {2, 8, 16}));
+  Expected expected(2, 8);
+  const std::vector<int32_t> guesses{5, 2, 7};
+  // The guesses that a layer reads; each fails, and is cold again the next time.
+  const auto read = [&](int32_t layer) {
+    std::vector<int32_t> ids;
+    expected.set(layer, guesses, slots);
+    for (;;) {
+      const int32_t slot =
+          expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+      if (slot < 0) return ids;
+      ids.push_back(slots[slot].expert % 8);
+      slots.fail(slot, Error(ErrorKind::kClosed, "at once"));
+    }
+  };
+  const auto forwards = [&](int32_t count, const std::vector<int32_t>& used) {
+    for (int32_t i = 0; i < count; ++i) {
+      expected.set(0, guesses, slots);
+      expected.begin(0, used, slots);
+    }
+  };
+  EXPECT_EQ(read(0), guesses) << "nothing is known yet";
+  forwards(3, {1, 5, 7});
+  EXPECT_EQ(read(0), guesses) << "three are not enough to tell";
+  forwards(20, {1, 5, 7});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{5, 7}));
+  EXPECT_EQ(read(1), guesses) << "another layer";
+  forwards(2000, {2, 7});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "what was not read is learned, too";
+  const int32_t slot = slots.reserve(2);
+  slots.land(slot);
+  forwards(2000, {7});
+  slots.evict(slot);
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "nothing is learned of what is there";
+  expected.begin(1, {}, slots);
+  forwards(1, {5});
+  EXPECT_EQ(read(0), (std::vector<int32_t>{2, 7})) << "one more or less changes nothing";
+}
+
+TEST(Pool, WhatIsRightHalfOfTheTimeIsReadWhereTheDiskHasTheTime) {
+  for (const bool idle : {false, true}) {
+    SlotTable slots(8, 8, make_policy("lru", {1, 8, 8}));
+    Expected expected(1, 8);
+    const std::vector<int32_t> guesses{5, 2};
+    bool asked = false;
+    for (int32_t i = 0; i < 400; ++i) {
+      asked = false;
+      std::vector<int32_t> reads;
+      expected.set(0, guesses, slots);
+      for (;;) {
+        const int32_t slot =
+            expected.reserve_next(slots, [&](ExpertId id) { return slots.reserve(id); });
+        if (slot < 0) break;
+        asked |= slots[slot].expert == 2;
+        reads.push_back(slot);
+        if (idle) slots.land(slot);
+      }
+      const int32_t second = i % 2 == 0 ? 2 : 3;
+      expected.begin(0, std::vector<int32_t>{5, second}, slots);
+      for (const int32_t slot : reads) {
+        if (!idle) slots.land(slot);
+        slots.evict(slot);
+      }
+    }
+    EXPECT_EQ(asked, idle);
+  }
+}
+
+TEST(Pool, WhatIsExpectedMakesNoRoomForItsLike) {
+  const TestStore store(1, 16);
+  PoolOptions options = slow_options(8, 5ms);
+  options.policy = "lru";
+  Pool pool(options, {}, store.source(), nullptr);
+  for (int32_t expert = 0; expert < 8; ++expert) forward(pool, 0, {{expert}});
+  // 0 to 2 are the oldest, but are wanted too.
+  pool.expect(0, std::vector<int32_t>{8, 9, 10, 11, 12, 0, 1, 2});
+  pool.drain();
+  for (int32_t expert : {0, 1, 2, 8, 9, 10, 11, 12}) {
+    EXPECT_EQ(pool.state(0, expert), SlotState::kReady) << expert;
+  }
+  EXPECT_EQ(error_of([&] { pool.expect(0, std::vector<int32_t>{16}); }).kind(),
+            ErrorKind::kInvalid);
+  expect_at_rest(pool);
+}
+
+}  // namespace
+}  // namespace torch_mesh
