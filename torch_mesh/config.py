@@ -229,8 +229,8 @@ class MeshConfig(QuantizationConfigMixin):
     dense: str = _field(
         "auto",
         one_of("auto", "none", *DENSE_WEIGHTS),
-        'How the linear layers outside the experts (attention, shared experts, the head) are computed on the CPU. `"auto"`: bf16 weights stay as they are, and where the processor has no '
-        "products of bf16, which torch emulates then, torch_mesh's kernel multiplies with them, gradients aside; sums are in another order. "
+        'How the linear layers outside the experts (attention, shared experts, the head) are computed on the CPU. `"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel '
+        "multiplies with them, gradients aside: up to four rows at a time, and where the processor has no products of bf16, which torch emulates then, all; sums are in another order. "
         '`"none"`: torch\'s own products, always. A format: the layers are packed to it when the model is patched or loaded, and frozen.',
     )
     attention: str = _field(

@@ -24,6 +24,8 @@ from .store.convert import checked_group_size
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32
 _LARGEST = 1 << 20  # rows or columns that a kernel takes
+# Up to so many rows torch_mesh reads weights faster than torch does on processors with products of bf16 (docs/decisions/0051).
+_FEW_ROWS = 4
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
 
@@ -85,15 +87,18 @@ class MeshLinear(PackedModule, nn.Linear):
 
 
 class PlainLinear(nn.Linear):
-    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate them.
+    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights, which torch would emulate.
 
     So is the gradient of its input where the layer itself is frozen. What is neither is torch's: gradients of weights and biases, those of
     forward mode, other dtypes and devices, weights that are no plain tensors, autocast.
     """
 
+    _mesh_most_rows: int | None = None  # of which the product is torch_mesh's; None: of any number
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        if not _plain(input, weight, bias):
+        most = self._mesh_most_rows
+        if (most is not None and input.numel() > most * self.in_features) or not _plain(input, weight, bias):
             return functional.linear(input, weight, bias)
         frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
         if frozen and input.requires_grad and torch.is_grad_enabled() and forward_ad._current_level < 0:
@@ -105,7 +110,8 @@ class PlainLinear(nn.Linear):
             f'"{weights}" reads {share} of it, off by {DENSE_ERROR[weights]:.1%}'
             for weights, share in (("int8", "half"), ("int4", "a quarter"))
         )
-        return f"{super().extra_repr()}, products=torch_mesh (dense={fewer})"
+        rows = "" if self._mesh_most_rows is None else f" up to {self._mesh_most_rows} rows"
+        return f"{super().extra_repr()}, products=torch_mesh{rows} (dense={fewer})"
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -161,10 +167,15 @@ def packs(config: MeshConfig) -> bool:
 
 def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """What ``dense="auto"`` does: the layers' weights stay what they are, and torch_mesh multiplies where that is faster."""
-    if config.dense == "auto" and torch_emulates_bf16():
+    if config.dense == "auto":
+        most = None
+        if not torch_emulates_bf16():  # rows of a verifying step have the bits of plain decoding's
+            most = _FEW_ROWS if config.speculation == "off" else _C.MOST_DECODE_ROWS
         for _, linear in _linears(model, layers):
             if _on_cpu_in_bf16(linear.weight):
                 change_class(linear, PlainLinear)
+                if most is not None:
+                    vars(linear)["_mesh_most_rows"] = most
 
 
 def computes_dense(model: nn.Module) -> bool:

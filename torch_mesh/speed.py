@@ -16,7 +16,6 @@ import torch
 
 from . import _C
 from .config import MeshConfig
-from .dense import torch_emulates_bf16
 from .plan import Sizes, Speeds, compared_formats
 from .store.manifest import Shape
 from .timing import LARGE_BYTES, SECONDS, seconds_per_call
@@ -181,8 +180,7 @@ def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
     x = torch.randn(1, hidden, dtype=torch.bfloat16)
     if form in ("auto", "none"):
         weight = torch.zeros(rows, hidden, dtype=torch.bfloat16)
-        ours = form == "auto" and torch_emulates_bf16()
-        product = torch.ops.torch_mesh.plain_linear if ours else torch.nn.functional.linear
+        product = torch.ops.torch_mesh.plain_linear if form == "auto" else torch.nn.functional.linear
         return weight.nbytes / seconds_per_call(lambda: product(x, weight, None))
     group = 0 if form == "bf16" else group_size
     packed = torch.zeros(_C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)

@@ -271,7 +271,19 @@ def test_auto_leaves_alone_what_torch_does_well(monkeypatch: pytest.MonkeyPatch)
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build().float()))
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="none"))
     monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: False)
-    assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build()))
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build())
+    head = model.lm_head
+    assert "products=torch_mesh up to 4 rows (dense=" in repr(head)
+    x = torch.randn(5, 72).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(head(x), torch.nn.functional.linear(x, head.weight))
+        for rows in (1, 2, 4):
+            assert torch.equal(head(x[:rows]), torch.ops.torch_mesh.plain_linear(x[:rows], head.weight, None))
+            assert torch.equal(head(x[None, :rows])[0], head(x[:rows]))
+    torch_mesh.unpatch(model)
+    assert type(head) is nn.Linear and "_mesh_most_rows" not in vars(head)
+    drafting = torch_mesh.patch(TINY_MODELS[QWEN].build(), speculation="lookup").lm_head
+    assert "products=torch_mesh up to 16 rows" in repr(drafting)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -182,40 +182,45 @@ def _modelopt_fp8(weight: torch.Tensor) -> Quantised:
     return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(())}, codes.float() * scale
 
 
-def _words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight codes of each row in an int32, the first in its lowest bits."""
-    ordered = codes.long().view(codes.shape[0], -1, 8)[..., list(order)]
-    words = (ordered << torch.arange(0, 32, 4)).sum(-1)
+def _words(codes: torch.Tensor, order: tuple[int, ...] | None = None, bits: int = 4) -> torch.Tensor:
+    """As many codes of each row in an int32 as go into it, the first in its lowest bits."""
+    each = 32 // bits
+    ordered = codes.long().view(codes.shape[0], -1, each)[..., list(order or range(each))]
+    words = (ordered << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def _grouped(weight: torch.Tensor, size: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _grouped(
+    weight: torch.Tensor, size: int, symmetric: bool, bits: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [out, in], fp16 scales and zero points [out, groups]."""
-    groups = weight.view(weight.shape[0], -1, size)
+    groups, middle, last = weight.view(weight.shape[0], -1, size), 1 << (bits - 1), (1 << bits) - 1
     if symmetric:
-        scale = groups.abs().amax(-1).div(7).half()
-        zeros = torch.full(scale.shape, 8)
+        scale = groups.abs().amax(-1).div(middle - 1).half()
+        zeros = torch.full(scale.shape, middle)
     else:
         least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scale = ((most - least) / 15).half()
-        zeros = (-least / scale.float()).round().clamp(0, 15).long()
+        scale = ((most - least) / last).half()
+        zeros = (-least / scale.float()).round().clamp(0, last).long()
     codes = (groups / scale.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
-    return codes.clamp(0, 15).long().view(weight.shape), scale, zeros
+    return codes.clamp(0, last).long().view(weight.shape), scale, zeros
 
 
-def _gptq(*, symmetric: bool, ordered: bool = False, version: int = 1) -> Callable[[torch.Tensor], Quantised]:
+def _gptq(
+    *, symmetric: bool, ordered: bool = False, version: int = 1, bits: int = 4
+) -> Callable[[torch.Tensor], Quantised]:
     def quantise(weight: torch.Tensor) -> Quantised:
         size = 32
         columns = weight.shape[1]
         turn = torch.randperm(columns) if ordered else torch.arange(columns)
-        codes, scale, zeros = _grouped(weight[:, turn], size, symmetric)
+        codes, scale, zeros = _grouped(weight[:, turn], size, symmetric, bits)
         of_column = torch.empty(columns, dtype=torch.int32)
         of_column[turn] = (torch.arange(columns) // size).int()
         codes = codes[:, torch.argsort(turn)]
-        stored = (zeros - 1) & 15 if version == 1 else zeros
+        stored = (zeros - 1) & ((1 << bits) - 1) if version == 1 else zeros
         parts = {
-            ".qweight": _words(codes).t(),
-            ".qzeros": _words(stored.t().contiguous()),
+            ".qweight": _words(codes, bits=bits).t(),
+            ".qzeros": _words(stored.t().contiguous(), bits=bits),
             ".scales": scale.t(),
             ".g_idx": of_column,
         }
@@ -309,6 +314,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "gptq_v2": lambda: Kind(
         _gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4_fp16", 32)
     ),
+    "gptq_8bit": lambda: Kind(_gptq_config(bits=8), _gptq(symmetric=True, bits=8), ("int8_fp16", 32)),
+    "gptq_2bit": lambda: Kind(_gptq_config(bits=2), _gptq(symmetric=True, bits=2), ("int8", 32), rounded=True),
     "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32), rounded=True),
     "gptq_ordered": lambda: Kind(
         _gptq_config(desc_act=True), _gptq(symmetric=True, ordered=True), ("int8", 32), rounded=True

@@ -261,7 +261,8 @@ def _bf16_products() -> Finding:
             f'none in this processor, so torch_mesh\'s kernels compute the rest of a model, too (dense="auto"); {less}'
         )
         return Finding("bf16 products", "ok", found)
-    return Finding("bf16 products", "ok", f'the processor\'s own, in torch (dense="auto"); {less}')
+    found = f"the processor's own: torch's for prompts, torch_mesh's kernels for decode steps (dense=\"auto\"); {less}"
+    return Finding("bf16 products", "ok", found)
 
 
 def _brgemm(operands: str, obstacle: str) -> Finding:
