@@ -306,3 +306,16 @@ def test_what_may_be_a_model_of_the_hub_is_said_to_be_neither(tmp_path: Path, mo
         StoreError, match="some/model: there is no such folder, nor a model that the hub gives: the hub cannot"
     ):
         local_folder("some/model")
+
+
+def test_experts_as_linear_layers_are_refused_by_name(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt_oss")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("experts.down_proj")]:
+        for expert, matrix in enumerate(tensors.pop(name)):
+            tensors[f"{name}s.{expert}.weight"] = matrix.t().contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"down_projs\.0\.weight is an expert as a linear layer .* Take openai/gpt-oss-20b"
+    ):
+        find(tmp_path)

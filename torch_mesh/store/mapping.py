@@ -23,6 +23,8 @@ from torch_mesh.store.sources import Source, source_of
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.views import Matrix, Stack, View, plain_view, split_experts, strided
 
+_AS_LAYERS = re.compile(r"\.experts\.(gate_up|down)_projs\.\d+\.")
+
 
 def model_names(model: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """What a checkpoint's tensors are in ``model``: the parameter, and whether that is the tensor as it is or made of it, and perhaps of others."""
@@ -101,6 +103,12 @@ class ParameterStacks:
         if not sources and parameter in self._tied:
             raise UnsupportedModelError(
                 self._cannot_follow(parameter, f"it is tied to {self._tied[parameter]} and has no tensors of its own")
+            )
+        apart = next((name for name in self._tensors if _AS_LAYERS.search(name)), None) if not sources else None
+        if apart is not None:
+            raise UnsupportedModelError(
+                f"{self._folder}: {apart} is an expert as a linear layer of its own, as unsloth's copies of gpt-oss for bitsandbytes have them, and no mapping "
+                "of transformers' puts those together. Take openai/gpt-oss-20b or -120b themselves, which are in four bits, or a GGUF file of them."
             )
         if not sources:
             raise store_error(
