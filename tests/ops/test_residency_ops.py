@@ -187,7 +187,7 @@ def test_experts_looks_ahead_behind_its_own_reads_and_gives_the_same_bits(open_p
 def test_lookahead_is_for_decoding_and_for_pools_that_have_something_to_read(open_pool: OpenPool) -> None:
     router = torch.randn(8, SPEC.hidden)
     small, whole = open_pool(SPEC, slots=12), open_pool(SPEC)
-    ops.lookahead(torch.randn(5, SPEC.hidden), router, small.handle(), 2)
+    ops.lookahead(torch.randn(17, SPEC.hidden), router, small.handle(), 2)
     ops.lookahead(torch.randn(0, SPEC.hidden), router, small.handle(), 2)
     ops.lookahead(torch.randn(1, SPEC.hidden), router, whole.handle(), 2)
     assert small.count("prefetches") == whole.count("prefetches") == 0
