@@ -87,7 +87,7 @@ class MeshLinear(PackedModule, nn.Linear):
 
 
 class PlainLinear(nn.Linear):
-    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights, which torch would emulate.
+    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate that or, of few rows, read them more slowly.
 
     So is the gradient of its input where the layer itself is frozen. What is neither is torch's: gradients of weights and biases, those of
     forward mode, other dtypes and devices, weights that are no plain tensors, autocast.
@@ -174,8 +174,7 @@ def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: Mesh
         for _, linear in _linears(model, layers):
             if _on_cpu_in_bf16(linear.weight):
                 change_class(linear, PlainLinear)
-                if most is not None:
-                    vars(linear)["_mesh_most_rows"] = most
+                vars(linear)["_mesh_most_rows"] = most
 
 
 def computes_dense(model: nn.Module) -> bool:

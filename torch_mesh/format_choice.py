@@ -50,6 +50,6 @@ def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
         f"fastest of {len(planned)} formats in {format_bytes(memory)}, {choice.tokens_per_second:.2g} tokens/s expected, weights off by "
         f"{choice.weight_error:.1%} (at most {max_error:.1%})"
     )
-    if sizes.conversion and sizes.own_records is not None and choice.weights == sizes.own_records[0]:
+    if sizes.own_codes is not None and choice.weights == sizes.own_codes[0]:
         return sized, why  # its codes as they are, in their own groups
     return sized.replace(weights=choice.weights, group_size=choice.group_size or config.group_size), why

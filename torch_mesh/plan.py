@@ -127,6 +127,11 @@ class Sizes:
     raw_staging_bytes: int = 0  # those buffers where they are read so
     exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
 
+    @property
+    def own_codes(self) -> tuple[str, int] | None:
+        """``own_records`` of a quantised checkpoint, which hold its codes as they are."""
+        return self.own_records if self.conversion else None
+
 
 @dataclass(frozen=True)
 class DenseChoice:
@@ -427,7 +432,7 @@ def why_no_choice(
 def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
     """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds codes as they are, comes first, and
     the others' errors are of what the codes stand for."""
-    own = sizes.own_records if sizes.conversion else None
+    own = sizes.own_codes
     formats = {} if own is None else {own[0]: (own[1], 0.0)}
     for weights, errors in WEIGHT_ERROR.items():
         group = compared_group(weights, sizes.shape, config)
