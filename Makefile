@@ -1,12 +1,14 @@
 # Everything runs in .venv, which tools/bootstrap.sh fills; second runs only check that nothing has changed.
 #   make TORCH='torch==2.12.1'     another torch (any requirement that pip takes, with options if need be)
 #   make TORCH=system              torch and all else as PYTHON has them: for a machine's own CUDA build, or one without a network
+#   make LATEST=1                  the newest releases of what tools/tested.txt pins
 #   make PYTHON=python3.12         another interpreter for a new .venv
 #   make PYTEST='-k reader -x'     further arguments for pytest
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+LATEST ?=
 PYTEST ?=
-export PYTHON TORCH
+export PYTHON TORCH LATEST
 
 RUN := .venv/bin/python
 # Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.

@@ -3,12 +3,14 @@
 # Usage: tools/bootstrap.sh [--test | --dev | --wheel]; --test adds what the Python tests need, --dev the engine's tests, style checks and
 # the site too, --wheel what makes a wheel.
 # TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
+# Other packages are of the releases in tools/tested.txt; LATEST=1 takes the newest.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
 set -eu
 
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 torch=${TORCH:-torch==2.13.0}
+latest=${LATEST:-}
 cxx=${CXX:-g++}
 venv_python=.venv/bin/python
 stamps=.venv/stamps
@@ -123,13 +125,15 @@ install_torch() {
 
 install_requirements() {
   wanted=$(for group in $groups; do "$venv_python" tools/requirements.py "$group"; done)
-  key=$(printf '%s\n%s\n' "$torch" "$wanted" | hash_of)
+  tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then cat tools/tested.txt; fi)
+  key=$(printf '%s\n%s\n%s\n' "$torch" "$wanted" "$tested" | hash_of)
   name="requirements-$(printf '%s' "$groups" | tr ' ' '-')"
   if is_stamped "$name" "$key"; then return; fi
   say "installing requirements"
   # The installed torch is named too, so that a conflict with it is an error and never a replacement.
   printf '%s\n' "$wanted" "torch==$(torch_version)" >.venv/requirements.txt
-  "$venv_python" -m pip install -r .venv/requirements.txt
+  printf '%s\n' "$tested" >.venv/tested.txt
+  "$venv_python" -m pip install ${latest:+--upgrade} -r .venv/requirements.txt -c .venv/tested.txt
   stamp "$name" "$key"
 }
 

@@ -11,13 +11,13 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-from torch_mesh.families import UNDECORATED, ExpertsLayer, Router, find_experts, find_router, why_no_router
+from torch_mesh.families import UNDECORATED, UNMARKED, ExpertsLayer, Router, find_experts, find_router, why_no_router
 from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "families.md"
 sys.path.append(str(_ROOT / "tests" / "models"))
-from tiny_models import TINY_MODELS, Tiny
+from tiny_models import TINY_MODELS, UNMARKED_MODELS, Tiny
 
 _HEAD = f"""\
 # Families
@@ -63,8 +63,9 @@ _BESIDES = {
 
 def page() -> str:
     """The text of docs/families.md."""
-    rows = sorted((tiny.family, name) for name, tiny in TINY_MODELS.items())
-    parts = [_HEAD, *(_line(_row(name, TINY_MODELS[name])) for _, name in rows)]
+    models = TINY_MODELS | {name: UNMARKED_MODELS[unmarked.family] for name, unmarked in UNMARKED.items()}
+    rows = sorted((tiny.family, name) for name, tiny in models.items())
+    parts = [_HEAD, *(_line(_row(name, models[name])) for _, name in rows)]
     return "".join([*parts, _REFUSED, *(_line([family, UNDECORATED[family]]) for family in sorted(UNDECORATED))])
 
 

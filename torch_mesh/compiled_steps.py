@@ -13,6 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import is_flash_attention_requested
 
+from .cache_names import given_cache
 from .errors import UnsupportedModelError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -81,9 +82,9 @@ def _prepare_cache_for_generation(
         and generation_config.use_cache is not False
         and not generation_config.disable_compile
         and generation_config.prefill_chunk_size is None  # transformers compiles the chunks of a prompt, too
-        and not generation_config.is_assistant  # whose cache is cropped, which a static one cannot be
+        and not generation_config.is_assistant  # whose cache is cropped, which a static one cannot be before transformers 5.24
         and not is_flash_attention_requested(model.config)  # for which generate has dropped the mask by now
-        and all(model_kwargs.get(name) is None for name in ("past_key_values", "cache_params"))
+        and given_cache(model_kwargs) is None
     )
     if free:
         generation_config.cache_implementation = "static"

@@ -213,7 +213,7 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
         and (module is head or path.startswith(stacks))
         and min(module.in_features, module.out_features) >= _SMALLEST
         and id(module) not in routers
-        and not _kept_in_fp32(model, path)
+        and not kept_in_fp32(model, f"{path}.weight")
         and not _read_by_its_owner(model, path)
         and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
     ]
@@ -332,10 +332,9 @@ def _read_by_its_owner(model: nn.Module, path: str) -> bool:
     return name in WEIGHT_READERS.get(type(model.get_submodule(owner)).__name__, ())
 
 
-def _kept_in_fp32(model: nn.Module, path: str) -> bool:
-    """Whether transformers keeps this module's weight in fp32, for the sake of accuracy."""
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        for name in getattr(model, attribute, None) or ():
-            if re.search(rf"(^|\.){re.escape(name)}(\.|$)", f"{path}.weight"):
-                return True
-    return False
+def kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
+    """Whether transformers keeps the parameter of that name in fp32, for the sake of accuracy, in a model of ``dtype``. fp16 keeps the most."""
+    strictly = "_keep_in_fp32_modules_strict"
+    attributes = {torch.float16: ("_keep_in_fp32_modules", strictly), torch.bfloat16: (strictly,)}.get(dtype, ())
+    parts = (part for attribute in attributes for part in getattr(model, attribute, None) or ())
+    return any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in parts)

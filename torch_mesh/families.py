@@ -40,6 +40,10 @@ def _swiglu(limit: float) -> str:
     return swiglu(1.0, 0.0, limit, limit)
 
 
+def _softcapped(module: Any) -> str:
+    return softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap)
+
+
 # What an experts class's own ``_apply_gate`` computes, as the fused kernel's activation; None where it is none of these. By the name of
 # the class that defines it: one that overrides it is not taken for its base. A gate of a class that is not listed runs as it is,
 # between two calls of grouped_linear.
@@ -51,7 +55,9 @@ ADAPTERS: dict[str, Callable[[Any], str | None]] = {
     "Glm5NextTextExperts": lambda module: _swiglu(module.swiglu_limit),
     "GptOssExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
     "HYV4Experts": lambda module: _swiglu(module.swiglu_limit),
-    "Inkling2Experts": lambda module: softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap),
+    "HYV4VLExperts": lambda module: _swiglu(module.swiglu_limit),
+    "Inkling2Experts": _softcapped,
+    "Inkling2LoopExperts": _softcapped,
     "MiniMaxM3VLExperts": lambda module: swiglu(module.swiglu_alpha, 1.0, module.swiglu_limit, module.swiglu_limit),
     "OpenAIPrivacyFilterExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
     # It clamps what silu gives, of which silu of a clamped gate is the same.

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .cache_names import given_cache
+
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
 _ROOM = "_mesh_room"  # of keys and values, and not of their layer: who lets go of them lets go of the memory
 _LEAST_ROOM = 32  # tokens; memory that nothing was written to is not taken
@@ -105,7 +107,7 @@ def undo_caches(model: nn.Module) -> None:
 
 
 def _let_grow(_model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
         return
     if cache.layer_class_to_replicate is DynamicLayer:  # made without a config: layers come as they are asked for

@@ -18,7 +18,7 @@ import torch
 
 from . import _C
 from .config import MeshConfig
-from .dense import DENSE_ERROR, dense_saving, packs
+from .dense import DENSE_ERROR, dense_saving, kept_in_fp32, packs
 from .fallback import check_fallback_config, split_slots
 from .families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from .gpu.choosing import check_gpu_weights, format_on_gpu
@@ -654,6 +654,9 @@ def _dense_bytes(
 ) -> tuple[int, int, int]:
     """What is not experts of a model on the meta device: packed, as it is loaded, and what a token reads of it."""
     model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if kept_in_fp32(model, name, dtype):
+            parameter.data = parameter.data.float()
     experts = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
     loading = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in experts)
     packed = loading - dense_saving(model, layers, config, loaded=False)

@@ -14,8 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
 from safetensors.torch import load_file
-from test_unmarked import MODELS as UNMARKED_MODELS
-from tiny_models import TINY_MODELS, inputs_for, output_of
+from tiny_models import TINY_MODELS, UNMARKED_MODELS, inputs_for, output_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import NO_LOOKAHEAD, SKIPPED, TINY_MODELS, decorated_classes, draw_routers, inputs_for, output_of
+from tiny_models import (
+    NO_LOOKAHEAD,
+    SKIPPED,
+    TINY_MODELS,
+    all_families,
+    decorated_classes,
+    draw_routers,
+    inputs_for,
+    output_of,
+)
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -66,6 +75,7 @@ def test_supported_families_are_those_with_a_decorated_class_or_a_known_one() ->
     assert supported_families() == sorted({family for family, _ in decorated_classes()} | known)
 
 
+@all_families
 def test_families_md_is_what_the_models_say() -> None:
     tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "families_page.py"))
     assert tool["PAGE"].read_text() == tool["page"](), "run tools/families_page.py"
@@ -78,6 +88,7 @@ _NO_EXPERTS = {
 }
 
 
+@all_families
 def test_every_family_that_speaks_of_experts_is_supported_or_refused() -> None:
     speaks = re.compile(r"num_(local_|routed_)?experts\b|n_routed_experts")
     sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
@@ -171,10 +182,12 @@ def test_an_undecorated_family_is_refused_for_its_own_reason(family: str) -> Non
             find_experts(model)
 
 
+@all_families
 def test_model_types_of_routing_bias_are_those_of_transformers() -> None:
     assert not [name for name in ROUTING_BIAS_FAMILIES if name not in CONFIG_MAPPING_NAMES]
 
 
+@all_families
 @pytest.mark.parametrize("name", sorted({*ADAPTERS, *ROUTERS}))
 def test_adapted_classes_exist(name: str) -> None:
     modules = [

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from upstream import loads_adapters
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
@@ -163,6 +164,7 @@ def test_modules_to_save_train_unless_they_are_packed(ids: torch.Tensor) -> None
         _with_adapter(torch_mesh.patch(_build(), dense="int8"), modules_to_save=["lm_head"])
 
 
+@loads_adapters
 def test_an_adapter_is_loaded_into_a_packed_model(ids: torch.Tensor, tmp_path: Path) -> None:
     plain = _build()
     patched = torch_mesh.patch(copy.deepcopy(plain), resident=0.3, dense="bf16")

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from upstream import loads_adapters
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError, saving
@@ -424,6 +425,7 @@ def test_parts_that_accelerate_has_placed_apart(weights: str, tmp_path: Path) ->
     assert torch.equal(output_of(_open(tmp_path / "saved", **given), inputs), output_of(model, inputs))
 
 
+@loads_adapters
 def test_of_a_model_with_adapters_those_are_saved(tmp_path: Path) -> None:
     model = torch_mesh.patch(TINY_MODELS[QWEN].build(), weights="int8")
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"]))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import Tiny
+from tiny_models import UNMARKED_MODELS
 from transformers import NllbMoeConfig, PreTrainedModel
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+from upstream import sees_with_llama4
 
 import torch_mesh
 from torch_mesh import MeshConfig
@@ -22,81 +23,11 @@ from torch_mesh.plan import find_sizes
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 72,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LLAMA4 = {**_TEXT, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
-_STEP = {
-    **_TEXT,
-    "moe_intermediate_size": 40,
-    "share_expert_dim": 40,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "sliding_window": 16,
-    "layer_types": ["full_attention"] * 4,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    # Low enough that many values are beyond; 0 means none.
-    "swiglu_limits": [0, 0, 0.25, 0.5],
-    "swiglu_limits_shared": [0, 0, 0.25, 0],
-}
-_SMALL_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-MODELS = {
-    "llama4": Tiny("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 1}),
-    "llama4, three experts a token": Tiny(
-        "llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 3}
-    ),
-    "llama4 with vision": Tiny(
-        "llama4",
-        "Llama4Config",
-        "Llama4ForConditionalGeneration",
-        {
-            "text_config": {**_LLAMA4, "num_experts_per_tok": 1},
-            "vision_config": {
-                **_SMALL_VISION,
-                "image_size": 28,
-                "patch_size": 14,
-                "vision_output_dim": 32,
-                "projector_input_dim": 32,
-                "projector_output_dim": 32,
-            },
-        },
-    ),
-    "longcat_flash": Tiny(
-        "longcat_flash",
-        "LongcatFlashConfig",
-        "LongcatFlashForCausalLM",
-        {
-            "num_key_value_heads": 4,
-            "num_layers": 2,
-            "num_hidden_layers": 4,
-            "ffn_hidden_size": 40,
-            "expert_ffn_hidden_size": 40,
-            "zero_expert_num": 5,
-            "moe_topk": 4,
-        },
-    ),
-    "step3p7": Tiny(
-        "step3p7",
-        "Step3p7Config",
-        "Step3p7ForConditionalGeneration",
-        {"text_config": _STEP, "vision_config": {**_SMALL_VISION, "image_size": 56, "patch_size": 14}},
-    ),
-}
+_WITH_VISION = pytest.param("llama4 with vision", marks=sees_with_llama4)
 
 
 def _build(name: str) -> Any:
-    return MODELS[name].build()
+    return UNMARKED_MODELS[name].build()
 
 
 def _prompt() -> torch.Tensor:
@@ -116,10 +47,10 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_every_unmarked_family_is_here() -> None:
     families = {unmarked.family for unmarked in UNMARKED.values()}
-    assert families == {tiny.family for tiny in MODELS.values()} and families <= set(supported_families())
+    assert families == {tiny.family for tiny in UNMARKED_MODELS.values()} and families <= set(supported_families())
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", (*sorted(set(UNMARKED_MODELS) - set(_WITH_VISION.values)), _WITH_VISION))
 def test_patched_it_computes_what_it_did_and_unpatched_is_what_it_was(name: str) -> None:
     model, prompt = _build(name), _prompt()
     classes = [type(module) for module in model.modules()]
@@ -157,7 +88,7 @@ def test_bits_do_not_depend_on_what_is_resident(name: str) -> None:
         assert torch.equal(logits, outputs[0][0]) and torch.equal(tokens, outputs[0][1])
 
 
-@pytest.mark.parametrize("name", ("llama4 with vision", "longcat_flash", "step3p7"))
+@pytest.mark.parametrize("name", (_WITH_VISION, "longcat_flash", "step3p7"))
 def test_it_opens_converts_plans_and_saves(name: str, tmp_path: Path) -> None:
     model, prompt = _build(name), _prompt()
     expected = _logits(model, prompt)

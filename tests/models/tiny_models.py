@@ -6,9 +6,11 @@ import ast
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -19,6 +21,7 @@ from torch_mesh.families import find_experts
 # Sizes are no multiples of 64, so that padding is part of every comparison.
 _SIZES: dict[str, Any] = {
     "vocab_size": 120,
+    "unpadded_vocab_size": 110,
     "hidden_size": 72,
     "intermediate_size": 40,
     "moe_intermediate_size": 40,
@@ -106,8 +109,8 @@ class Tiny:
         return getattr(importlib.import_module(f"transformers.models.{self.family}.{kind}_{self.family}"), name)
 
 
-# One for each decorated class of transformers.
-TINY_MODELS: dict[str, Tiny] = {
+# One for each decorated class of the transformers that the tests are kept with, by tools/tested.txt.
+_ALL: dict[str, Tiny] = {
     "AfmoeExperts": Tiny("afmoe", "AfmoeConfig", "AfmoeForCausalLM"),
     "AriaExperts": Tiny("aria", "AriaTextConfig", "AriaTextForCausalLM"),
     "AXK1Experts": Tiny("axk1", "AXK1Config", "AXK1ForCausalLM", {"num_key_value_heads": 4}),
@@ -180,8 +183,26 @@ TINY_MODELS: dict[str, Tiny] = {
     "HunYuanMoEV1Experts": Tiny("hunyuan_v1_moe", "HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),
     "HYV3Experts": Tiny("hy_v3", "HYV3Config", "HYV3ForCausalLM"),
     "HYV4Experts": Tiny("hy_v4", "HYV4Config", "HYV4ForCausalLM", {"num_key_value_heads": 4}),
+    "HYV4VLExperts": Tiny(
+        "hy_v4_vl",
+        "HYV4VLTextConfig",
+        "HYV4VLTextModel",
+        {"num_key_value_heads": 4, "rope_parameters": _mrope(2, 3, 3)},
+    ),
     "InklingExperts": Tiny("inkling", "InklingTextConfig", "InklingForCausalLM"),
     "Inkling2Experts": Tiny("inkling2", "Inkling2TextConfig", "Inkling2ForCausalLM"),
+    "Inkling2LoopExperts": Tiny(
+        "inkling2_loop",
+        "Inkling2LoopTextConfig",
+        "Inkling2LoopForCausalLM",
+        {
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 8,
+        },
+    ),
     "JambaExperts": Tiny(
         "jamba",
         "JambaConfig",
@@ -209,6 +230,12 @@ TINY_MODELS: dict[str, Tiny] = {
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
         {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "LaraMiniExperts": Tiny(
+        "lara_mini",
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        {"layer_types": _HYBRID, **_SMALL_LINEAR_ATTENTION},
     ),
     "MellumExperts": Tiny("mellum", "MellumConfig", "MellumForCausalLM"),
     "MiMoV2FlashExperts": Tiny("mimo_v2_flash", "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
@@ -272,6 +299,84 @@ TINY_MODELS: dict[str, Tiny] = {
         "unlimited_ocr", "UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", {"num_key_value_heads": 4}
     ),
     "ZayaExperts": Tiny("zaya", "ZayaConfig", "ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
+}
+
+_UNMARKED_TEXT: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 72,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA4 = {**_UNMARKED_TEXT, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
+_STEP = {
+    **_UNMARKED_TEXT,
+    "moe_intermediate_size": 40,
+    "share_expert_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "layer_types": ["full_attention"] * 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    # Low enough that many values are beyond; 0 means none.
+    "swiglu_limits": [0, 0, 0.25, 0.5],
+    "swiglu_limits_shared": [0, 0, 0.25, 0],
+}
+_SMALL_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+# Those that the installed one has: older ones have fewer.
+TINY_MODELS = {name: tiny for name, tiny in _ALL.items() if find_spec(f"transformers.models.{tiny.family}")}
+
+all_families = pytest.mark.skipif(len(TINY_MODELS) < len(_ALL), reason="this transformers has fewer families")
+
+# Of families whose experts transformers does not mark; a family first under its own name.
+UNMARKED_MODELS: dict[str, Tiny] = {
+    "llama4": Tiny("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 1}),
+    "llama4, three experts a token": Tiny(
+        "llama4", "Llama4TextConfig", "Llama4ForCausalLM", {**_LLAMA4, "num_experts_per_tok": 3}
+    ),
+    "llama4 with vision": Tiny(
+        "llama4",
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": {**_LLAMA4, "num_experts_per_tok": 1},
+            "vision_config": {
+                **_SMALL_VISION,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
+    ),
+    "longcat_flash": Tiny(
+        "longcat_flash",
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 40,
+            "expert_ffn_hidden_size": 40,
+            "zero_expert_num": 5,
+            "moe_topk": 4,
+        },
+    ),
+    "step3p7": Tiny(
+        "step3p7",
+        "Step3p7Config",
+        "Step3p7ForConditionalGeneration",
+        {"text_config": _STEP, "vision_config": {**_SMALL_VISION, "image_size": 56, "patch_size": 14}},
+    ),
 }
 
 # Decorated classes without a tiny model here, and why.

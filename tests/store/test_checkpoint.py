@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny, tiny_model
 from transformers import conversion_mapping, core_model_loading
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torch_mesh.errors import StoreError, UnsupportedModelError
 from torch_mesh.families import find_experts
@@ -33,6 +34,7 @@ KINDS = (
     "deepseek_v4",
     "gpt_oss",
     "granitemoe",
+    *(["inkling2_loop_text"] if "inkling2_loop_text" in CONFIG_MAPPING_NAMES else []),  # transformers 5.24
     "inkling2_text",
     "jamba",
     "kimi_linear",
@@ -69,6 +71,7 @@ OTHERS = (
     "inkling_text",
     "kolibri1",
     "laguna",
+    *(["lara_mini"] if "lara_mini" in CONFIG_MAPPING_NAMES else []),
     "mellum",
     "mimo_v2_flash",
     "minimax_m2",

@@ -36,6 +36,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "vocab_size": 128,
+    "unpadded_vocab_size": 120,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -61,6 +62,10 @@ _SIZES = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "sliding_window": 32,
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 2,
+    "loop_gate_rank": 8,
 }
 
 

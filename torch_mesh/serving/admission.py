@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_mesh.cache_names import NAME
 from torch_mesh.errors import MeshError
 from torch_mesh.memory import left_bytes
 from torch_mesh.modules import patched_modules
@@ -176,7 +177,7 @@ def _cache_of(model: Any, tokens: int) -> list[Any]:
 def _computed(model: Any, tokens: int, mode: AbstractContextManager[Any]) -> list[Any]:
     with torch.no_grad(), mode:
         ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
-        return list(model(input_ids=ids, use_cache=True).past_key_values.layers)
+        return list(model(input_ids=ids, use_cache=True)[NAME].layers)
 
 
 def _sizes(layer: Any) -> Iterator[int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from torch_mesh.cache_names import NAME
 from torch_mesh.serving.admission import Admission, RequestTooLongError
 
 # Arguments of generate that change nothing in what is computed for a token.
@@ -91,9 +92,9 @@ class KeptKeys:
             self._computing = seen
             try:
                 self._make_room(arguments, conversation)
-                if conversation is None:
-                    return self._generate(**arguments)
-                return self._generate(**arguments, past_key_values=conversation.cache)
+                if conversation is not None:
+                    arguments[NAME] = conversation.cache
+                return self._generate(**arguments)
             finally:  # a client that has gone ends it with an exception, and may come back
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()

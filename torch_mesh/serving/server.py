@@ -223,10 +223,10 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
 
         def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
             """From the file that the model comes from: transformers would look for another revision's, and download that."""
-            name, revision = model_id_and_revision.split("@", 1)
-            if gguf_file is not None and not os.path.isdir(name):
+            name, _, revision = model_id_and_revision.partition("@")
+            if gguf_file is not None and not any(map(os.path.isdir, (name, model_id_and_revision))):
                 path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
-                model_id_and_revision = f"{path.removesuffix('/' + gguf_file)}@main"
+                model_id_and_revision = self.process_model_name(path.removesuffix(f"/{gguf_file}"))
             found = super()._load_processor(model_id_and_revision, gguf_file=gguf_file)
             if not getattr(found, "chat_template", None):
                 if server.must_chat:
@@ -251,9 +251,11 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             self.kept = None  # which has the model, too
             super().shutdown()
 
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             """The one that is served, and not what the hub's cache has."""
             return [{"id": model, "object": "model", "created": int(started), "owned_by": "torch_mesh"}]
+
+        list_models = get_gen_models  # as it is called from transformers 5.24 on
 
         def now(self) -> tuple[Stats, Counts] | None:
             kept = self.kept

@@ -22,6 +22,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..cache_names import NAME
 from ..compiled_steps import SLACK
 from ..modules import patched_modules
 from ..statistics.speculated import tally_of
@@ -122,7 +123,7 @@ class Speculation:
         with model._optimize_model_for_decode(), self._steps(model, text, generation_config, model_kwargs) as step:
             while not text.finished:
                 model_kwargs = step(model_kwargs)
-        return text.result(model_kwargs["past_key_values"])
+        return text.result(model_kwargs[NAME])
 
     @contextmanager
     def _steps(
@@ -130,7 +131,7 @@ class Speculation:
     ) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
         compiles = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
-        cache = model_kwargs["past_key_values"]
+        cache = model_kwargs[NAME]
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
         drafters = [self._drafter(ids) for ids in text.ids.tolist()]
         texts = len(drafters)
@@ -254,8 +255,8 @@ class _Text:
             self._streamer.end()
         if not self._as_dict:
             return self.ids
-        ids: Any = self.ids
-        return GenerateDecoderOnlyOutput(sequences=ids, scores=self._scores, logits=self._logits, past_key_values=cache)
+        kept: dict[str, Any] = {"sequences": self.ids, "scores": self._scores, "logits": self._logits, NAME: cache}
+        return GenerateDecoderOnlyOutput(**kept)
 
 
 class _Pool:
@@ -307,7 +308,7 @@ def why_not(
         generation_config.output_attentions or generation_config.output_hidden_states
     ):
         return "a forward of several tokens has not the attentions and hidden states of each by itself"
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(NAME)
     if cache is None:
         return (
             "it needs a cache, and use_cache=False leaves none"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from ..cache_names import NAMES
 from ..modules import change_class
 
 _DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
-_CACHE = ("cache_params", "past_key_values")  # how mixers call it
 _State = list[dict[int, Tensor | None]]
 
 
@@ -50,7 +50,7 @@ def _cache_name(module: nn.Module) -> str:
     if isinstance(module, SteppedMixer):
         return module._mesh_cache_name
     parameters = inspect.signature(type(module).forward).parameters
-    return next((name for name in _CACHE if name in parameters), "")
+    return next((name for name in NAMES if name in parameters), "")
 
 
 class SteppedMixer(nn.Module):

@@ -311,6 +311,13 @@ def _deinterleave(
     return {pattern: result}
 
 
+def _dequantized(
+    operation: Any, operands: _Operands, patterns: Sequence[str], expected: tuple[int, ...]
+) -> _Operands | None:
+    """Weights that have no scales are what they are, as transformers takes them; others are not read here."""
+    return operands if len(operands) == 1 else None
+
+
 _OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
     core_model_loading.MergeModulelist: _merge,
     core_model_loading.Concatenate: _concatenate,
@@ -318,6 +325,8 @@ _OPERATIONS: dict[type, Callable[..., _Operands | None]] = {
     core_model_loading.Interleave: _deinterleave,
     core_model_loading.ErnieFuseAndSplitTextVisionExperts: _fuse_and_split,
 }
+if hasattr(core_model_loading, "Inkling2LoopDequantizeExperts"):  # transformers 5.24
+    _OPERATIONS[core_model_loading.Inkling2LoopDequantizeExperts] = _dequantized
 
 
 def _gate_and_up(layer: ExpertsLayer, matrix: Matrix) -> dict[str, View | None]:

@@ -1,0 +1,19 @@
+"""What releases of other packages cannot do, with or without torch_mesh."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+import transformers
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+loads_adapters = pytest.mark.skipif(
+    Version(version("peft")) < Version(MIN_PEFT_VERSION),
+    reason=f"transformers {transformers.__version__} takes adapters with PEFT {MIN_PEFT_VERSION} alone, and here is {version('peft')}",
+)
+sees_with_llama4 = pytest.mark.skipif(
+    transformers.__version__ == "5.24.0",
+    reason="the Llama 4 of transformers 5.24.0 asks its text model for image_outputs, which that does not have",
+)
