@@ -29,6 +29,7 @@ import torch_mesh
 from torch_mesh.modules import patched_modules
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import LENGTHS, Speculation
+from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.synthetic import synthetic_trace
 
 PROMPT = 32  # more rows than a decode step has
@@ -110,8 +111,8 @@ class Replay(LogitsProcessor):
         scores[:, self.text.tokens[place]] = torch.inf
         return scores
 
-    def drafter(self, tokens: list[int]) -> Drafter:
-        return Drafter(self, len(tokens))
+    def drafter(self, tokens: list[int]) -> Told:
+        return Told(self, len(tokens))
 
     def draft(self, place: int, length: int) -> list[int]:
         """What is drafted for ``length`` places from ``place`` on, and its experts."""
@@ -126,7 +127,7 @@ class Replay(LogitsProcessor):
         return tokens
 
 
-class Drafter:
+class Told(Drafter):
     """As torch_mesh's Lookup, for a text that is known."""
 
     def __init__(self, replay: Replay, place: int) -> None:

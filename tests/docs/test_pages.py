@@ -24,6 +24,7 @@ from torch_mesh.cli import COMMANDS, _parser
 REPOSITORY = Path(__file__).parents[2]
 # What stands for what: a page may name these models and no others, since any other would be asked of the hub.
 MODELS = (
+    "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-30B-A3B",
     "deepseek-ai/DeepSeek-V3",
     "moonshotai/Kimi-K2-Thinking",

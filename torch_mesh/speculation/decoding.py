@@ -10,10 +10,12 @@ numbers as plain sampling does.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -27,7 +29,9 @@ from ..compiled_steps import SLACK
 from ..modules import patched_modules
 from ..statistics.speculated import tally_of
 from ..undivided import divided_sizes
+from .assistant import Assistant, check_assistant
 from .controller import Controller
+from .drafter import Drafter
 from .lookup import Lookup
 from .rewinding import Rewinding, why_not_rewindable
 
@@ -40,13 +44,14 @@ MOST_TEXTS = _MOST_ROWS // (1 + LENGTHS[0])
 _GRAPHS = 16 * (1 + len(LENGTHS))
 
 
-def speculate(*, lengths: Sequence[int] = LENGTHS) -> Speculation:
+def speculate(*, lengths: Sequence[int] = LENGTHS, assistant: Any = None) -> Speculation:
     """What ``generate(custom_generate=...)`` takes to verify several tokens in one forward, where that pays.
 
     >>> speculation = torch_mesh.speculate()
     >>> model.generate(**inputs, custom_generate=speculation)
 
-    Drafts are what followed when the text ended like this before, in the prompt or since (prompt lookup). ``lengths`` are how many tokens
+    Drafts are what followed when the text ended like this before, in the prompt or since (prompt lookup); with an ``assistant``, a smaller model with the
+    same tokenizer, its greedy continuation. ``lengths`` are how many tokens
     may be drafted at a time, 1 to 15; what is best, or no draft at all, is found by measuring as the text goes on, and what was found is kept for
     the next text: make one for a model, and use it again. With ``torch_mesh.compile`` each length is a graph.
     Tokens are those of plain decoding, greedy and sampled, as far as a row of a forward has the same bits whatever comes with it: docs/speculation.md.
@@ -55,12 +60,16 @@ def speculate(*, lengths: Sequence[int] = LENGTHS) -> Speculation:
     sampling, with a cache that can go back; other calls raise ValueError. For a model that does so
     in every ``generate`` see ``MeshConfig.speculation``.
 
-    Raises ValueError for ``lengths`` that are not.
+    Raises ValueError for ``lengths`` that are not, and for an ``assistant`` that cannot draft.
     """
     given = list(lengths)
     if not given or not all(type(each) is int and 1 <= each <= MOST_DRAFTED for each in given):
         raise ValueError(f"lengths={lengths!r} are not numbers of drafted tokens: give some of 1 to {MOST_DRAFTED}.")
-    return Speculation(Controller(sorted(set(given))))
+    controller = Controller(sorted(set(given)))
+    if assistant is None:
+        return Speculation(controller)
+    check_assistant(assistant)
+    return Speculation(controller, functools.partial(Assistant, assistant))
 
 
 class Speculation:
@@ -69,7 +78,7 @@ class Speculation:
     def __init__(
         self,
         controller: Controller,
-        drafter: Callable[[list[int]], Lookup] = Lookup,
+        drafter: Callable[[list[int]], Drafter] = Lookup,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._controller = controller
@@ -133,7 +142,7 @@ class Speculation:
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
         cache = model_kwargs[NAME]
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
-        drafters = [self._drafter(ids) for ids in text.ids.tolist()]
+        drafters = [self._drafter(tokens) for tokens in text.without_padding(model_kwargs.get("attention_mask"))]
         texts = len(drafters)
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
@@ -145,7 +154,9 @@ class Speculation:
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
             most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
-            drafted = text.drafts(drafters, controller.choose(most))
+            chosen = controller.choose(most)
+            steady = not chosen or not any(drafter.is_behind for drafter in drafters)
+            drafted = text.drafts(drafters, chosen)
             count = len(drafted[0])
             held = int(cache.get_seq_length())
             try:
@@ -160,7 +171,7 @@ class Speculation:
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
-            seconds = self._clock() - begin if kind in self._ran else None
+            seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds)
             waited_since, read_since = pool.counts()
@@ -186,6 +197,7 @@ class _Text:
         self.ids = ids
         self.finished = False
         self.rows = 0  # of the last forward, that are of tokens of the text
+        self._vocabulary = 0  # of the logits
         self.most_length: int = stopping_criteria.max_length or sys.maxsize
         self._process = logits_processor
         self._stop = stopping_criteria
@@ -199,11 +211,17 @@ class _Text:
         self._scores: Any = () if self._as_dict and generation_config.output_scores else None
         self._logits: Any = () if self._as_dict and generation_config.output_logits else None
 
-    def drafts(self, drafters: Sequence[Lookup], length: int) -> list[list[int]]:
+    def without_padding(self, mask: Any) -> Iterator[list[int]]:
+        """The tokens of each text, by the mask [texts, tokens] of ``generate``, if it has one."""
+        for row, tokens in enumerate(self.ids):
+            yield (tokens[mask[row].bool()] if isinstance(mask, Tensor) and mask.dim() == 2 else tokens).tolist()
+
+    def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
         found: list[list[int]] = []
         for drafter, goes_on in zip(drafters, self._goes_on(), strict=True):
-            own = list(drafter.draft(length)) if goes_on else [int(self._pad or 0)] * length
+            drafted = drafter.draft(length) if goes_on else [int(self._pad or 0)] * length
+            own = list(takewhile(lambda token: token < self._vocabulary, drafted))
             if not own:
                 return [[] for _ in drafters]
             found.append(own)
@@ -217,6 +235,7 @@ class _Text:
     def add(self, row: Tensor) -> list[int]:
         """The next token of each text, of logits [texts, vocabulary]."""
         logits = row.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        self._vocabulary = logits.shape[-1]
         scores = self._process(self.ids, logits)
         if self._scores is not None:
             self._scores += (scores,)

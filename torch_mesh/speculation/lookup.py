@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .drafter import Drafter
+
 # The longest ending that is looked up, and the shortest: of two tokens most are chance.
 _LONGEST, _SHORTEST = 5, 3
 
 
-class Lookup:
+class Lookup(Drafter):
     """The endings of a text and what followed each, after prompt lookup decoding (Apoorv Saxena, 2023), for generated text too."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -17,7 +19,6 @@ class Lookup:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds to the text."""
         text = self._tokens
         for token in tokens:
             for size in range(_SHORTEST, min(_LONGEST, len(text)) + 1):

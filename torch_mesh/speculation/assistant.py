@@ -1,0 +1,96 @@
+"""Drafts of a smaller model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..cache_names import NAME
+from .drafter import Drafter
+from .linear_attention import is_linear
+from .rewinding import Rewinding, why_not_rewindable
+
+_STEP = 16  # tokens that a forward of the large model adds at most: 15 drafted, and the one behind them
+
+
+def check_assistant(model: Any) -> None:
+    """Raises ValueError for a model that cannot draft."""
+    if reason := _why_not(model):
+        raise ValueError(
+            f"assistant={type(model).__name__} cannot draft: {reason}. Give a smaller causal language model with the same tokenizer."
+        )
+
+
+def _why_not(model: Any) -> str:
+    if not hasattr(model, "generate") or not hasattr(model, "config"):
+        return "it is no model of transformers that generates"
+    if model.config.is_encoder_decoder:
+        return "it has an encoder and a decoder"
+    cache = _new_cache(model)
+    if any(map(is_linear, cache.layers)):
+        return "it has linear attention, whose state goes back by one forward alone"
+    return why_not_rewindable(model, cache)
+
+
+def _new_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+class Assistant(Drafter):
+    """The greedy continuation by ``model``, which reads what is new in the text when it is asked, and takes back what it drafted in vain."""
+
+    def __init__(self, model: Any, tokens: Iterable[int] = ()) -> None:
+        self._model = model
+        self._text = list(tokens)
+        self._read: list[int] = []  # tokens that the cache has
+        self._cache: Any = _new_cache(model)
+        self._rewinding: Rewinding | None = None  # from behind the first forward on
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        takes = inspect.signature(model.forward).parameters
+        self._last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    @property
+    def is_behind(self) -> bool:  # type: ignore[override]
+        return len(self._text) - self._common() > _STEP
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        self._text += tokens
+
+    def draft(self, length: int) -> Sequence[int]:
+        common = self._common()
+        new = self._text[common:]
+        if not length or any(token >= self._vocabulary for token in new):  # which another tokenizer has
+            return ()
+        self._take_back(len(self._read) - common)
+        drafted: list[int] = []
+        while len(drafted) < length:
+            new = [self._next(new)]
+            drafted += new
+        return drafted
+
+    def _common(self) -> int:
+        """How many tokens of the text have been read. One must be left to read."""
+        pairs = zip(self._read, self._text[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _take_back(self, tokens: int) -> None:
+        if self._rewinding is not None:
+            self._rewinding.take_back(tokens)
+            del self._read[len(self._read) - tokens :]
+
+    def _next(self, tokens: list[int]) -> int:
+        ids = torch.tensor([tokens], device=self._model.device)
+        try:
+            logits = self._model(input_ids=ids, use_cache=True, **{NAME: self._cache}, **self._last).logits
+        except BaseException:  # some layers have read these tokens, others have not
+            self._read, self._cache, self._rewinding = [], _new_cache(self._model), None
+            raise
+        if self._rewinding is None:
+            self._rewinding = Rewinding(self._model, self._cache)
+        self._read += tokens
+        return int(logits[0, -1].argmax())
