@@ -21,6 +21,7 @@ from .store.manifest import Shape
 from .timing import LARGE_BYTES, SECONDS, seconds_per_call
 
 _READERS = 8
+_HUGE_PAGE = 2 << 20
 
 # A decoder layer, eagerly, takes as long as so many calls of a small torch function besides its products: measured with
 # mesh-tiny, whose weights take no time.
@@ -83,11 +84,15 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
 
 
 def _pages(count: int) -> np.ndarray:
-    """Bytes like the pool's: in huge pages where there are any, and there before they are read into."""
-    pages = mmap.mmap(-1, count)  # aligned, as direct reads want it
+    """Bytes like the pool's: in huge pages where there are any, and there before they are read into.
+
+    Private, for shared memory, Python's default, has none unless the machine is told so; and on the boundary of a huge page.
+    """
+    pages = mmap.mmap(-1, count + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(pages, np.uint8)
+    array = array[-array.ctypes.data % _HUGE_PAGE :][:count]
     array[::4096] = 0
     return array
 

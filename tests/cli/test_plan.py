@@ -33,7 +33,7 @@ from torch_mesh.plan import (
     simulated_hit_rate,
     token_seconds,
 )
-from torch_mesh.speed import disk_speed, measure_speeds
+from torch_mesh.speed import _pages, disk_speed, measure_speeds
 from torch_mesh.store.convert import convert
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
@@ -572,3 +572,15 @@ def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFi
     for wrong in ("15", "much", "-1%"):
         with pytest.raises(SystemExit):
             main(["plan", *limited, wrong])
+
+
+def test_the_disk_is_measured_into_memory_that_may_have_huge_pages() -> None:
+    """Into small ones it is half as fast: the kernel cuts its requests up."""
+    pages = _pages(8 << 20)
+    address = pages.ctypes.data
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    bounds = ([int(bound, 16) for bound in mapping.split()[0].split("-")] for mapping in mappings)
+    mapping = next(text for text, (low, high) in zip(mappings, bounds, strict=True) if low <= address < high)
+    assert address % (2 << 20) == 0 and mapping.split()[1] == "rw-p"
+    flags = re.search(r"VmFlags:(.*)", mapping)
+    assert flags is None or "hg" in flags[1].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
