@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
-import os
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +20,14 @@ import harness
 import isolation
 import synthetic
 import torch
+from direct_reads import read_records
 from harness import Report, Row
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
 from torch_mesh.modules import patched_modules
-from torch_mesh.store.manifest import open_store
 
 RESIDENT = 0.25
-CHUNK, DEPTH = 1 << 20, 16  # those of csrc/io/reader.h
 DECODED = 32
 
 
@@ -73,33 +69,6 @@ def resident_prompt(model: Any, ids: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def plain_reads(folder: Path) -> float:
-    """Seconds to read all records by direct reads of the reader's size and number under way."""
-    source = open_store(folder).source_arguments()
-    paths = [path for path, _ in source["files"]]
-    chunks = [
-        (file, offset + at, min(CHUNK, size - at))
-        for file, offset, size in source["extents"].reshape(-1, 3).tolist()
-        for at in range(0, size, CHUNK)
-    ]
-    descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
-
-    def read(part: list[tuple[int, int, int]]) -> None:
-        with mmap.mmap(-1, 2 << 20) as buffer:
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # as the pool's: small pages cut the disk's requests up
-            for file, offset, size in part:
-                os.preadv(descriptors[file], [memoryview(buffer)[:size]], offset)
-
-    try:
-        with ThreadPoolExecutor(DEPTH) as readers:
-            begin = time.perf_counter()
-            list(readers.map(read, [chunks[first::DEPTH] for first in range(DEPTH)]))
-            return time.perf_counter() - begin
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
 def most_reads(stats: Any) -> int:
     return max(max(layer.experts.promoted) for layer in stats.per_layer)
 
@@ -115,7 +84,7 @@ def add_speed(report: Report, options: Any) -> None:
         runs: dict[str, list[Any]] = {"computing": [], "reading": [], "window": [], "off": []}
         for _ in range(options.rounds):
             runs["computing"].append(resident_prompt(whole, ids))
-            runs["reading"].append(plain_reads(folder))
+            runs["reading"].append(read_records(folder))
             for setting in ("window", "off"):
                 runs[setting].append(cold_prompt(folder, ids, "auto" if setting == "window" else "off"))
         del whole

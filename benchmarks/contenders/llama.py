@@ -73,10 +73,17 @@ class Llama:
 
     def forward(self, tokens: Sequence[int]) -> np.ndarray:
         array = (llama_cpp.llama_token * len(tokens))(*tokens)
-        status = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(array, len(tokens)))
+        self._decode(llama_cpp.llama_batch_get_one(array, len(tokens)))
+        return self._logits(-1)
+
+    def _decode(self, batch: Any) -> None:
+        status = llama_cpp.llama_decode(self.context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
-        logits = llama_cpp.llama_get_logits_ith(self.context, -1)
+
+    def _logits(self, index: int) -> np.ndarray:
+        """Those of a token of the batch."""
+        logits = llama_cpp.llama_get_logits_ith(self.context, index)
         return np.ctypeslib.as_array(logits, shape=(self.vocab,)).copy()
 
     def reset(self) -> None:

@@ -17,7 +17,7 @@ from torch_mesh.modules import patched_modules
 
 def opened(request: dict[str, Any]) -> PreTrainedModel:
     torch.set_num_threads(request["threads"])
-    options = {name: request[name] for name in ("resident", "dense", "prefetch") if name in request}
+    options = {name: request[name] for name in ("resident", "dense", "prefetch", "weights", "store") if name in request}
     config = torch_mesh.MeshConfig(**options)
     return AutoModelForCausalLM.from_pretrained(request["model"], quantization_config=config)
 

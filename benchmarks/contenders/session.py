@@ -101,12 +101,15 @@ def run(open_decoder: Callable[[dict[str, Any]], Decoder]) -> None:
     watch = AnonymousPeak() if request["watch_memory"] else None  # not while speed is measured
     if watch:
         watch.start()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     decoder = open_decoder(request)
-    load_seconds = time.perf_counter() - start
-    load_peak = status_bytes("VmHWM")
+    load = {
+        "load_seconds": time.perf_counter() - start,
+        "load_processor_seconds": time.process_time() - processor,
+        "load_peak": status_bytes("VmHWM"),
+    }
     result = decode(decoder, request)
-    result.update(decoder.facts(), load_seconds=load_seconds, load_peak=load_peak, peak=status_bytes("VmHWM"))
+    result.update(decoder.facts(), **load, peak=status_bytes("VmHWM"))
     if watch:
         result["anonymous_peak"] = watch.stop()
     Path(sys.argv[2]).write_text(json.dumps(result))

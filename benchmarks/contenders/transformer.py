@@ -19,11 +19,14 @@ class CachedTransformer:
         """Forgets the sequence."""
         self.cache = DynamicCache(config=self.model.config)
 
-    @torch.inference_mode()
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        ids = torch.tensor([list(tokens)])
+        return self.forward_rows([tokens])[0]
+
+    @torch.inference_mode()
+    def forward_rows(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        ids = torch.tensor(rows)
         output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return output.logits[0, -1].float()
+        return output.logits[:, -1].float()
 
     def anonymous_dense(self) -> int:
         """Bytes of the parameters that are in anonymous memory, and not in a mapping of the checkpoint."""
@@ -42,31 +45,36 @@ class CachedTransformer:
 class CompiledSteps(CachedTransformer):
     """Prompts eagerly, decode steps compiled, as ``generate`` does with a static cache, of ``length`` tokens here.
 
+    Each number of sequences has a cache of its own, which the step compiled for it writes to.
+
     Not ``compiled``: for models whose sliding windows count tokens in Python, which would be compiled anew for each of them.
     """
 
     def __init__(self, model: PreTrainedModel, length: int, compiled: bool = True) -> None:
         super().__init__(model)
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.caches: dict[int, StaticCache] = {}
+        self.length = length
         self.step = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         self.position = 0
 
     @torch.inference_mode()
     def reset(self) -> None:
-        self.cache.reset()
+        for cache in self.caches.values():
+            cache.reset()
         self.position = 0
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        last = self.position + len(tokens)
+    def forward_rows(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        ids = torch.tensor(rows)
+        sequences, tokens = ids.shape
+        last = self.position + tokens
         positions = torch.arange(self.position, last).unsqueeze(0)
         self.position = last
-        run = self.step if len(tokens) == 1 else self.model
-        ids = torch.tensor([list(tokens)])
-        output = run(
-            input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        return output.logits[0, -1].float()
+        if sequences not in self.caches:
+            self.caches[sequences] = StaticCache(config=self.model.config, max_cache_len=self.length)
+        run, cache = self.step if tokens == 1 else self.model, self.caches[sequences]
+        output = run(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1].float()
 
 
 def holds_values(parameter: torch.Tensor) -> bool:

@@ -16,11 +16,11 @@ CONTEXT, WARM_UP = 16, 4
 
 
 class Decoder(Protocol):
-    def forward(self, tokens: Sequence[int]) -> session.Logits:
-        """Appends ``tokens`` to the sequence; the logits of the last one."""
+    def forward_rows(self, rows: Sequence[Sequence[int]]) -> Sequence[session.Logits]:
+        """Appends a row of tokens, all rows being of one length, to each of as many sequences; the logits of each one's last."""
 
     def reset(self) -> None:
-        """Forgets the sequence."""
+        """Forgets all sequences."""
 
 
 class Warm:
@@ -35,32 +35,35 @@ class Warm:
         """The logits of each mode after a prompt and one token more, which is what a compiled step computes."""
         return {mode: self._first_step(decoder).tolist() for mode, decoder in self.modes.items()}
 
-    def measure(self, mode: str, what: str, tokens: int) -> dict[str, Any]:
-        """Tokens per second: ``what`` is "prefill", all tokens at once, or "decode", one after the other."""
-        decoder = self.modes[mode]
-        seconds = {"prefill": self._prefill, "decode": self._decode}[what](decoder, tokens)
-        return {"tokens_per_second": tokens / seconds}
+    def measure(self, mode: str, what: str, tokens: int, sequences: int = 1) -> dict[str, Any]:
+        """Tokens per second, of all sequences: ``what`` is "prefill", ``tokens`` of each at once, or "decode", one of each after the other."""
+        rows = self._rows(sequences, CONTEXT + WARM_UP + tokens)
+        seconds = {"prefill": self._prefill, "decode": self._decode}[what](self.modes[mode], rows, tokens)
+        return {"tokens_per_second": sequences * tokens / seconds}
 
-    def _start(self, decoder: Decoder) -> session.Logits:
+    def _rows(self, sequences: int, length: int) -> list[list[int]]:
+        return [self.stream[first * length : (first + 1) * length] for first in range(sequences)]
+
+    def _start(self, decoder: Decoder, rows: list[list[int]]) -> None:
         decoder.reset()
-        return decoder.forward(self.stream[:CONTEXT])
+        decoder.forward_rows([row[:CONTEXT] for row in rows])
 
     def _first_step(self, decoder: Decoder) -> session.Logits:
-        self._start(decoder)
-        return decoder.forward([self.stream[CONTEXT]])
+        rows = self._rows(1, CONTEXT + 1)
+        self._start(decoder, rows)
+        return decoder.forward_rows([rows[0][CONTEXT:]])[0]
 
-    def _prefill(self, decoder: Decoder, tokens: int) -> float:
+    def _prefill(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> float:
         decoder.reset()
         begin = time.perf_counter()
-        decoder.forward(self.stream[:tokens])
+        decoder.forward_rows([row[:tokens] for row in rows])
         return time.perf_counter() - begin
 
-    def _decode(self, decoder: Decoder, tokens: int) -> float:
-        self._start(decoder)
-        rest = self.stream[CONTEXT : CONTEXT + WARM_UP + tokens]
-        for token in rest[:WARM_UP]:
-            decoder.forward([token])
+    def _decode(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> float:
+        self._start(decoder, rows)
+        for at in range(CONTEXT, CONTEXT + WARM_UP):
+            decoder.forward_rows([[row[at]] for row in rows])
         begin = time.perf_counter()
-        for token in rest[WARM_UP:]:
-            decoder.forward([token])
+        for at in range(CONTEXT + WARM_UP, CONTEXT + WARM_UP + tokens):
+            decoder.forward_rows([[row[at]] for row in rows])
         return time.perf_counter() - begin

@@ -1,17 +1,52 @@
-"""llama.cpp in memory. Runs in the peers' environment."""
+"""llama.cpp in memory, with one or two sequences. Runs in the peers' environment."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import llama_cpp
+import numpy as np
 from llama import Llama
 from serve import serve
 from warm import Warm
 
+MOST_SEQUENCES = 2
 
-def open_llama(setup: dict[str, Any]) -> Warm:
-    return Warm({"": Llama({**setup, "random_access": False, "repack": True})}, setup)
+
+class LlamaRows(Llama):
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__({**setup, "random_access": False, "repack": True})
+        self.batch = llama_cpp.llama_batch_init(llama_cpp.llama_n_batch(self.context), 0, 1)
+        self.position = 0
+
+    def _parameters(self, request: dict[str, Any]) -> Any:
+        parameters = super()._parameters(request)
+        parameters.n_seq_max = MOST_SEQUENCES
+        parameters.n_ctx *= MOST_SEQUENCES  # it is divided among them
+        return parameters
+
+    def reset(self) -> None:
+        super().reset()
+        self.position = 0
+
+    def forward_rows(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        self.batch.n_tokens = 0
+        lasts = [self._append(sequence, tokens) for sequence, tokens in enumerate(rows)]
+        self._decode(self.batch)
+        self.position += len(rows[0])
+        return [self._logits(index) for index in lasts]
+
+    def _append(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Puts tokens into the batch; the index in it of the last, whose logits are wanted."""
+        for at, token in enumerate(tokens):
+            index = self.batch.n_tokens
+            self.batch.token[index], self.batch.pos[index] = token, self.position + at
+            self.batch.n_seq_id[index], self.batch.seq_id[index][0] = 1, sequence
+            self.batch.logits[index] = at + 1 == len(tokens)
+            self.batch.n_tokens += 1
+        return self.batch.n_tokens - 1
 
 
 if __name__ == "__main__":
-    serve(open_llama)
+    serve(lambda setup: Warm({"": LlamaRows(setup)}, setup))
