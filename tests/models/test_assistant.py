@@ -13,7 +13,7 @@ from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import torch_mesh
-from torch_mesh.speculation.assistant import Assistant
+from torch_mesh.speculation.assistant import Assistant, _why_not
 from torch_mesh.speculation.decoding import Speculation
 
 WINDOWS, KEYS = "GptOssExperts", "Qwen3MoeExperts"
@@ -94,6 +94,8 @@ def _are_greedy(model: PreTrainedModel, text: list[int], drafted: list[int]) -> 
 def test_what_was_drafted_in_vain_leaves_no_trace(name: str, patched: bool) -> None:
     """Beyond the window, too, of 16 tokens."""
     model = TINY_MODELS[name].build().float()
+    if reason := _why_not(model):  # transformers 5.17 has no windows that go back
+        pytest.skip(reason)
     if patched:
         torch_mesh.patch(model, attention="model")
     text = torch.randint(3, 100, (60,)).tolist()
