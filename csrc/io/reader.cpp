@@ -34,7 +34,8 @@ constexpr int64_t kChunkUnit = 4096;
 constexpr int64_t kLargestChunk = int64_t{1} << 30;
 constexpr uint64_t kSlice = 100'000;  // the shortest there is, in ns
 
-// The kernel's sched_attr in its first size; its header and that of glibc before 2.41 cannot both be had.
+// The kernel's sched_attr in its first size; its header and that of glibc before 2.41 cannot both
+// be had.
 struct SchedulingAttributes {
   uint32_t size, policy;
   uint64_t flags;
@@ -43,9 +44,9 @@ struct SchedulingAttributes {
   uint64_t runtime, deadline, period;
 };
 
-// A thread that is woken takes a processor from one that computes only if it asks for a shorter slice (Linux 6.12).
-// Without that a read that a forward asked for begins when the forward has run out of work. Older kernels do
-// without.
+// A thread that is woken takes a processor from one that computes only if it asks for a shorter
+// slice (Linux 6.12). Without that a read that a forward asked for begins when the forward has run
+// out of work. Older kernels do without.
 void ask_for_short_slices() {
   SchedulingAttributes attributes{};
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
