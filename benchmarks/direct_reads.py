@@ -5,19 +5,17 @@ They go into huge pages that are there before, as the pool's do: small ones cut 
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
+from torch_mesh.speed import huge_pages
 from torch_mesh.store.manifest import open_store
 
 CHUNK, DEPTH = 1 << 20, 16  # those of csrc/io/reader.h
-HUGE_PAGE, BLOCK = 2 << 20, 4096
+BLOCK = 4096
 
 Part = tuple[int, int, int]  # of which file, from where, how many bytes
 
@@ -38,7 +36,7 @@ def read_parts(paths: Sequence[str | Path], parts: Iterable[Part]) -> float:
     chunks = [
         (file, offset + at, min(CHUNK, size - at)) for file, offset, size in parts for at in range(0, size, CHUNK)
     ]
-    pages = huge_pages(DEPTH * CHUNK)
+    pages = memoryview(huge_pages(DEPTH * CHUNK))
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
 
     def read(reader: int) -> None:
@@ -56,13 +54,3 @@ def read_parts(paths: Sequence[str | Path], parts: Iterable[Part]) -> float:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def huge_pages(size: int) -> memoryview:
-    """Private and aligned: a shared mapping, Python's default, has none where shmem_enabled says never, as it does by default."""
-    pages = mmap.mmap(-1, size + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(pages, np.uint8)
-    array[::BLOCK] = 0
-    first = -array.ctypes.data % HUGE_PAGE
-    return memoryview(pages)[first : first + size]

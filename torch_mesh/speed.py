@@ -76,14 +76,14 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     order = np.random.default_rng().permutation(len(places))
     parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
     with _open(files) as descriptors, ThreadPoolExecutor(_READERS) as readers:
-        buffers = _pages(_READERS * block).reshape(_READERS, block)
+        buffers = huge_pages(_READERS * block).reshape(_READERS, block)
         deadline = time.monotonic() + SECONDS
         begin = time.perf_counter()
         done = sum(readers.map(lambda part, buffer: _read(descriptors, part, buffer, deadline), parts, buffers))
         return done / (time.perf_counter() - begin)
 
 
-def _pages(count: int) -> np.ndarray:
+def huge_pages(count: int) -> np.ndarray:
     """Bytes like the pool's: in huge pages where there are any, and there before they are read into.
 
     Private, for shared memory, Python's default, has none unless the machine is told so; and on the boundary of a huge page.

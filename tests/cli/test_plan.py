@@ -33,7 +33,7 @@ from torch_mesh.plan import (
     simulated_hit_rate,
     token_seconds,
 )
-from torch_mesh.speed import _pages, disk_speed, measure_speeds
+from torch_mesh.speed import disk_speed, huge_pages, measure_speeds
 from torch_mesh.store.convert import convert
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
@@ -576,7 +576,7 @@ def test_the_command_shows_the_formats(mesh_tiny: Path, capsys: pytest.CaptureFi
 
 def test_the_disk_is_measured_into_memory_that_may_have_huge_pages() -> None:
     """Into small ones it is half as fast: the kernel cuts its requests up."""
-    pages = _pages(8 << 20)
+    pages = huge_pages(8 << 20)
     address = pages.ctypes.data
     mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     bounds = ([int(bound, 16) for bound in mapping.split()[0].split("-")] for mapping in mappings)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +16,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "torch_mesh"
+
+
+@pytest.fixture(scope="module")
+def original(mesh_tiny: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(mesh_tiny, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(mesh_tiny: Path) -> Any:
+    return AutoTokenizer.from_pretrained(mesh_tiny)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_speculation import Always, _generate, _patched
 from tiny_models import TINY_MODELS
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import torch_mesh
 from torch_mesh.speculation.assistant import Assistant, _why_not
@@ -18,19 +18,6 @@ from torch_mesh.speculation.decoding import Speculation
 
 WINDOWS, KEYS = "GptOssExperts", "Qwen3MoeExperts"
 PROMPTS = ["And it came to pass in those days, that", "def main():\n    parser ="]
-
-
-@pytest.fixture(scope="module")
-def original(request: pytest.FixtureRequest) -> PreTrainedModel:
-    folder = request.config.rootpath / "examples" / "mesh-tiny"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return AutoTokenizer.from_pretrained(
-        request.config.rootpath / "examples" / "mesh-tiny", padding_side="left", pad_token_id=0
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +48,7 @@ def test_several_texts_have_an_assistant_each(
     original: PreTrainedModel, smaller: PreTrainedModel, tokenizer: Any
 ) -> None:
     model = _patched(original, dense="bf16")
+    tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     speculation = Speculation(Always(3), functools.partial(Assistant, smaller))  # type: ignore[arg-type]
     assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))

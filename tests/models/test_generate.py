@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 
@@ -16,19 +16,9 @@ PROMPTS = ["And it came to pass in those days, that", "def main():\n    parser =
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest) -> Path:
-    return request.config.rootpath / "examples" / "mesh-tiny"
-
-
-@pytest.fixture(scope="module")
-def original(checkpoint: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def inputs(checkpoint: Path) -> dict[str, torch.Tensor]:
+def inputs(mesh_tiny: Path) -> dict[str, torch.Tensor]:
     """A batch of two prompts of different length."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return dict(tokenizer(PROMPTS, return_tensors="pt", padding=True))
 

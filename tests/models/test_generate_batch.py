@@ -29,19 +29,9 @@ BATCHES = {"num_blocks": 24, "max_batch_tokens": 16}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest) -> Path:
-    return request.config.rootpath / "examples" / "mesh-tiny"
-
-
-@pytest.fixture(scope="module")
-def prompts(checkpoint: Path) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+def prompts(mesh_tiny: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
     return [tokenizer(text).input_ids for text in TEXTS]
-
-
-@pytest.fixture(scope="module")
-def original(checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +93,11 @@ def test_tokens_are_those_of_the_unpatched_model(
 
 @pytest.mark.parametrize("way", ["raw", "converted"])
 def test_loaded_models(
-    way: str, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]], original: Any, tmp_path: Path
+    way: str, mesh_tiny: Path, prompts: list[list[int]], expected: list[list[int]], original: Any, tmp_path: Path
 ) -> None:
-    folder = checkpoint
+    folder = mesh_tiny
     if way == "converted":
-        convert(checkpoint, tmp_path / "store", "int8")
+        convert(mesh_tiny, tmp_path / "store", "int8")
         folder = tmp_path / "store"
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=MeshConfig(resident=0.2)
@@ -138,9 +128,9 @@ def test_requests_that_come_while_others_run(
 
 
 def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
-    checkpoint: Path, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mesh_tiny: Path, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written = convert(checkpoint, tmp_path / "store", "int8").store
+    written = convert(mesh_tiny, tmp_path / "store", "int8").store
     records = tmp_path / "store" / written.manifest.record_files[0].name
     whole = records.read_bytes()
     model = AutoModelForCausalLM.from_pretrained(

@@ -9,27 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 
 TEXTS = Path(__file__).parents[1] / "data" / "text"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest) -> Path:
-    return request.config.rootpath / "examples" / "mesh-tiny"
-
-
-@pytest.fixture(scope="module")
-def original(checkpoint: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-
-
 @pytest.fixture(scope="module", params=["prose", pytest.param("code", marks=pytest.mark.slow)])
-def documents(request: pytest.FixtureRequest, checkpoint: Path) -> list[torch.Tensor]:
+def documents(request: pytest.FixtureRequest, mesh_tiny: Path) -> list[torch.Tensor]:
     """The first ten documents, 512 tokens of each at most."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
     lines = (TEXTS / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()[:10]
     return [tokenizer(json.loads(line)["text"], return_tensors="pt").input_ids[:, :512] for line in lines]
 

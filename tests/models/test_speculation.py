@@ -18,7 +18,6 @@ from tiny_models import TINY_MODELS
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -104,17 +103,6 @@ class Oracle(Drafter):
 
 def knowing(answer: torch.Tensor, length: int) -> Speculation:
     return Speculation(Always(length), functools.partial(Oracle, answer))  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def original(request: pytest.FixtureRequest) -> PreTrainedModel:
-    folder = request.config.rootpath / "examples" / "mesh-tiny"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return AutoTokenizer.from_pretrained(request.config.rootpath / "examples" / "mesh-tiny")
 
 
 def _patched(original: PreTrainedModel, **fields: Any) -> PreTrainedModel:

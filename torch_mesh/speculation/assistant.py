@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class Assistant(Drafter):
         self._model = model
         self._text = list(tokens)
         self._read: list[int] = []  # tokens that the cache has
+        self._agreed = 0  # of those, that were found to be the text's
         self._cache: Any = _new_cache(model)
         self._rewinding: Rewinding | None = None  # from behind the first forward on
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
@@ -62,9 +62,11 @@ class Assistant(Drafter):
         self._text += tokens
 
     def draft(self, length: int) -> Sequence[int]:
+        if not length:
+            return ()
         common = self._common()
         new = self._text[common:]
-        if not length or any(token >= self._vocabulary for token in new):  # which another tokenizer has
+        if any(token >= self._vocabulary for token in new):  # which another tokenizer has
             return ()
         self._take_back(len(self._read) - common)
         drafted: list[int] = []
@@ -75,8 +77,10 @@ class Assistant(Drafter):
 
     def _common(self) -> int:
         """How many tokens of the text have been read. One must be left to read."""
-        pairs = zip(self._read, self._text[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        most = min(len(self._read), len(self._text) - 1)
+        while self._agreed < most and self._read[self._agreed] == self._text[self._agreed]:
+            self._agreed += 1
+        return self._agreed
 
     def _take_back(self, tokens: int) -> None:
         if self._rewinding is not None:
@@ -88,7 +92,7 @@ class Assistant(Drafter):
         try:
             logits = self._model(input_ids=ids, use_cache=True, **{NAME: self._cache}, **self._last).logits
         except BaseException:  # some layers have read these tokens, others have not
-            self._read, self._cache, self._rewinding = [], _new_cache(self._model), None
+            self._read, self._agreed, self._cache, self._rewinding = [], 0, _new_cache(self._model), None
             raise
         if self._rewinding is None:
             self._rewinding = Rewinding(self._model, self._cache)
