@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
+import isolation
 import synthetic
 from harness import Report, Row
 from relay import INTERFACE, address, check_machine, delayed_network
@@ -34,6 +35,7 @@ WEIGHTS, RESIDENT = "int8", 0.25
 DISPATCHES, PREFETCH = ("all_reduce", "all_to_all"), ("off", "auto")
 SEED, FEW_TOKENS = 20260102, 48  # of the vocabulary, so that experts come back as in a text
 PORT = 29500
+OPENINGS = 5
 PATIENCE_SECONDS = 300  # for all ranks of one run
 
 
@@ -79,6 +81,26 @@ def open_model(folder: str, resident: float, prefetch: str, ranks: int, dispatch
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+def opening_seconds(folder: str, ranks: int, together: Callable[[], None]) -> float:
+    """From a cold store to a model that has computed one token. A first opening, which imports what transformers imports late, is not timed."""
+    import torch
+
+    seconds = []
+    for _ in range(1 + OPENINGS):
+        if os.environ.get("RANK", "0") == "0":
+            isolation.evict([Path(folder)])
+        together()
+        begin = time.perf_counter()
+        model = open_model(folder, RESIDENT, "auto", ranks, DISPATCHES[0])
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long))
+        seconds.append(time.perf_counter() - begin)
+        del model
+        gc.collect()
+        together()
+    return statistics.median(seconds[1:])
+
+
 def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
@@ -111,6 +133,7 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
     assert speeds is not None
     found: dict[str, Any] = {"expert_bytes": sizes.expert_bytes, "disk": disk, "experts": speeds.experts, "runs": []}
     found |= small_sums(ranks) if ranks > 1 else {"message_seconds": 0.0, "envelope_bytes": 0.0}
+    found["opening_seconds"] = opening_seconds(folder, ranks, together)
     for dispatch in DISPATCHES if ranks > 1 else ("whole",):
         model = open_model(folder, 1.0, "auto", ranks, dispatch)
         if ranks == 1:
@@ -239,6 +262,9 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
     """``report.details["alone"]`` has the tokens per second of one process, by prefetch."""
     ranks = len(found)
     alone = report.details.setdefault("alone", {})
+    opening = max(rank["opening_seconds"] for rank in found)
+    name = f"{ranks} ranks" if ranks > 1 else "one process"
+    report.add(Row(f"{name}: open, and one token", opening, "s", "one process", alone.setdefault("opening", opening)))
     for runs in zip(*(rank["runs"] for rank in found), strict=True):
         row, as_given = foretold(trace, found, runs[0], network)
         both = {"foretold": row.to_dict(), "foretold of the network alone": as_given.to_dict()}
