@@ -44,6 +44,7 @@ OVERLAP = 0.39
 DENSE = "int4"
 PROMPT, SEED = 16, 20260101
 SLACK = 32 << 20
+LAYER_MICROSECONDS, PROMOTION_MICROSECONDS = 2, 10  # of decisions, at most
 DIFFERENT_EXPERTS = 64  # of random weights; more would only take longer to pack
 
 
@@ -152,6 +153,7 @@ def measure(options: Any) -> Report:
         "measured": options.tokens,
         "warm_up": options.warm_up,
         "threads": options.threads,
+        "eager": options.eager,
     }
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.npz"
@@ -174,7 +176,7 @@ def measure(options: Any) -> Report:
     add_comparison(report, results)
     report.notes += [
         f"{options.tokens} timed tokens after {options.warm_up}; the trace's tokens share {OVERLAP:.0%} of their experts with the next",
-        "torch_mesh: compiled step, prefetch off (forced routing cannot be foretold by routers)",
+        f"torch_mesh: {'eager' if options.eager else 'compiled step'}, prefetch off (forced routing cannot be foretold by routers)",
         "llama.cpp is limited to the memory that torch_mesh's process group had charged at its peak",
         "stock: the mapping as it is; random: with MADV_RANDOM",
         f"{options.llama_tokens} of its tokens after {options.llama_warm_up}, since each takes it many seconds",
@@ -200,6 +202,12 @@ def add_rows(report: Report, name: str, model: Path, resident: int, result: dict
     report.add(Row(f"seconds to open, {name}", result["load_seconds"], "s"))
     report.add(Row(f"hit rate, {name}", 100 * result["hit_rate"], "%"))
     report.add(Row(f"read per token, {name}", result["read_per_token"] / 1e6, "MB"))
+    promoted, layers = result["promoted"] / tokens, SHAPE.layers
+    report.add(Row(f"promoted per token, {name}", promoted, "experts"))
+    deciding = 1e6 * result["decision_seconds"] / tokens
+    # What a layer takes where nothing is cold, and what each promotion takes besides.
+    allowed = LAYER_MICROSECONDS * layers + PROMOTION_MICROSECONDS * promoted
+    report.add(Row(f"deciding per token, {name}", deciding, "µs", "allowed", allowed, at_most=1.0))
     report.add(Row(f"waiting for the disk, {name}", 100 * result["stall_seconds"] / seconds, "%"))
     report.details[name] = sessions.without_logits({"torch_mesh": [result]})
 
@@ -245,6 +253,7 @@ def main() -> int:
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--warm-up", type=int, default=96, help="tokens that fill the pool")
     arguments.add_argument("--threads", type=int, default=harness.available_cpus())
+    arguments.add_argument("--eager", action="store_true", help="as generate does without torch_mesh.compile")
     arguments.add_argument(
         "--llama",
         nargs="*",

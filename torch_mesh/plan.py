@@ -505,8 +505,8 @@ def token_seconds(
 ) -> float:
     """Seconds that one token of one sequence takes; with ranks it has ``experts_of_token`` on the busiest, and the network takes more.
 
-    Every layer takes its dense time, and the longer of reading what is cold and computing its experts; with ``prefetch`` reads
-    overlap the dense part too.
+    What is cold is waited for: a layer reads too little at a time, and has too little else to compute, for much of it to overlap. With ``prefetch``
+    a part is there in time.
     """
     shape = sizes.shape
     assert sizes.dense_bytes_per_token is not None
@@ -515,7 +515,7 @@ def token_seconds(
     computing = used / speeds.experts
     dense = sizes.dense_bytes_per_token / speeds.dense + shape.layers * speeds.layer_seconds
     if not prefetch:
-        return dense + max(reading, computing)
+        return dense + computing + reading
     return max(_PREFETCH_READS * reading, dense + computing + _PREFETCH_WAITING * reading)
 
 

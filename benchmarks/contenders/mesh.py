@@ -34,6 +34,8 @@ class Measured(CachedTransformer):
             "hit_rate": stats.hit_rate,
             "engine_bytes_read": stats.bytes_read,
             "stall_seconds": stats.stall_seconds,
+            "decision_seconds": stats.decision_seconds,
+            "promoted": stats.promoted,
             "anonymous_weights": self.anonymous_dense() + packed + engine["pool_bytes"],
             "dense_bytes": sum(x.nbytes for x in self.model.parameters() if holds_values(x)) + packed,
             "engine": engine,

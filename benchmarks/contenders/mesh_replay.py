@@ -10,17 +10,20 @@ from typing import Any
 
 import session
 import torch
-from mesh import Mesh
+from mesh import Eager, Measured, Mesh
 
 from torch_mesh.foresight.traces import load_trace
 from torch_mesh.modules import patched_modules
 
 
-class MeshReplay(Mesh):
+class Forced(Measured):
+    """Before the class that opens the model and computes its steps."""
+
     def __init__(self, request: dict[str, Any]) -> None:
-        super().__init__(request)
+        super().__init__(request)  # type: ignore[arg-type]
         trace = load_trace(request["trace"])
         self.routing = torch.from_numpy(trace.ids).long()  # [tokens, layers, top_k]
+        self.place = 0  # in it
         self.chosen = torch.zeros(trace.layers, 1, trace.top_k, dtype=torch.long)
         for layer, module in enumerate(patched_modules(self.model)):
             module.register_forward_pre_hook(self._force(layer))
@@ -33,7 +36,8 @@ class MeshReplay(Mesh):
         return hook
 
     def forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        wanted = self.routing[self.position : self.position + len(tokens)].transpose(0, 1)
+        wanted = self.routing[self.place : self.place + len(tokens)].transpose(0, 1)
+        self.place += len(tokens)
         if wanted.shape == self.chosen.shape:
             self.chosen.copy_(wanted)  # in place: compiled steps have it as an input
         else:
@@ -44,5 +48,13 @@ class MeshReplay(Mesh):
         return logits
 
 
+class EagerReplay(Forced, Eager):
+    pass
+
+
+class MeshReplay(Forced, Mesh):
+    pass
+
+
 if __name__ == "__main__":
-    session.run(MeshReplay)
+    session.run(lambda request: EagerReplay(request) if request.get("eager", False) else MeshReplay(request))

@@ -230,7 +230,7 @@ def test_time_is_bounded_by_the_disk_and_by_memory(mesh_tiny: Path) -> None:
     speeds = Speeds(disk=1e6, experts=1e9, dense=2e9, layer_seconds=1e-6, measured=())
     dense = sizes.dense_bytes_per_token / 2e9 + 6e-6
     assert token_seconds(sizes, speeds, 1.0, True) == pytest.approx(dense + used / 1e9)
-    assert token_seconds(sizes, speeds, 0.5, False) == pytest.approx(dense + 0.5 * used / 1e6)
+    assert token_seconds(sizes, speeds, 0.5, False) == pytest.approx(dense + used / 1e9 + 0.5 * used / 1e6)
     for hits in (0.0, 0.5, 0.9):
         assert token_seconds(sizes, speeds, hits, True) >= (1 - hits) * used / 1e6
 
@@ -463,8 +463,8 @@ def test_formats_are_compared_in_the_same_memory(mesh_tiny: Path) -> None:
     assert choices["bf16"].hit_rate.expected == pytest.approx(0.535)
     sizes = find_sizes(mesh_tiny, MeshConfig())
     reading = 0.465 * 24 * RECORD / 1e8
-    dense = sizes.dense_bytes_per_token / 1e10 + 6e-6
-    assert choices["bf16"].tokens_per_second == pytest.approx(1 / (dense + reading))
+    computing = (sizes.dense_bytes_per_token + 24 * RECORD) / 1e10 + 6e-6
+    assert choices["bf16"].tokens_per_second == pytest.approx(1 / (computing + reading))
 
 
 def test_the_fastest_format_within_the_error_is_chosen(mesh_tiny: Path) -> None:
