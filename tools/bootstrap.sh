@@ -128,13 +128,17 @@ install_requirements() {
   tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then cat tools/tested.txt; fi)
   key=$(printf '%s\n%s\n%s\n' "$torch" "$wanted" "$tested" | hash_of)
   name="requirements-$(printf '%s' "$groups" | tr ' ' '-')"
-  if is_stamped "$name" "$key"; then return; fi
+  if [ -n "$latest" ]; then
+    rm -f "$stamps"/requirements-*  # what is newest changes from day to day, and is not what others want
+  elif is_stamped "$name" "$key"; then
+    return
+  fi
   say "installing requirements"
   # The installed torch is named too, so that a conflict with it is an error and never a replacement.
   printf '%s\n' "$wanted" "torch==$(torch_version)" >.venv/requirements.txt
   printf '%s\n' "$tested" >.venv/tested.txt
-  "$venv_python" -m pip install ${latest:+--upgrade} -r .venv/requirements.txt -c .venv/tested.txt
-  stamp "$name" "$key"
+  "$venv_python" -m pip install ${latest:+--upgrade --upgrade-strategy eager} -r .venv/requirements.txt -c .venv/tested.txt
+  if [ -z "$latest" ]; then stamp "$name" "$key"; fi
 }
 
 build_extension() {

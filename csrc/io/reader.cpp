@@ -172,9 +172,9 @@ class IoLoop {
 
   void run() {
     pthread_setname_np(pthread_self(), "mesh-io");
-    ask_for_short_slices();
     try {
       backend_->start();
+      ask_for_short_slices();  // after it: threads of a backend that copies are not to have them
     } catch (...) {
       const std::lock_guard lock(mutex_);
       start_error_ = std::current_exception();

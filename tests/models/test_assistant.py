@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_speculation import Always, _generate, _patched
 from tiny_models import TINY_MODELS
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 import torch_mesh
 from torch_mesh.speculation.assistant import Assistant, _why_not
+from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import Speculation
 
 WINDOWS, KEYS = "GptOssExperts", "Qwen3MoeExperts"
@@ -39,7 +49,7 @@ def test_tokens_are_those_of_plain_decoding(
         how = {"do_sample": sampled, "disable_compile": not compiled}
         plain = _generate(model, inputs, **how)
         controller = Always(3)
-        speculation = Speculation(controller, functools.partial(Assistant, smaller))  # type: ignore[arg-type]
+        speculation = Speculation(controller, functools.partial(Assistant, smaller))
         assert torch.equal(plain, _generate(model, inputs, **how, custom_generate=speculation))
         assert sampled or sum(controller.accepted) > 1.5 * len(controller.accepted)
 
@@ -50,7 +60,7 @@ def test_several_texts_have_an_assistant_each(
     model = _patched(original, dense="bf16")
     tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    speculation = Speculation(Always(3), functools.partial(Assistant, smaller))  # type: ignore[arg-type]
+    speculation = Speculation(Always(3), functools.partial(Assistant, smaller))
     assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
     tally = torch_mesh.stats(model).speculation
     assert tally is not None and tally.accepted > 0.3 * tally.drafted > 0
@@ -102,16 +112,18 @@ def test_what_was_drafted_in_vain_leaves_no_trace(name: str, patched: bool) -> N
 def test_a_text_that_went_on_without_it_is_read_at_once() -> None:
     model = TINY_MODELS[KEYS].build()
     assistant = Assistant(model, [5, 6, 7])
-    assert not assistant.is_behind and len(assistant.draft(2)) == 2
-    assistant.extend(range(10, 26))
+    drafted = assistant.draft(2)
+    assert not assistant.is_behind and len(drafted) == 2
+    came = [token for token in range(10, 28) if token != drafted[0]][:17]
+    assistant.extend(came[:-1])
     assert not assistant.is_behind
-    assistant.extend([26])
+    assistant.extend(came[-1:])
     assert assistant.is_behind
-    expected = Assistant(model, [5, 6, 7, *range(10, 27)]).draft(3)
     calls = []
     hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert assistant.draft(3) == expected and len(calls) == 3
+    drafted = list(assistant.draft(3))
     hook.remove()
+    assert len(calls) == 3 and _are_greedy(model, [5, 6, 7, *came], drafted)
 
 
 @torch.no_grad()
@@ -129,26 +141,87 @@ def test_drafted_tokens_that_the_model_does_not_have_are_cut(original: PreTraine
             return [original.config.vocab_size] * length
 
     model, inputs = _patched(original, dense="bf16"), tokenizer(PROMPTS[0], return_tensors="pt")
-    speculation = Speculation(Always(3), functools.partial(Foreign, original))  # type: ignore[arg-type]
+    speculation = Speculation(Always(3), functools.partial(Foreign, original))
     assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
 
 
+class Costly(Assistant):
+    """Takes as long as fifty plain steps and drafts what ``tokens`` say, by the first of which it is wrong."""
+
+    drafts = 0
+
+    def __init__(self, model: Any, tick: Any, tokens: list[int], text: list[int]) -> None:
+        super().__init__(model, text)
+        self.tick, self.tokens = tick, tokens
+
+    def draft(self, length: int) -> list[int]:
+        if length:
+            Costly.drafts += 1
+            self.tick(50.0)
+            super().draft(length)
+        return (self.tokens * length)[:length]
+
+
+def _costly(model: Any, smaller: Any, lengths: tuple[int, ...], tokens: list[int]) -> tuple[Speculation, list[float]]:
+    """Beside a clock that goes on by a second for each forward of the large model, and by what drafts take."""
+    now = [0.0]
+    Costly.drafts = 0
+
+    def tick(seconds: float) -> None:
+        now[0] += seconds
+
+    drafter = functools.partial(Costly, smaller, tick, tokens)
+    model.register_forward_hook(lambda *_: tick(1.0))
+    return Speculation(Controller(lengths), drafter, clock=lambda: now[0]), now
+
+
+@pytest.mark.parametrize("known", [0, 1, 4])
+def test_drafts_cut_where_the_model_has_no_such_token(original: PreTrainedModel, tokenizer: Any, known: int) -> None:
+    """Wherever that is, tokens are plain decoding's, and what was drafted in vain is a loss of drafts and of no plain step."""
+    model = _patched(original, dense="bf16")
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
+    options = {"max_new_tokens": 150, "eos_token_id": None}
+    expected = _generate(model, inputs, **options)
+    speculation, now = _costly(model, original, (3, 7), [7] * known + [model.config.vocab_size])
+    assert torch.equal(expected, _generate(model, inputs, **options, custom_generate=speculation))
+    assert 0 < Costly.drafts <= 4 and now[0] <= 150 + 50 * Costly.drafts
+    assert speculation._controller._plain.value == 1.0
+
+
+def test_an_assistant_that_does_not_pay_is_left_off_when_a_text_has_ended(
+    original: PreTrainedModel, tokenizer: Any
+) -> None:
+    """What has ended is drafted for no more, and so is never behind."""
+    model = _patched(original, dense="bf16")
+    ids = torch.stack([tokenizer(prompt, return_tensors="pt")["input_ids"][0, :6] for prompt in PROMPTS]).repeat(1, 3)
+    options = {"max_new_tokens": 150, "pad_token_id": 0}
+    free = _generate(model, {"input_ids": ids}, **options, eos_token_id=None)[:, 18:]
+    ends = next(token for token in free[0, :3].tolist() if token not in free[1].tolist())
+    expected = _generate(model, {"input_ids": ids}, **options, eos_token_id=ends)
+    assert expected.shape[1] == 168 and (expected[0, 22:] == 0).all()
+    speculation, _ = _costly(model, original, (3,), [7])
+    found = _generate(model, {"input_ids": ids}, **options, eos_token_id=ends, custom_generate=speculation)
+    assert torch.equal(found, expected)
+    assert 0 < Costly.drafts <= 4
+
+
 @torch.no_grad()
-def test_a_forward_that_fails_is_made_good() -> None:
+def test_a_text_that_is_too_long_for_it_is_not_drafted_for() -> None:
+    """Positions that are learned end, and asking for one more is an error of the device."""
+    small = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=1, n_head=2, vocab_size=120))
+    assistant = Assistant(small, [5] * 12)
+    assert len(assistant.draft(4)) == 4 and assistant.draft(5) == ()
     model = TINY_MODELS[KEYS].build()
-    assistant = Assistant(model, [5, 6, 7])
-    expected = assistant.draft(3)
+    inputs = {"input_ids": torch.randint(3, 100, (1, 10))}
+    speculation = Speculation(Always(3), functools.partial(Assistant, small))
+    assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
 
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
 
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    assistant.extend([9])
-    with pytest.raises(KeyboardInterrupt):
-        assistant.draft(3)
-    hook.remove()
-    assert assistant.draft(3) == Assistant(model, [5, 6, 7, 9]).draft(3)
-    assert Assistant(model, [5, 6, 7]).draft(3) == expected
+def test_logits_are_of_the_last_token_alone_with_adapters_too() -> None:
+    base = TINY_MODELS[KEYS].build()
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    assert Assistant(adapted)._last == Assistant(base)._last == {"logits_to_keep": 1}
+    torch_mesh.speculate(assistant=adapted)
 
 
 def test_models_that_cannot_draft_are_refused() -> None:
@@ -158,6 +231,10 @@ def test_models_that_cannot_draft_are_refused() -> None:
         ("gpt2", "no model of transformers"),
         (encoder, "an encoder and a decoder"),
         (TINY_MODELS["Qwen3NextExperts"].build(), "linear attention"),
+        (
+            XLNetLMHeadModel(XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=16)),
+            "its cache is its own",
+        ),
     ):
         with pytest.raises(ValueError, match=f"cannot draft: .*{why}.*smaller causal language model"):
             torch_mesh.speculate(assistant=model)

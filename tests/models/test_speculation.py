@@ -35,6 +35,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.speculation import linear_attention
+from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import Speculation, _Text
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.models import SpeculatingModel
@@ -59,25 +60,22 @@ LINEAR = [
 ]
 
 
-class Always:
-    """In the place of a controller: drafts, whatever it costs."""
+class Always(Controller):
+    """Drafts, whatever it costs."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        super().__init__((length,))
         self.accepted: list[int] = []
 
-    def begin(self) -> None:
-        pass
-
     def choose(self, most: int) -> int:
-        return self.length if self.length <= most else 0
+        return self.fitting(most)
 
     def observe(self, length: int, accepted: int, seconds: float | None) -> None:
         self.accepted.append(accepted)
 
 
 def always(length: int) -> Speculation:
-    return Speculation(Always(length))  # type: ignore[arg-type]
+    return Speculation(Always(length))
 
 
 def _place(answer: list[int], tokens: list[int]) -> int:
@@ -102,7 +100,7 @@ class Oracle(Drafter):
 
 
 def knowing(answer: torch.Tensor, length: int) -> Speculation:
-    return Speculation(Always(length), functools.partial(Oracle, answer))  # type: ignore[arg-type]
+    return Speculation(Always(length), functools.partial(Oracle, answer))
 
 
 def _patched(original: PreTrainedModel, **fields: Any) -> PreTrainedModel:
@@ -608,6 +606,8 @@ def test_keys_that_a_server_keeps_are_kept() -> None:
             with torch.no_grad():
                 two = model(input_ids=expected[:, :same]).logits[0, -1].topk(2).values
             assert two[0] - two[1] <= two[0].abs() / 16
+        else:
+            assert found.shape == expected.shape
         windows = [
             layer for layer in kept.conversations[-1].cache.layers if isinstance(layer, DynamicSlidingWindowLayer)
         ]
@@ -751,6 +751,25 @@ def test_other_ways_to_decode_are_as_they_were(original: PreTrainedModel, tokeni
     assert torch_mesh.stats(model).speculation is None
 
 
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_only_new_tokens_behind_a_padded_cache(by_itself: bool) -> None:
+    """transformers takes the tokens that the cache has not, with a mask of all."""
+    model = _spread(QWEN)
+    plain = torch_mesh.patch(copy.deepcopy(model), resident=0.5, attention="mesh")
+    speculating = torch_mesh.patch(model, resident=0.5, attention="mesh", speculation="lookup" if by_itself else "off")
+    how = {} if by_itself else {"custom_generate": torch_mesh.speculate()}
+    ids, mask = torch.randint(3, 100, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    answers = []
+    for each, options in ((plain, {}), (speculating, how)):
+        cache = DynamicCache(config=each.config)
+        with torch.no_grad():
+            each(input_ids=ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+        inputs = {"input_ids": ids[:, 8:], "attention_mask": mask, "past_key_values": cache}
+        answers.append(_generate(each, inputs, eos_token_id=None, max_new_tokens=30, **options))
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("assisted", [False, True])
 def test_speculation_of_transformers_gives_the_greedy_tokens(
     original: PreTrainedModel, tokenizer: Any, assisted: bool
@@ -765,10 +784,10 @@ def test_speculation_of_transformers_gives_the_greedy_tokens(
 def test_time_is_that_of_the_clock_it_is_given(original: PreTrainedModel, tokenizer: Any) -> None:
     model = _patched(original)
     ticks = itertools.count(0.0, 0.5)
-    speculation = Speculation(Always(3), clock=lambda: next(ticks))  # type: ignore[arg-type]
+    speculation = Speculation(Always(3), clock=lambda: next(ticks))
     _generate(model, tokenizer(PROMPTS["rewriting"], return_tensors="pt"), custom_generate=speculation)
     lengths = torch_mesh.stats(model).speculation.lengths
-    assert all(each.timed == each.forwards - 1 and each.seconds == 0.5 * each.timed for each in lengths.values())
+    assert all(each.timed == each.forwards - 1 and each.seconds == 2 * 0.5 * each.timed for each in lengths.values())
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

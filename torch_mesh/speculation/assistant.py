@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from ..cache_names import NAME
 from .drafter import Drafter
 from .linear_attention import is_linear
-from .rewinding import Rewinding, why_not_rewindable
+from .rewinding import Rewinding
+from .suitability import new_cache, why_not_by_itself
 
 _STEP = 16  # tokens that a forward of the large model adds at most: 15 drafted, and the one behind them
 
@@ -28,16 +29,17 @@ def check_assistant(model: Any) -> None:
 def _why_not(model: Any) -> str:
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         return "it is no model of transformers that generates"
-    if model.config.is_encoder_decoder:
-        return "it has an encoder and a decoder"
-    cache = _new_cache(model)
-    if any(map(is_linear, cache.layers)):
+    base = _without_adapters(model)
+    if reason := why_not_by_itself(base):
+        return reason
+    if any(map(is_linear, new_cache(base).layers)):
         return "it has linear attention, whose state goes back by one forward alone"
-    return why_not_rewindable(model, cache)
+    return ""
 
 
-def _new_cache(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+def _without_adapters(model: Any) -> Any:
+    """PEFT's forward does not say what it takes."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Assistant(Drafter):
@@ -48,10 +50,12 @@ class Assistant(Drafter):
         self._text = list(tokens)
         self._read: list[int] = []  # tokens that the cache has
         self._agreed = 0  # of those, that were found to be the text's
-        self._cache: Any = _new_cache(model)
+        self._cache: Any = new_cache(model)
         self._rewinding: Rewinding | None = None  # from behind the first forward on
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        takes = inspect.signature(model.forward).parameters
+        # Learned positions end there, and turned ones become guesses.
+        self._longest: int = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", sys.maxsize)
+        takes = inspect.signature(_without_adapters(model).forward).parameters
         self._last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
     @property
@@ -62,7 +66,7 @@ class Assistant(Drafter):
         self._text += tokens
 
     def draft(self, length: int) -> Sequence[int]:
-        if not length:
+        if not length or len(self._text) + length > self._longest:
             return ()
         common = self._common()
         new = self._text[common:]
@@ -89,11 +93,7 @@ class Assistant(Drafter):
 
     def _next(self, tokens: list[int]) -> int:
         ids = torch.tensor([tokens], device=self._model.device)
-        try:
-            logits = self._model(input_ids=ids, use_cache=True, **{NAME: self._cache}, **self._last).logits
-        except BaseException:  # some layers have read these tokens, others have not
-            self._read, self._agreed, self._cache, self._rewinding = [], 0, _new_cache(self._model), None
-            raise
+        logits = self._model(input_ids=ids, use_cache=True, **{NAME: self._cache}, **self._last).logits
         if self._rewinding is None:
             self._rewinding = Rewinding(self._model, self._cache)
         self._read += tokens

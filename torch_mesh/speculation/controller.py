@@ -99,8 +99,16 @@ class Controller:
             return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
         return best
 
+    def fitting(self, length: int) -> int:
+        """The longest of its lengths that a draft of ``length`` tokens can be cut to; 0: none."""
+        return max((each for each in self.lengths if each <= length), default=0)
+
+    def lose(self, seconds: float) -> None:
+        """Of drafting, from which no draft came."""
+        self._save(-seconds)
+
     def observe(self, length: int, accepted: int, seconds: float | None) -> None:
-        """What came of a forward: how many of ``length`` drafted tokens were right, and its time. None: not to be counted."""
+        """What came of a forward: how many of ``length`` drafted tokens (0, or one of ``lengths``) were right, and its time. None: not to be counted."""
         if seconds is not None and self._plain.count >= _PLAIN:
             known = length > 0 and self._seconds[length].count >= _TRIAL
             usual = self._seconds[length].value if known else (length + 1) * self._plain.value

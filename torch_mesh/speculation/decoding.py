@@ -28,12 +28,12 @@ from ..cache_names import NAME
 from ..compiled_steps import SLACK
 from ..modules import patched_modules
 from ..statistics.speculated import tally_of
-from ..undivided import divided_sizes
 from .assistant import Assistant, check_assistant
 from .controller import Controller
 from .drafter import Drafter
 from .lookup import Lookup
 from .rewinding import Rewinding, why_not_rewindable
+from .suitability import why_never
 
 # A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
 LENGTHS = (3, 7, 15)
@@ -155,9 +155,11 @@ class Speculation:
             length = text.ids.shape[1]
             most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
             chosen = controller.choose(most)
-            steady = not chosen or not any(drafter.is_behind for drafter in drafters)
+            steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen)
-            count = len(drafted[0])
+            count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
+            drafted = [own[:count] for own in drafted]
+            in_vain = (self._clock() - begin) * (chosen > 0 and not count)
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
@@ -173,7 +175,8 @@ class Speculation:
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
-            controller.observe(count, len(tokens) - 1, seconds)
+            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain)
+            controller.lose(in_vain)
             waited_since, read_since = pool.counts()
             tally.add(count, len(tokens), seconds, waited_since - waited, read_since - read)
             return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
@@ -213,8 +216,14 @@ class _Text:
 
     def without_padding(self, mask: Any) -> Iterator[list[int]]:
         """The tokens of each text, by the mask [texts, tokens] of ``generate``, if it has one."""
+        # Behind a cache the tokens may be fewer than the mask has.
+        masks = mask[:, -self.ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         for row, tokens in enumerate(self.ids):
-            yield (tokens[mask[row].bool()] if isinstance(mask, Tensor) and mask.dim() == 2 else tokens).tolist()
+            yield (tokens if masks is None else tokens[masks[row].to(tokens.device)]).tolist()
+
+    def waits_for(self, drafters: Sequence[Drafter]) -> bool:
+        """Whether a draft would take longer than others will."""
+        return any(drafter.is_behind for drafter, goes_on in zip(drafters, self._goes_on(), strict=True) if goes_on)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
@@ -335,16 +344,6 @@ def why_not(
             else f"{name} keeps no cache that it knows"
         )
     return why_not_rewindable(model, cache)
-
-
-def why_never(model: Any) -> str:
-    """Why no call of this model's ``generate`` can be; empty: some can."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        return f"{name} has an encoder and a decoder"
-    if divided_sizes(model):
-        return f"{name} is divided among processes, whose clocks would draft different numbers of tokens"
-    return ""
 
 
 def _lost_streamer() -> Any:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.generation import GenerationMixin
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules import change_class
-from .decoding import Speculation, speculate, why_never, why_not
+from .decoding import Speculation, speculate, why_not
 from .linear_attention import undo_linear_attention
-from .rewinding import why_not_rewindable
+from .suitability import why_not_by_itself
 
 
 class SpeculatingModel(nn.Module):
@@ -49,22 +47,10 @@ def check_speculation(model: nn.Module, config: MeshConfig) -> None:
     if config.speculation == "off":
         return
     name = type(model).__name__
-    reason = _why_not(model)
-    if reason:
+    if reason := why_not_by_itself(model):
         raise UnsupportedModelError(
             f"speculation={config.speculation!r} cannot be had for {name}: {reason}. Leave speculation at 'off'."
         )
-
-
-def _why_not(model: nn.Module) -> str:
-    if not isinstance(model, GenerationMixin):
-        return "it has no generate of transformers' own"
-    generates: Any = model
-    if reason := why_never(generates):
-        return reason
-    if not generates._supports_default_dynamic_cache():
-        return "its cache is its own, and does not say how to go back to an earlier token"
-    return why_not_rewindable(model, DynamicCache(config=generates.config.get_text_config(decoder=True)))
 
 
 def take_speculation(model: nn.Module, config: MeshConfig) -> None:

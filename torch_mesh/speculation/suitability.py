@@ -1,0 +1,37 @@
+"""Which models can take back what was drafted in vain: the large one, and one that drafts for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.generation import GenerationMixin
+
+from ..undivided import divided_sizes
+from .rewinding import why_not_rewindable
+
+
+def why_never(model: Any) -> str:
+    """Why no call of this model's ``generate`` can speculate; empty: some can."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{name} has an encoder and a decoder"
+    if divided_sizes(model):
+        return f"{name} is divided among processes, whose clocks would draft different numbers of tokens"
+    return ""
+
+
+def why_not_by_itself(model: Any) -> str:
+    """Why ``model`` cannot go back with the cache that ``generate`` would make for it; empty: it can."""
+    generates = isinstance(model, GenerationMixin)
+    if not generates:
+        return "it has no generate of transformers' own"
+    if reason := why_never(model):
+        return reason
+    if not model._supports_default_dynamic_cache():
+        return "its cache is its own, and does not say how to go back to an earlier token"
+    return why_not_rewindable(model, new_cache(model))
+
+
+def new_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
