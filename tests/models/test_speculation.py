@@ -216,6 +216,40 @@ def test_the_distribution_of_sampled_tokens_is_the_models() -> None:
     assert squares < 63 + 6 * (2 * 63) ** 0.5, "chi-square of 63 degrees of freedom"
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None:
+    """Of a model, by ``generate``: texts of four tokens out of three, beside what plain forwards say of each."""
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5, attention="mesh", dense="bf16")
+    prompt, allowed = torch.randint(3, 100, (1, 6)), [5, 30, 60]
+    others = [token for token in range(model.config.vocab_size) if token not in allowed]
+
+    def shares(text: tuple[int, ...]) -> list[float]:
+        ids = torch.cat([prompt, torch.tensor([text], dtype=torch.long)], dim=1)
+        return model(input_ids=ids).logits[0, -1, allowed].float().softmax(-1).tolist()
+
+    expected = {(): 1.0}
+    for _ in range(4):
+        expected = {
+            (*text, token): before * share
+            for text, before in expected.items()
+            for token, share in zip(allowed, shares(text), strict=True)
+        }
+    likely = max(expected, key=expected.__getitem__)  # drafted each time, and so right now and then
+    speculation = knowing(torch.cat([prompt, torch.tensor([[*likely, 0]])], dim=1), 2)
+    texts, found = 4, Counter[tuple[int, ...]]()
+    options = {"do_sample": True, "top_k": 0, "suppress_tokens": others, "max_new_tokens": 4, "eos_token_id": None}
+    while sum(found.values()) * 4 < 100_000:
+        drawn = model.generate(prompt.repeat(texts, 1), custom_generate=speculation, **options)[:, prompt.shape[1] :]
+        found.update(map(tuple, drawn.tolist()))
+    total = sum(found.values())
+    assert set(found) <= set(expected) and min(expected.values()) * total > 5
+    squares = sum((found[text] - total * share) ** 2 / (total * share) for text, share in expected.items())
+    assert squares < 80 + 6 * (2 * 80) ** 0.5, "chi-square of 80 degrees of freedom"
+    tally = torch_mesh.stats(model).speculation
+    assert tally is not None and 0 < tally.accepted < tally.drafted
+
+
 class _Ends(StoppingCriteria):
     """At the third time of a token."""
 
