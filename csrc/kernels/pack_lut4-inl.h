@@ -1,6 +1,8 @@
 // One group of 64 columns into lut4: as pack_group-inl.h, with sixteen uneven levels.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/pack_group-inl.h"
 
 namespace torch_mesh {
@@ -25,6 +27,22 @@ struct Lut4Tree {
 };
 constexpr Lut4Tree kLut4Tree;
 
+// The same by the nearest even number, 0 to 62: between two odd ones there is a threshold at most,
+// and at odd ones none. Takes half of the tree's operations where 32 entries are in registers.
+struct Lut4Bins {
+  float thresholds[32], below[32], above[32];
+
+  constexpr Lut4Bins() : thresholds{}, below{}, above{} {
+    for (int bin = 0, code = 0; bin < 32; ++bin) {
+      const float next = code < 15 ? 0.5f * (kLut4Levels[code] + kLut4Levels[code + 1]) : 64.0f;
+      const bool has_one = next < 2.0f * static_cast<float>(bin) + 1.0f;
+      thresholds[bin] = has_one ? next : __builtin_inff();
+      below[bin] = kLut4Levels[code];
+      code += has_one;
+      above[bin] = kLut4Levels[code];
+    }
+  }
+};
 // The codes of the levels that are nearest to `position`.
 inline Words nearest_codes(Floats position) {
   Words code = broadcast_word(0);
@@ -34,6 +52,23 @@ inline Words nearest_codes(Floats position) {
   }
   return code;
 }
+
+inline Floats nearest_level(const Lut4Tree& tree, Floats position) {
+  return look_up(tree.levels, nearest_codes(position));
+}
+
+// A template, since not every target looks up 32 entries.
+template <typename Bins>
+inline Floats nearest_level(const Bins& bins, Floats position) {
+  const Floats magic = broadcast(kRoundingMagic);
+  const Floats half = multiply_add(position, broadcast(0.5f), magic);
+  const Words bin = as_words(minimum(broadcast(kRoundingMagic + 31), maximum(magic, half)));
+  const Mask above = less(look_up(bins.thresholds, bin), position);
+  return select(above, look_up(bins.above, bin), look_up(bins.below, bin));
+}
+
+using Lut4Search = std::conditional_t<kLooksUp32, Lut4Bins, Lut4Tree>;
+constexpr Lut4Search kLut4Search;
 
 // The nearest scale whose lowest bits as bf16 are `choice`, which picks the zero.
 inline Floats with_choice(Floats scale, uint32_t choice) {
@@ -61,8 +96,7 @@ inline Lut4Fit fit_lut4(const Columns& columns, const Cost& cost, Floats inverse
   Floats xq = broadcast(0.0f), qq = broadcast(0.0f);
   for (int32_t k = 0; k < columns.depth; ++k) {
     const Floats x = columns.row(k);
-    const Words code = nearest_codes(multiply_add(x, inverse, zero));
-    const Floats q = look_up(kLut4Tree.levels, code) - zero;
+    const Floats q = nearest_level(kLut4Search, multiply_add(x, inverse, zero)) - zero;
     const Floats costly = cost(k, q);
     xq = multiply_add(x, costly, xq);
     qq = multiply_add(q, costly, qq);

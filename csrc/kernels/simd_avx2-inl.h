@@ -16,6 +16,7 @@ using Words = __m256i;
 using Mask = __m256;
 
 constexpr int32_t kLanes = 8;
+constexpr bool kLooksUp32 = false;
 
 // Of 16 registers, two rows by four vectors of sums leave eight for unfolded weights and
 // activations; four rows do not fit. One row needs few operands, so all eight vectors of a block's

@@ -26,6 +26,7 @@ using Words = __m512i;
 using Mask = __mmask16;
 
 constexpr int32_t kLanes = 16;
+constexpr bool kLooksUp32 = true;  // floats in one operation
 
 // Four vectors are a block's 64 columns. Of 32 registers four rows take 16 for sums and up to eight
 // for their unfolded activations; the rest holds weights. Eight rows would not fit.
@@ -178,6 +179,10 @@ inline Floats look_up(const float (&table)[8], Words index) {
 }
 inline Floats look_up(const float (&table)[16], Words index) {
   return _mm512_permutexvar_ps(index, load(table));
+}
+// By the index's lowest five bits.
+inline Floats look_up(const float (&table)[32], Words index) {
+  return _mm512_permutex2var_ps(load(table), index, load(table + 16));
 }
 // Of bytes below 128, the lowest four bits.
 inline Words look_up_bytes(const uint8_t (&table)[16], Words bytes) {

@@ -14,6 +14,7 @@ using Words = uint32_t;
 using Mask = bool;
 
 constexpr int32_t kLanes = 1;
+constexpr bool kLooksUp32 = false;
 
 constexpr TileShape kTile = {.rows = 1, .vectors = 8, .single_row_vectors = 8};
 constexpr int32_t kUnfoldedRows = 4;
