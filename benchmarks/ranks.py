@@ -259,18 +259,19 @@ def mean(found: list[dict[str, Any]], name: str) -> float:
 
 
 def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: Any, options: Any) -> None:
-    """``report.details["alone"]`` has the tokens per second of one process, by prefetch."""
+    """``report.details`` has of one process "alone", its tokens per second by prefetch, and "opening", its seconds."""
     ranks = len(found)
     alone = report.details.setdefault("alone", {})
     opening = max(rank["opening_seconds"] for rank in found)
-    name = f"{ranks} ranks" if ranks > 1 else "one process"
-    report.add(Row(f"{name}: open, and one token", opening, "s", "one process", alone.setdefault("opening", opening)))
+    who = f"{ranks} ranks" if ranks > 1 else "one process"
+    of_one = report.details.setdefault("opening", opening)
+    report.add(Row(f"{who}: open, and one token", opening, "s", "one process", of_one))
     for runs in zip(*(rank["runs"] for rank in found), strict=True):
         row, as_given = foretold(trace, found, runs[0], network)
         both = {"foretold": row.to_dict(), "foretold of the network alone": as_given.to_dict()}
         report.details.setdefault("runs", []).append({"measured": runs, **both})
         prefetch, dispatch = runs[0]["prefetch"], runs[0]["dispatch"]
-        name = f"{ranks} ranks, {dispatch}" if ranks > 1 else "one process"
+        name = f"{who}, {dispatch}" if ranks > 1 else who
         name += ", no prefetch" if prefetch == "off" else ""
         speed = options.tokens / max(run["seconds"] for run in runs)
         hits = 100 * sum(run["hits"] for run in runs) / sum(run["accesses"] for run in runs)

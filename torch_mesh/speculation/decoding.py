@@ -159,7 +159,8 @@ class Speculation:
             drafted = text.drafts(drafters, chosen)
             count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
             drafted = [own[:count] for own in drafted]
-            in_vain = (self._clock() - begin) * (chosen > 0 and not count)
+            drafting = self._clock() - begin
+            in_vain = drafting if chosen and not count else 0.0
             held = int(cache.get_seq_length())
             try:
                 logits = _forward(model, forward, text.ids, drafted, model_kwargs)
