@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch_mesh.speed import huge_pages
+from torch_mesh.planning.measuring import huge_pages
 from torch_mesh.store.manifest import open_store
 
 CHUNK, DEPTH = 1 << 20, 16  # those of csrc/io/reader.h

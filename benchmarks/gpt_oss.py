@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from torch_mesh.foresight.traces import save_trace
-from torch_mesh.speed import disk_speed
+from torch_mesh.planning.measuring import disk_speed
 from torch_mesh.synthetic import synthetic_trace
 
 LAYERS = 24  # of the 20b; the 120b has 36 layers of 128 experts

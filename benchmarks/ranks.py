@@ -110,8 +110,8 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
     import torch
 
     import torch_mesh
-    from torch_mesh.plan import find_sizes
-    from torch_mesh.speed import disk_speed, measure_speeds
+    from torch_mesh.planning.measuring import disk_speed, measure_speeds
+    from torch_mesh.planning.sizes import find_sizes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive a benchmark that was killed
     torch.set_num_threads(threads)

@@ -17,8 +17,9 @@ import torch
 from .config import MeshConfig
 from .errors import MeshError
 from .memory import anonymous_bytes
-from .plan import Plan, find_sizes, plan
-from .speed import measure_speeds
+from .planning.measuring import measure_speeds
+from .planning.plan import Plan, plan
+from .planning.sizes import find_sizes
 from .statistics.counters import Stats
 from .statistics.stats import reset_stats, stats
 from .timing import memory_speed

@@ -334,7 +334,7 @@ def _with_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
     """``config`` with the format that ``weights="auto:8GiB"`` takes, and why it does."""
     if not config.weights.startswith("auto:"):
         return config, ""
-    from .format_choice import choose_format  # which brings all of the plan
+    from .planning.choosing import choose_format  # which brings all of the plan
 
     chosen, why = choose_format(folder, config)
     _LOG.info("weights=%r has taken %s: %s", config.weights, chosen.weights, why)

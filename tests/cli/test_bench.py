@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torch_mesh.cli import main
-from torch_mesh.plan import Speeds
+from torch_mesh.planning.token_time import Speeds
 
 
 @pytest.fixture

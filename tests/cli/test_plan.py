@@ -23,17 +23,12 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
-from torch_mesh.plan import (
-    WEIGHT_ERROR,
-    Plan,
-    Speeds,
-    expected_hit_rate,
-    find_sizes,
-    plan,
-    simulated_hit_rate,
-    token_seconds,
-)
-from torch_mesh.speed import disk_speed, huge_pages, measure_speeds
+from torch_mesh.planning.formats import WEIGHT_ERROR
+from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
+from torch_mesh.planning.measuring import disk_speed, huge_pages, measure_speeds
+from torch_mesh.planning.plan import Plan, plan
+from torch_mesh.planning.sizes import find_sizes
+from torch_mesh.planning.token_time import Speeds, token_seconds
 from torch_mesh.store.convert import convert
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
@@ -129,7 +124,7 @@ def test_each_status_says_what_to_change(mesh_tiny: Path, store: Path, tmp_path:
 
 
 def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 400 << 20)
+    monkeypatch.setattr("torch_mesh.planning.plan._process_bytes", lambda: 400 << 20)
     sizes = find_sizes(mesh_tiny, MeshConfig())
     assert sizes.dense_bytes is not None
     # The margin of "auto" is at least 512 MiB.
@@ -145,7 +140,7 @@ def test_auto_is_bounded_by_the_memory_that_is_given(mesh_tiny: Path, monkeypatc
 def test_a_card_takes_the_rest_of_the_model_and_some_experts(
     mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
+    monkeypatch.setattr("torch_mesh.planning.plan._process_bytes", lambda: 300 << 20)  # or it would grow meanwhile
     monkeypatch.setattr("torch_mesh.gpu.planning._ALLOCATION", 1)
     cuda = 500_000_000
     alone = run(capsys, str(mesh_tiny), "--resident", "0.25")
@@ -501,7 +496,7 @@ def test_bf16_reads_raw_whatever_format_was_asked_for(
     mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its buffers of raw records take memory that resident="auto" cannot have; a store has none.
-    monkeypatch.setattr("torch_mesh.plan._process_bytes", lambda: 0)
+    monkeypatch.setattr("torch_mesh.planning.plan._process_bytes", lambda: 0)
     staging = find_sizes(mesh_tiny, MeshConfig()).staging_bytes
     assert staging > 0
 
@@ -544,7 +539,7 @@ def test_why_no_format_is_named(
     reason: str,
 ) -> None:
     # Nor is anything measured for it.
-    monkeypatch.setattr("torch_mesh.speed.measure_formats", None)
+    monkeypatch.setattr("torch_mesh.planning.measuring.measure_formats", None)
     assert main(["plan", str(mesh_tiny), "--memory", "8GiB", "--max-error", "15%", *options, *GIVEN]) == 0
     assert reason in capsys.readouterr().out
 
@@ -554,7 +549,7 @@ def test_no_format_fits_or_is_there_to_choose(
 ) -> None:
     assert main(["plan", str(mesh_tiny), "--memory", "1KiB", "--max-error", "15%", *GIVEN]) == 1
     assert "fit in no format" in capsys.readouterr().out
-    monkeypatch.setattr("torch_mesh.speed.measure_formats", None)
+    monkeypatch.setattr("torch_mesh.planning.measuring.measure_formats", None)
     assert main(["plan", str(store), "--memory", "8GiB", "--max-error", "15%", *GIVEN]) == 0
     assert "are int4 already" in capsys.readouterr().out
 

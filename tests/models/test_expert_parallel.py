@@ -36,7 +36,7 @@ from tiny_models import TINY_MODELS
 
 import torch_mesh
 from torch_mesh import LostRankError, MeshConfig, ReadError, expert_parallel
-from torch_mesh.plan import plan
+from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
 
 RANK = Path(__file__).with_name("rank.py")

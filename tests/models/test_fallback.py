@@ -20,7 +20,7 @@ import torch_mesh
 from torch_mesh import _C, MeshConfig
 from torch_mesh.fallback import check_fallback_config, split_slots
 from torch_mesh.modules import patched_modules
-from torch_mesh.plan import plan
+from torch_mesh.planning.plan import plan
 from torch_mesh.pool import ExpertPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store

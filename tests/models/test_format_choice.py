@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import _C, MeshConfig, MeshError
 from torch_mesh.modules import patched_modules
-from torch_mesh.plan import WEIGHT_ERROR, Speeds, plan
+from torch_mesh.planning.formats import WEIGHT_ERROR
+from torch_mesh.planning.plan import plan
+from torch_mesh.planning.token_time import Speeds
 from torch_mesh.store.convert import convert
 
 SLOW_DISK = Speeds(disk=1e7, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
@@ -23,8 +25,8 @@ MEMORY = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("torch_mesh.format_choice.measure_speeds", lambda *_: SLOW_DISK)
-    monkeypatch.setattr("torch_mesh.format_choice.measure_formats", lambda *_: EQUALLY_FAST)
+    monkeypatch.setattr("torch_mesh.planning.choosing.measure_speeds", lambda *_: SLOW_DISK)
+    monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: EQUALLY_FAST)
 
 
 def load(folder: Path, weights: str, **fields: Any) -> Any:
@@ -59,7 +61,7 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     folder, made = tmp_path / "source", KINDS[kind]()
     write_quantised(folder, made)
     speeds = dict.fromkeys([own] if own else [], 1e10) | EQUALLY_FAST
-    monkeypatch.setattr("torch_mesh.format_choice.measure_formats", lambda *_: speeds)
+    monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: speeds)
     memory = 4 * _C.record_bytes(*made.nearest, 128, 64, True, False)
     chosen = {}
     for limit in ("0%", "30%"):

@@ -35,7 +35,7 @@ from torch_mesh.foresight.traces import Trace
 from torch_mesh.gpu import choosing, placing, planning
 from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.modules import patched_modules
-from torch_mesh.plan import plan
+from torch_mesh.planning.plan import plan
 from torch_mesh.statistics.counters import DeviceCounters
 from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert

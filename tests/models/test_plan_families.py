@@ -1,4 +1,4 @@
-"""torch_mesh.plan's sizes are those that loading takes, whatever the family does with its embeddings, routers and dtypes."""
+"""torch_mesh.planning's sizes are those that loading takes, whatever the family does with its embeddings, routers and dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM
 
 from torch_mesh import MeshConfig, PackedWeight
-from torch_mesh.plan import plan
+from torch_mesh.planning.plan import plan
 
 FAMILIES = (
     "DeepseekV3Experts",

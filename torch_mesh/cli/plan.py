@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch_mesh.config import MeshConfig
-    from torch_mesh.plan import Plan, Sizes, Speeds
-    from torch_mesh.training_plan import TrainingPlan
+    from torch_mesh.planning.plan import Plan
+    from torch_mesh.planning.sizes import Sizes
+    from torch_mesh.planning.token_time import Speeds
+    from torch_mesh.planning.training import TrainingPlan
 
 _FIELDS = (
     "resident",
@@ -98,8 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.plan import find_sizes, plan, why_no_choice
-    from torch_mesh.speed import measure_formats, measure_speeds
+    from torch_mesh.planning.formats import why_no_choice
+    from torch_mesh.planning.measuring import measure_formats, measure_speeds
+    from torch_mesh.planning.plan import plan
+    from torch_mesh.planning.sizes import find_sizes
 
     if arguments.gpu_memory is not None and arguments.gpu_experts is None:
         arguments.gpu_experts = "auto"
@@ -174,8 +178,8 @@ def _check_training(arguments: argparse.Namespace) -> None:
 def _training(
     arguments: argparse.Namespace, folder: Path, config: MeshConfig, sizes: Sizes, speeds: Speeds | None
 ) -> TrainingPlan:
-    from torch_mesh.speed import product_flops
-    from torch_mesh.training_plan import plan_training
+    from torch_mesh.planning.measuring import product_flops
+    from torch_mesh.planning.training import plan_training
 
     if config.gpu.experts != 0 or config.lossy.fallback != "none":
         raise ValueError("--train: experts on a card and lossy.fallback know no adapters. Leave them out.")

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import _C
-from .config import MeshConfig
-from .plan import Sizes, Speeds, compared_formats
-from .store.manifest import Shape
-from .timing import LARGE_BYTES, SECONDS, seconds_per_call
+from .. import _C
+from ..config import MeshConfig
+from ..store.manifest import Shape
+from ..timing import LARGE_BYTES, SECONDS, seconds_per_call
+from .formats import compared_formats
+from .sizes import Sizes
+from .token_time import Speeds
 
 _READERS = 8
 _HUGE_PAGE = 2 << 20

@@ -17,11 +17,13 @@ import psutil
 import torch
 from torch import nn
 
-from .config import MeshConfig
-from .families import find_experts
-from .memory import available_bytes
-from .plan import Plan, Sizes, Speeds, plan
-from .store.checkpoint import meta_model, read_config
+from ..config import MeshConfig
+from ..families import find_experts
+from ..memory import available_bytes
+from ..store.checkpoint import meta_model, read_config
+from .plan import Plan, plan
+from .sizes import Sizes
+from .token_time import Speeds
 
 _ADAM_MOMENTS = 2
 _FP32 = 4
@@ -158,7 +160,7 @@ def _projections(model: nn.Module) -> tuple[str, ...]:
 
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
     """Parameters that PEFT would train, and the elements of a token that adapters on linear layers keep."""
-    from .adapters.folder import LoraConfig, PeftModel, lora, put_stand_ins  # which says that PEFT is needed
+    from ..adapters.folder import LoraConfig, PeftModel, lora, put_stand_ins  # which says that PEFT is needed
 
     parameters = [name for name, _ in model.named_parameters()]
     of_parameters = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in parameters)]

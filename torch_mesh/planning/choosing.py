@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rich.filesize import decimal as format_bytes
 
-from .config import MeshConfig
-from .plan import MAX_ERROR, find_sizes, plan, why_no_choice
-from .speed import measure_formats, measure_speeds
-from .values import auto_weights
+from ..config import MeshConfig
+from ..values import auto_weights
+from .formats import MAX_ERROR, why_no_choice
+from .measuring import measure_formats, measure_speeds
+from .plan import plan
+from .sizes import find_sizes
 
 
 def choose_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:

@@ -1,0 +1,108 @@
+"""How many experts fit into memory and on a card, and what memory that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import _C
+from ..config import MeshConfig
+from ..dense import packs
+from ..fallback import split_slots
+from ..gpu.choosing import format_on_gpu
+from ..gpu.placement import check_beside_gpu
+from ..gpu.placing import GPU_POOL_SLOTS
+from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
+from ..memory import auto_budget, resident_slots
+from ..other_format import formats_of_fewer_bits
+from .sizes import Sizes, bytes_in, stand_in_bytes
+
+# What a user who is short of memory is told of: of each number of bits one.
+_ADVISED = ("int8", "int4", "tcq3", "tcq2")
+
+
+def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    return bytes_in(sizes, config, format_on_gpu(config, sizes.weights))
+
+
+def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    """Of the pool through which records in another format go to a card."""
+    other = format_on_gpu(config, sizes.weights) != sizes.weights
+    return GPU_POOL_SLOTS * _gpu_record_bytes(sizes, config) if other else 0
+
+
+def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
+    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded."""
+    shape = sizes.shape
+    if sizes.dense_bytes_loading is None:
+        raise ValueError(
+            f"{folder} has no config.json, so what the rest of the model takes on the card is not known: give a converted checkpoint."
+        )
+    if packs(config):
+        raise ValueError(
+            f"dense={config.dense!r} is CPU only, and on a card the rest of the model stays as it is: leave it out."
+        )
+    if shape.activation is None:
+        return plan_on_cpu(config, shape.layers, BY_PROJECTION)
+    if isinstance(shape.activation, tuple):
+        return plan_on_cpu(config, shape.layers, SEVERAL_ACTIVATIONS)
+    there = _gpu_record_bytes(sizes, config)
+    left = free - sizes.dense_bytes_loading
+    planned = plan_config(config, left, total, shape.layers, shape.experts, shape.top_k, there, sizes.expert_bytes)
+    if planned.placed > 0:
+        check_beside_gpu(config)
+    return planned
+
+
+def fitting_slots(
+    sizes: Sizes, config: MeshConfig, available: int | None, on_gpu: int, gpu_pool: int
+) -> tuple[int | None, int, str]:
+    """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
+    shape = sizes.shape
+    reserved = config.workspace_bytes + sizes.staging_bytes + gpu_pool
+    top_k = min(shape.top_k, shape.experts)
+    least = top_k * sizes.expert_bytes
+    if config.resident == "auto":
+        if available is None:
+            return None, 0, ""
+        if (budget := auto_budget(available, reserved)) < least:
+            left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
+            return None, 0, f"{left}: give more memory{or_fewer_bits(sizes)}."
+    try:
+        slots = resident_slots(
+            config.resident,
+            layers=shape.layers,
+            experts=shape.experts,
+            top_k=top_k,
+            record_bytes=sizes.expert_bytes,
+            reserved=reserved,
+            # Without a config.json it cannot be said what else there will be; what is asked for is taken at its word.
+            available=available if available is not None else shape.layers * shape.experts * sizes.expert_bytes,
+            mapped=config.io == "mmap",
+        )
+        slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
+        experts = {"experts": shape.layers * shape.experts, "top_k": top_k}
+        record_bytes = {"record_bytes": sizes.expert_bytes, "stand_in_bytes": stand_in_bytes(sizes, config)}
+        return *split_slots(config, slots, **experts, **record_bytes), ""
+    except (ValueError, MemoryError) as error:
+        return None, 0, str(error)
+
+
+def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
+    shape = sizes.shape
+    if shape.activation is None:
+        return None
+    layout = (sizes.weights, sizes.group_size or 0, shape.hidden, shape.intermediate, shape.gated, shape.bias)
+    return _C.tokens_per_chunk(*layout, shape.top_k, config.workspace_bytes)
+
+
+def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fallback_bytes: int) -> int | None:
+    if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
+        return None
+    pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes + fallback_bytes
+    running = sizes.dense_bytes + pool + sizes.staging_bytes + config.workspace_bytes
+    return process + max(running, sizes.dense_bytes_loading)
+
+
+def or_fewer_bits(sizes: Sizes) -> str:
+    fewer = [name for name in formats_of_fewer_bits(sizes.weights) if name in _ADVISED]
+    return f", or take weights in {' or '.join(fewer[:2])}" if fewer else ""

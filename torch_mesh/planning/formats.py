@@ -1,0 +1,182 @@
+"""What other formats would make of a model in the same memory, and which of them is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import MeshConfig
+from ..dense import DENSE_ERROR
+from ..store.convert import checked_group_size
+from ..store.manifest import TRELLISES, Shape, is_store
+from .fitting import fitting_slots
+from .hit_rates import HitRate, known_or_expected
+from .sizes import Sizes, find_sizes
+from .token_time import Speeds, token_seconds
+
+# Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
+# has it. bf16 is that of a bf16 checkpoint; see ``_ROUNDED_TO_BF16`` for others.
+WEIGHT_ERROR: dict[str, dict[int, float]] = {
+    "bf16": {0: 0.0},
+    "int8": {32: 0.0050, 64: 0.0057, 128: 0.0063},
+    "int4": {32: 0.081, 64: 0.090, 128: 0.097},
+    "lut4": {32: 0.069, 64: 0.078, 128: 0.085},
+    "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
+    "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
+    "tcq2+tcq3": {32: 0.232, 64: 0.234, 128: 0.236},  # of a gated expert
+}
+
+# What bf16 leaves of Gaussian weights in fp16 or fp32.
+_ROUNDED_TO_BF16 = 0.0017
+
+# What a choice of formats may leave where nobody says: four bits in any groups, and not three.
+MAX_ERROR = 0.10
+
+# Of the fastest's speed: measuring a format's arithmetic varies by as much, and error is not worth so little.
+_AS_FAST = 0.95
+
+
+@dataclass(frozen=True)
+class DenseChoice:
+    """What the rest of the model would be in a format of fewer bits."""
+
+    dense: str
+    weight_error: float  # relative, of Gaussian weights
+    bytes: int
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """What the experts would be in a format, in the same memory."""
+
+    weights: str
+    group_size: int | None
+    expert_bytes: int
+    all_experts_bytes: int
+    slots: int
+    resident_share: float
+    hit_rate: HitRate
+    bytes_per_token: float  # read, without what prefetches read in vain
+    tokens_per_second: float
+    weight_error: float  # relative, of Gaussian weights; none for bf16
+    chosen: bool  # fastest of those within ``max_error``; of those within 5 % of its speed the one with the least error
+
+
+def dense_choices(
+    folder: Path, config: MeshConfig, rate: HitRate | None, speeds: Speeds | None
+) -> Iterator[DenseChoice]:
+    """``dense`` in fewer bits, read at the same speed; the same experts stay resident."""
+    if config.dense not in ("auto", "none", "bf16"):
+        return
+    for dense in ("int8", "int4"):
+        sizes = find_sizes(folder, config.replace(dense=dense))
+        if sizes.dense_bytes is None:
+            return
+        seconds = None
+        if rate is not None and speeds is not None:
+            seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
+        yield DenseChoice(dense, DENSE_ERROR[dense], sizes.dense_bytes, None if seconds is None else 1 / seconds)
+
+
+def format_choices(
+    sizes: Sizes,
+    config: MeshConfig,
+    available: int | None,
+    speeds: Speeds | None,
+    format_speeds: Mapping[str, float],
+    overlap: float | None,
+) -> Iterator[FormatChoice]:
+    """Those of which enough fits."""
+    shape = sizes.shape
+    if speeds is None or sizes.dense_bytes_per_token is None:
+        return
+    for weights, (group, error) in compared_formats(sizes, config).items():
+        if weights not in format_speeds:
+            continue
+        record = shape.record_bytes(weights, group)
+        of_format = dataclasses.replace(
+            sizes,
+            weights=weights,
+            group_size=group or None,
+            expert_bytes=record,
+            all_experts_bytes=record * shape.layers * shape.experts,
+            staging_bytes=sizes.raw_staging_bytes if (weights, group) == sizes.own_records else 0,
+        )
+        slots, _, _ = fitting_slots(of_format, config, available, on_gpu=0, gpu_pool=0)
+        if slots is None:
+            continue
+        share = slots / (shape.layers * shape.experts)
+        rate = known_or_expected(shape, share, None, overlap)
+        seconds = token_seconds(
+            of_format,
+            dataclasses.replace(speeds, experts=format_speeds[weights]),
+            rate.expected,
+            config.prefetch != "off",
+        )
+        yield FormatChoice(
+            weights=weights,
+            group_size=of_format.group_size,
+            expert_bytes=record,
+            all_experts_bytes=of_format.all_experts_bytes,
+            slots=slots,
+            resident_share=share,
+            hit_rate=rate,
+            bytes_per_token=(1 - rate.expected) * shape.layers * shape.top_k * record,
+            tokens_per_second=1 / seconds,
+            weight_error=error,
+            chosen=False,
+        )
+
+
+def why_no_choice(
+    folder: Path,
+    sizes: Sizes,
+    config: MeshConfig,
+    *,
+    hit_rate: float | None = None,
+    card: bool = False,
+    ranks: int = 1,
+) -> str:
+    """Why formats are not compared there; empty where they are."""
+    if is_store(folder):
+        return f"the experts of {folder} are {sizes.weights} already: give the checkpoint that it was converted from"
+    if isinstance(config.resident, float):
+        return "resident is a share of the experts, which is another amount of memory in each format: give it as a size"
+    if hit_rate is not None:
+        return "a known hit rate is of one format"
+    if card or ranks > 1:
+        return "experts on a card, or divided among ranks, are not compared"
+    if config.lossy.fallback != "none":
+        return "lossy.fallback has two formats"
+    return ""
+
+
+def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
+    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds codes as they are, comes first, and
+    the others' errors are of what the codes stand for."""
+    own = sizes.own_codes
+    formats = {} if own is None else {own[0]: (own[1], 0.0)}
+    for weights, errors in WEIGHT_ERROR.items():
+        group = compared_group(weights, sizes.shape, config)
+        rounded = weights == "bf16" and not sizes.exact_in_bf16
+        formats.setdefault(weights, (group, _ROUNDED_TO_BF16 if rounded else errors[group]))
+    return formats
+
+
+def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
+    """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy little, 128, or 64 if that
+    pads the shape less and so takes fewer bytes."""
+    if weights in TRELLISES:
+        return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
+    return checked_group_size(weights, config.group_size)
+
+
+def with_chosen(choices: tuple[FormatChoice, ...], max_error: float) -> tuple[FormatChoice, ...]:
+    allowed = [choice for choice in choices if choice.weight_error <= max_error]
+    fastest = max((choice.tokens_per_second for choice in allowed), default=0.0)
+    as_fast = [choice for choice in allowed if choice.tokens_per_second >= _AS_FAST * fastest]
+    best = min(as_fast, key=lambda choice: (choice.weight_error, -choice.tokens_per_second), default=None)
+    return tuple(dataclasses.replace(choice, chosen=choice is best) for choice in choices)

@@ -1,0 +1,215 @@
+"""What a model takes, found in headers, config and manifest through the code that loading itself uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..config import MeshConfig
+from ..dense import dense_saving, kept_in_fp32, packs
+from ..families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
+from ..store.checkpoint import (
+    TORCH_DTYPES,
+    CheckpointExperts,
+    checkpoint_files,
+    find_checkpoint_experts,
+    meta_model,
+    read_config,
+    shape_of,
+)
+from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
+from ..store.gguf import is_gguf
+from ..store.manifest import Shape, has_chosen_groups, is_store, open_store
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a checkpoint or store takes. Bytes."""
+
+    shape: Shape
+    weights: str
+    group_size: int | None
+    expert_bytes: int  # one record in the pool
+    all_experts_bytes: int
+    dense_bytes: (
+        int | None
+    )  # all other weights in memory, after ``dense=`` has packed them; None: no config.json says what
+    dense_bytes_loading: int | None  # the same before
+    dense_bytes_per_token: int | None  # those that a token reads: without the embedding and experts that are left alone
+    left_alone_bytes: int | None  # of the rest: experts of other shapes, which no pool takes
+    left_alone: str  # which those are
+    staging_bytes: int  # buffers of raw records
+    files: tuple[Path, ...]  # that experts are read from
+    conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
+    # Format and group size of the records that a checkpoint's own files can be read as, whatever ``weights`` is; None: none.
+    own_records: tuple[str, int] | None = None
+    raw_staging_bytes: int = 0  # those buffers where they are read so
+    exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
+
+    @property
+    def own_codes(self) -> tuple[str, int] | None:
+        """``own_records`` of a quantised checkpoint, which hold its codes as they are."""
+        return self.own_records if self.conversion else None
+
+
+def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone."""
+    if not folder.is_dir() and not is_gguf(folder):
+        raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
+    if config.weights.startswith("auto:"):
+        raise ValueError(
+            f"weights={config.weights!r}: a plan compares the formats itself; leave weights out, and give --memory and --max-error."
+        )
+    return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
+
+
+def _store_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    manifest = open_store(folder).manifest
+    if config.weights not in ("auto", manifest.weights):
+        raise ValueError(
+            f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or give the "
+            "original checkpoint."
+        )
+    dense: tuple[int | None, int | None, int | None] = (None, None, None)
+    others: list[ExpertsLayer] | None = None
+    shape = manifest.shape
+    if (folder / "config.json").is_file():
+        described = read_config(folder)
+        dtype = getattr(described.get_text_config(), "dtype", None)
+        model = meta_model(described)
+        layers = find_experts(model)
+        dense = _dense_bytes(model, layers, config, dtype or torch.bfloat16)
+        others = layers_left_alone(model)
+        # What this build fuses; the one that wrote the store may have fused less.
+        shape = dataclasses.replace(shape, activation=common_activation(layers))
+    return _sizes(
+        shape,
+        manifest.weights,
+        manifest.group_size,
+        dense,
+        others,
+        staging_bytes=0,
+        files=tuple(folder / file.name for file in manifest.record_files),
+    )
+
+
+def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
+    checkpoint_files(folder)  # says that there are no weights before the config is looked at
+    model = meta_model(read_config(folder))
+    layers = find_experts(model)
+    experts = find_checkpoint_experts(folder, model)
+    weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
+    unconverted = config.store is None
+    own = experts.own_records if unconverted else None
+    raw = own == (weights, group_size)
+    staging = 0 if own is None else _C.Source(**experts.source_arguments()).staging_bytes
+    if raw and config.io == "mmap":
+        raise ValueError(
+            "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
+            "store=, or use io='auto'."
+        )
+    return _sizes(
+        shape_of(layers),
+        weights,
+        group_size,
+        _dense_bytes(model, layers, config, _dense_dtype(model, experts)),
+        layers_left_alone(model),
+        staging_bytes=staging if raw else 0,
+        files=experts.expert_files,
+        conversion=_conversion(experts, config, weights, group_size),
+        own_records=experts.own_records,
+        raw_staging_bytes=staging,
+        exact_in_bf16=not experts.weights and experts.nearest().exact,
+    )
+
+
+def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, group_size: int) -> str:
+    if not experts.weights:
+        return ""
+    if experts.own_records == (weights, group_size):
+        if config.store is not None:
+            return (
+                f"{experts.format} experts are converted to {weights}, which holds their codes and scales as they are"
+            )
+        return (
+            f"{experts.format} experts are read as they are, in {experts.reads_per_expert} reads each, and packed to {weights} when they "
+            "come; torch-mesh convert makes that one read"
+        )
+    if config.weights == "auto":
+        return describe_nearest(experts)
+    return f"{experts.format} experts are converted to {config.weights}"
+
+
+def _dense_dtype(model: Any, experts: CheckpointExperts) -> torch.dtype:
+    if not experts.weights:
+        return TORCH_DTYPES[experts.dtype]
+    return getattr(model.config.get_text_config(), "dtype", None) or torch.bfloat16
+
+
+def _sizes(
+    shape: Shape,
+    weights: str,
+    group_size: int,
+    dense: tuple[int | None, int | None, int | None],
+    others: list[ExpertsLayer] | None,
+    staging_bytes: int,
+    files: tuple[Path, ...],
+    conversion: str = "",
+    own_records: tuple[str, int] | None = None,
+    raw_staging_bytes: int = 0,
+    exact_in_bf16: bool = True,
+) -> Sizes:
+    record = shape.record_bytes(weights, group_size)
+    return Sizes(
+        shape=shape,
+        weights=weights,
+        group_size=group_size or None,
+        expert_bytes=record,
+        all_experts_bytes=record * shape.layers * shape.experts,
+        dense_bytes=dense[0],
+        dense_bytes_loading=dense[1],
+        dense_bytes_per_token=dense[2],
+        left_alone_bytes=None if others is None else sum(layer.nbytes for layer in others),
+        left_alone=describe_left_alone(others or ()),
+        staging_bytes=staging_bytes,
+        files=files,
+        conversion=conversion,
+        own_records=own_records,
+        raw_staging_bytes=raw_staging_bytes,
+        exact_in_bf16=exact_in_bf16,
+    )
+
+
+def _dense_bytes(
+    model: Any, layers: list[ExpertsLayer], config: MeshConfig, dtype: torch.dtype
+) -> tuple[int, int, int]:
+    """What is not experts of a model on the meta device: packed, as it is loaded, and what a token reads of it."""
+    model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if kept_in_fp32(model, name, dtype):
+            parameter.data = parameter.data.float()
+    experts = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
+    loading = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in experts)
+    packed = loading - dense_saving(model, layers, config, loaded=False)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding and not packs(config)
+    left_alone = sum(layer.nbytes for layer in layers_left_alone(model))
+    return packed, loading, packed - left_alone - (0 if tied else embedding.nbytes)
+
+
+def stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    return 0 if config.lossy.fallback == "none" else bytes_in(sizes, config, config.lossy.fallback)
+
+
+def bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
+    """Of a record in that format."""
+    if weights == sizes.weights:
+        return sizes.expert_bytes
+    groups = sizes.group_size if has_chosen_groups(sizes.weights) else None
+    return sizes.shape.record_bytes(weights, checked_group_size(weights, groups or config.group_size))
