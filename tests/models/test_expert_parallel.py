@@ -83,19 +83,29 @@ def one_process(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Up to what another order of sums does: in fp32 it may round an input of the experts, which have 8 bits of it, the other way; in bf16
-    it moves some tokens of random models to other experts, and what comes after those tokens."""
+    """Up to what another order of sums does. In fp32 it may round an input of the experts, which have 8 bits of it, the other way. In bf16 it moves
+    some tokens of random models to other experts, and what comes after those tokens, as bf16 itself does: how far is measured beside fp32."""
     expected = one_process(case)
-    median, others = (1e-5, (1.0, 0.01)) if case["dtype"] == torch.float32 else (0.03, (0.75, 0.06))
+    if case["dtype"] == torch.float32:
+        median, shares, others = 1e-5, 1.0, 0.01
+    else:
+        rounding = apart(expected["logits"], one_process(case | {"dtype": torch.float32})["logits"])
+        shares = 0.75
+        median, others = max(0.03, 3 * float(rounding.median())), max(0.06, 3 * float(rounding.quantile(shares)))
     for result in results:
         assert "error" not in result, result["error"]
-        errors = (result["logits"] - expected["logits"]).float().abs().amax(-1) / expected["logits"].float().abs().max()
-        assert errors.median() <= median and errors.quantile(others[0]) <= others[1], errors
+        errors = apart(result["logits"], expected["logits"])
+        assert errors.median() <= median and errors.quantile(shares) <= others, (errors, median, others)
         assert torch.equal(result["logits"], results[0]["logits"])
         if expected["generated"] is not None:
             assert torch.equal(result["generated"], results[0]["generated"])
             if case["dtype"] == torch.float32:
                 assert torch.equal(result["generated"], expected["generated"])
+
+
+def apart(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How far each token's logits [batch, tokens, vocabulary] are, of the largest: [batch, tokens]."""
+    return (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()
 
 
 def model_of(experts: str) -> tuple[str, str]:
