@@ -173,7 +173,7 @@ class Side:
 class Each(Controller):
     """Drafts of all lengths in turn, which compiles what there is to compile."""
 
-    def choose(self, most: int) -> int:
+    def choose(self, most: int, doubt: int = 0) -> int:
         self._turn = (getattr(self, "_turn", -1) + 1) % (1 + len(self.lengths))
         length = (0, *self.lengths)[self._turn]
         return length if length <= most else 0

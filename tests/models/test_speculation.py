@@ -67,10 +67,10 @@ class Always(Controller):
         super().__init__((length,))
         self.accepted: list[int] = []
 
-    def choose(self, most: int) -> int:
+    def choose(self, most: int, doubt: int = 0) -> int:
         return self.fitting(most)
 
-    def observe(self, length: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, length: int, accepted: int, seconds: float | None, doubt: int = 0) -> None:
         self.accepted.append(accepted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 
 import pytest
 
@@ -23,12 +24,12 @@ class Machine:
         self.tokens = 0
         self.chosen: list[int] = []
 
-    def run(self, controller: Controller, steps: int, matches: float = 1.0) -> None:
+    def run(self, controller: Controller, steps: int, matches: float = 1.0, doubt: int = 0) -> None:
         for _ in range(steps):
-            length = controller.choose(15) if self.random.random() < matches else 0
+            length = controller.choose(15, doubt) if self.random.random() < matches else 0
             accepted = next((i for i in range(length) if self.random.random() >= self.right), length)
             seconds = (1 + self.per_row * length) * (1 + self.noise * self.random.random())
-            controller.observe(length, accepted, seconds)
+            controller.observe(length, accepted, seconds, doubt)
             self.seconds += seconds
             self.tokens += accepted + 1
             self.chosen.append(length)
@@ -147,8 +148,40 @@ def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
     for _ in range(8):
         controller.observe(3, 0, 3.9)
         controller.observe(15, 15, 8.0)
-    assert controller.utility(3) < 1 < controller.utility(15)
+    assert controller.utilities()[3] < 1 < controller.utilities()[15]
     assert controller.choose(5) == 0 and controller.choose(15) == 15
+
+
+@pytest.mark.parametrize("doubt", [1, 2])
+@pytest.mark.parametrize("right", [0.0, 0.95])
+def test_drafts_are_judged_by_their_doubt(right: float, doubt: int, seed: int) -> None:
+    machine, controller = Machine(0.9, 0.2, seed), Controller(LENGTHS)
+    chosen: dict[int, list[int]] = {each: [] for each in range(doubt + 1)}
+    for step in range(2000 * (doubt + 1)):
+        each = step % (doubt + 1)
+        machine.right = right if each == doubt else 0.9
+        machine.run(controller, 1, doubt=each)
+        chosen[each].append(machine.chosen[-1])
+    *sure, drafted = (statistics.fmean(map(bool, lengths)) for lengths in chosen.values())
+    assert min(sure) > 0.75, "what sure drafts bring is not hidden"
+    assert drafted < 0.1 if right == 0 else drafted > 0.75
+
+
+def test_drafts_of_more_doubt_wait_for_those_of_less_to_pay(seed: int) -> None:
+    machine, controller = Machine(1.0, 0.1, seed), Controller(LENGTHS)
+    machine.run(controller, 200, doubt=1)
+    assert not any(machine.chosen), "no sure draft was tried"
+    machine.run(controller, 40)
+    machine.run(controller, 5, doubt=2)
+    assert not any(machine.chosen[-5:]), "none of less doubt was"
+    machine.run(controller, 20, doubt=1)
+    machine.run(controller, 5, doubt=2)
+    assert all(machine.chosen[-5:])
+    machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
+    machine.run(controller, 200)
+    machine.right = 1.0
+    machine.run(controller, 100, doubt=1)
+    assert not any(machine.chosen[-100:]), "sure drafts did not pay"
 
 
 def test_forwards_that_were_not_timed_decide_nothing() -> None:
@@ -168,7 +201,7 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
     lookup = Lookup(text[:50])
     for place in range(50, 200):
         expected: list[int] = []
-        for size in (5, 4, 3):
+        for size in (5, 4, 3, 2, 1):
             ends = [i for i in range(size, place) if text[i - size : i] == text[place - size : place]]
             if ends:
                 source = list(text[:place])
@@ -176,6 +209,7 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
                     source.append(source[ends[-1] + i])
                 expected = source[place:]
                 break
+        assert lookup.doubt == (max(3 - size, 0) if expected else 3)
         assert list(lookup.draft(7)) == expected
         assert list(lookup.draft(3)) == expected[:3]
         lookup.extend([text[place]])

@@ -37,32 +37,60 @@ class _Mean:
         self.value += (value - self.value) / self.count
 
 
+class _Drafts:
+    """What came of drafts of the same doubt, by their length."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self.forget()
+        self.wait = 0
+        self.interval = _FIRST_WAIT
+        self.since_review = 0
+        self.last = 0  # that was drafted
+
+    def forget(self) -> None:
+        self.seconds = {length: _Mean(16) for length in self._lengths}
+        self.tokens = {length: _Mean(16) for length in self._lengths}
+
+    def utilities(self, worth: float) -> dict[int, float]:
+        """Of each length that was tried of late: tokens in a second, over one in ``worth`` seconds."""
+        return {
+            length: tokens.value * worth / seconds.value
+            for (length, seconds), tokens in zip(self.seconds.items(), self.tokens.values(), strict=True)
+            if min(seconds.count, tokens.count) >= _TRIAL and seconds.value > 0
+        }
+
+    def begin(self) -> None:
+        if self.wait > 0:
+            self.wait, self.interval = 0, _FIRST_WAIT
+
+    def give_up(self) -> int:
+        self.forget()
+        self.wait = self.interval
+        self.interval = min(2 * self.interval, _LONGEST_WAIT)
+        return 0
+
+
 class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
-    It knows no clock: what a forward took it is told. The same observations lead to the same choices.
+    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are, and are tried where
+    drafts of less doubt pay. It knows no clock: what a forward took it is told. The same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._plain = _Mean(32)  # seconds of a forward without drafts
-        self._forget()
-        self._wait = 0
-        self._interval = _FIRST_WAIT
+        self._drafts: dict[int, _Drafts] = {}  # by doubt
         self._saved = 0.0  # seconds that trials may lose; less than 0 once they have
-        self._since_plain = self._since_review = 0
-        self._last = 0  # that was drafted
+        self._since_plain = 0
 
-    def _forget(self) -> None:
-        self._seconds = {length: _Mean(16) for length in self.lengths}
-        self._tokens = {length: _Mean(16) for length in self.lengths}
+    def utilities(self, doubt: int = 0) -> dict[int, float]:
+        """Tokens in a second with drafts of each length, over those without, at the least; without those that were not tried of late."""
+        return self._of(doubt).utilities(self._worth) if self._plain.count >= _PLAIN else {}
 
-    def utility(self, length: int) -> float | None:
-        """Tokens in a second with drafts of ``length``, over those without, at the least; None: not tried of late."""
-        seconds, tokens = self._seconds[length], self._tokens[length]
-        if self._plain.count < _PLAIN or min(seconds.count, tokens.count) < _TRIAL or seconds.value <= 0:
-            return None
-        return tokens.value * self._worth / seconds.value
+    def _of(self, doubt: int) -> _Drafts:
+        return self._drafts.setdefault(doubt, _Drafts(self.lengths))
 
     @property
     def _worth(self) -> float:
@@ -71,31 +99,34 @@ class Controller:
 
     def begin(self) -> None:
         """Another text, on which drafts may be worth what they were not on the last one."""
-        if self._wait > 0:
-            self._wait, self._interval = 0, _FIRST_WAIT
+        for drafts in self._drafts.values():
+            drafts.begin()
         self._saved = min(self._saved, 0.0)  # what others gained is not lost on this one
 
-    def choose(self, most: int) -> int:
+    def choose(self, most: int, doubt: int = 0) -> int:
         """How many tokens to draft, ``most`` at most; 0: none."""
+        drafts = self._of(doubt)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or self._wait > 0 or self._saved < 0:
+        if not lengths or unsure or drafts.wait > 0 or self._saved < 0:
             return 0
-        known = {length: utility for length in self.lengths if (utility := self.utility(length)) is not None}
+        if doubt > 0 and max(self.utilities(doubt - 1).values(), default=0) <= 1:
+            return 0
+        known = self.utilities(doubt)
         if not known:
-            return self._tried(lengths[0])
+            return self._tried(drafts, lengths[0])
         if max(known.values()) <= 1:
-            return self._give_up()
-        self._interval = _FIRST_WAIT
+            return drafts.give_up()
+        drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
         if not pays:  # but longer ones do, for which there is no room
             return 0
         best = max(pays, key=known.__getitem__)
         place = lengths.index(best)
         longer = lengths[place + 1 : place + 2]
-        if longer and longer[0] not in known and self._tokens[best].value >= _OFTEN_WHOLE * (best + 1):
+        if longer and longer[0] not in known and drafts.tokens[best].value >= _OFTEN_WHOLE * (best + 1):
             return longer[0]
-        if self._since_review >= _REVIEW:
+        if drafts.since_review >= _REVIEW:
             return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
         return best
 
@@ -107,14 +138,16 @@ class Controller:
         """Of drafting, from which no draft came."""
         self._save(-seconds)
 
-    def observe(self, length: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, length: int, accepted: int, seconds: float | None, doubt: int = 0) -> None:
         """What came of a forward: how many of ``length`` drafted tokens (0, or one of ``lengths``) were right, and its time. None: not to be counted."""
+        drafts = self._of(doubt)
         if seconds is not None and self._plain.count >= _PLAIN:
-            known = length > 0 and self._seconds[length].count >= _TRIAL
-            usual = self._seconds[length].value if known else (length + 1) * self._plain.value
+            known = length > 0 and drafts.seconds[length].count >= _TRIAL
+            usual = drafts.seconds[length].value if known else (length + 1) * self._plain.value
             seconds = min(seconds, _ODD * usual)
         if length == 0:
-            self._wait = max(self._wait - 1, 0)
+            for each in self._drafts.values():
+                each.wait = max(each.wait - 1, 0)
             if seconds is not None:
                 self._since_plain = 0
                 self._plain.add(seconds)
@@ -122,25 +155,19 @@ class Controller:
             return
         for shorter in self.lengths:
             if shorter <= length:  # what a shorter draft would have brought is known, a longer one's is not
-                self._tokens[shorter].add(min(accepted, shorter) + 1)
+                drafts.tokens[shorter].add(min(accepted, shorter) + 1)
         self._since_plain += 1
-        self._since_review = self._since_review + 1 if length == self._last else 0
-        self._last = length
+        drafts.since_review = drafts.since_review + 1 if length == drafts.last else 0
+        drafts.last = length
         if seconds is not None:
-            self._seconds[length].add(seconds)
+            drafts.seconds[length].add(seconds)
             self._save((accepted + 1) * self._worth - seconds)
 
     def _save(self, seconds: float) -> None:
         self._saved = min(self._saved + seconds, _MOST_SAVED * self._plain.value)
 
-    def _tried(self, length: int) -> int:
+    def _tried(self, drafts: _Drafts, length: int) -> int:
         """``length``, unless it would not pay if all that is drafted were right."""
-        seconds = self._seconds[length]
+        seconds = drafts.seconds[length]
         hopeless = seconds.count > 0 and seconds.value >= (length + 1) * self._worth
-        return self._give_up() if hopeless else length
-
-    def _give_up(self) -> int:
-        self._forget()
-        self._wait = self._interval
-        self._interval = min(2 * self._interval, _LONGEST_WAIT)
-        return 0
+        return drafts.give_up() if hopeless else length

@@ -154,7 +154,8 @@ class Speculation:
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
             most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
-            chosen = controller.choose(most)
+            doubt = text.doubt(drafters)
+            chosen = controller.choose(most, doubt)
             steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen)
             count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
@@ -176,7 +177,7 @@ class Speculation:
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
-            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain)
+            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, doubt)
             controller.lose(in_vain)
             waited_since, read_since = pool.counts()
             tally.add(count, len(tokens), seconds, waited_since - waited, read_since - read)
@@ -225,6 +226,11 @@ class _Text:
     def waits_for(self, drafters: Sequence[Drafter]) -> bool:
         """Whether a draft would take longer than others will."""
         return any(drafter.is_behind for drafter, goes_on in zip(drafters, self._goes_on(), strict=True) if goes_on)
+
+    def doubt(self, drafters: Sequence[Drafter]) -> int:
+        """Of the draft that is right least often."""
+        of_those = (drafter.doubt for drafter, goes_on in zip(drafters, self._goes_on(), strict=True) if goes_on)
+        return max(of_those, default=0)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""

@@ -12,6 +12,11 @@ class Drafter(ABC):
     # The next draft takes longer than others will, for what it has to read first.
     is_behind = False
 
+    @property
+    def doubt(self) -> int:
+        """0; more where the next draft is right less often than others are."""
+        return 0
+
     @abstractmethod
     def extend(self, tokens: Iterable[int]) -> None:
         """Adds to the text."""

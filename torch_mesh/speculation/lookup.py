@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from .drafter import Drafter
 
-# The longest ending that is looked up, and the shortest: of two tokens most are chance.
-_LONGEST, _SHORTEST = 5, 3
+# The longest ending that is looked up, and the longest that has a doubt of its own: the fewer tokens, the more are chance.
+_LONGEST, _DOUBTED = 5, 2
 
 
 class Lookup(Drafter):
@@ -21,18 +21,30 @@ class Lookup(Drafter):
     def extend(self, tokens: Iterable[int]) -> None:
         text = self._tokens
         for token in tokens:
-            for size in range(_SHORTEST, min(_LONGEST, len(text)) + 1):
+            for size in range(1, min(_LONGEST, len(text)) + 1):
                 self._followed[tuple(text[-size:])] = len(text)
             text.append(token)
 
+    @property
+    def doubt(self) -> int:
+        size, _ = self._last_time()
+        return max(_DOUBTED + 1 - size, 0)
+
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
+        size, place = self._last_time()
+        if not size:
+            return ()
+        text, drafted = self._tokens, list[int]()
+        for i in range(place, place + length):
+            drafted.append(text[i] if i < len(text) else drafted[i - len(text)])
+        return drafted
+
+    def _last_time(self) -> tuple[int, int]:
+        """The longest ending that was there before, in tokens, and the place behind it; 0: there is none."""
         text = self._tokens
-        for size in range(min(_LONGEST, len(text)), _SHORTEST - 1, -1):
+        for size in range(min(_LONGEST, len(text)), 0, -1):
             place = self._followed.get(tuple(text[-size:]))
             if place is not None:
-                drafted: list[int] = []
-                for i in range(place, place + length):
-                    drafted.append(text[i] if i < len(text) else drafted[i - len(text)])
-                return drafted
-        return ()
+                return size, place
+        return 0, 0
