@@ -74,8 +74,9 @@ class _Drafts:
 class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
-    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are, and are tried where
-    drafts of less doubt pay. It knows no clock: what a forward took it is told. The same observations lead to the same choices.
+    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried where
+    drafts of less doubt pay and have gained a plain forward for each doubt, so that what they lose does not stop the others. It knows no clock: what a
+    forward took it is told. The same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -90,7 +91,9 @@ class Controller:
         return self._of(doubt).utilities(self._worth) if self._plain.count >= _PLAIN else {}
 
     def _of(self, doubt: int) -> _Drafts:
-        return self._drafts.setdefault(doubt, _Drafts(self.lengths))
+        if doubt not in self._drafts:
+            self._drafts[doubt] = _Drafts(self.lengths)
+        return self._drafts[doubt]
 
     @property
     def _worth(self) -> float:
@@ -108,7 +111,7 @@ class Controller:
         drafts = self._of(doubt)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or drafts.wait > 0 or self._saved < 0:
+        if not lengths or unsure or drafts.wait > 0 or self._saved < doubt * self._plain.value:
             return 0
         if doubt > 0 and max(self.utilities(doubt - 1).values(), default=0) <= 1:
             return 0
