@@ -184,6 +184,21 @@ def test_drafts_of_more_doubt_wait_for_those_of_less_to_pay(seed: int) -> None:
     assert not any(machine.chosen[-100:]), "sure drafts did not pay"
 
 
+def test_doubt_is_tried_with_what_was_gained(seed: int) -> None:
+    machine, controller = Machine(1.0, 0.2, seed), Controller(LENGTHS)
+    machine.run(controller, 40)
+    controller.begin()
+    machine.run(controller, 1, doubt=1)
+    assert machine.chosen[-1] == 0, "nothing is gained yet"
+    machine.run(controller, 1)
+    assert machine.chosen[-1] == 15, "it waits for no gain"
+    machine.run(controller, 4, doubt=1)
+    assert machine.chosen[-4:] == [3, 3, 3, 7]
+    controller.begin()
+    machine.run(controller, 1, doubt=1)
+    assert machine.chosen[-1] > 0, "what pays waits for no gain"
+
+
 def test_forwards_that_were_not_timed_decide_nothing() -> None:
     controller = Controller(LENGTHS)
     for _ in range(20):
@@ -209,7 +224,7 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
                     source.append(source[ends[-1] + i])
                 expected = source[place:]
                 break
-        assert lookup.doubt == (max(3 - size, 0) if expected else 3)
+        assert lookup.doubt == (max(3 - size, 0) if expected else 0)
         assert list(lookup.draft(7)) == expected
         assert list(lookup.draft(3)) == expected[:3]
         lookup.extend([text[place]])

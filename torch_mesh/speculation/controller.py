@@ -75,8 +75,8 @@ class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
     Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried where
-    drafts of less doubt pay and have gained a plain forward for each doubt, so that what they lose does not stop the others. It knows no clock: what a
-    forward took it is told. The same observations lead to the same choices.
+    drafts of less doubt pay and have gained a plain forward for each doubt, so that trials seldom stop the others. It knows no clock: what a forward
+    took it is told. The same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class Controller:
 
     def begin(self) -> None:
         """Another text, on which drafts may be worth what they were not on the last one."""
-        for drafts in self._drafts.values():
+        for drafts in list(self._drafts.values()):  # another thread's text may bring another doubt
             drafts.begin()
         self._saved = min(self._saved, 0.0)  # what others gained is not lost on this one
 
@@ -111,13 +111,14 @@ class Controller:
         drafts = self._of(doubt)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or drafts.wait > 0 or self._saved < doubt * self._plain.value:
+        if not lengths or unsure or drafts.wait > 0 or self._saved < 0:
             return 0
         if doubt > 0 and max(self.utilities(doubt - 1).values(), default=0) <= 1:
             return 0
         known = self.utilities(doubt)
         if not known:
-            return self._tried(drafts, lengths[0])
+            gained = self._saved >= doubt * self._plain.value
+            return self._tried(drafts, lengths[0]) if gained else 0
         if max(known.values()) <= 1:
             return drafts.give_up()
         drafts.interval = _FIRST_WAIT
@@ -149,7 +150,7 @@ class Controller:
             usual = drafts.seconds[length].value if known else (length + 1) * self._plain.value
             seconds = min(seconds, _ODD * usual)
         if length == 0:
-            for each in self._drafts.values():
+            for each in list(self._drafts.values()):
                 each.wait = max(each.wait - 1, 0)
             if seconds is not None:
                 self._since_plain = 0

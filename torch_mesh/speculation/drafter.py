@@ -14,7 +14,7 @@ class Drafter(ABC):
 
     @property
     def doubt(self) -> int:
-        """0; more where the next draft is right less often than others are."""
+        """0; 1, 2, ... where the next draft is right less often than with the number before."""
         return 0
 
     @abstractmethod

@@ -28,7 +28,7 @@ class Lookup(Drafter):
     @property
     def doubt(self) -> int:
         size, _ = self._last_time()
-        return max(_DOUBTED + 1 - size, 0)
+        return max(_DOUBTED + 1 - size, 0) if size else 0
 
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
