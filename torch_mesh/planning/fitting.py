@@ -31,7 +31,7 @@ def gpu_pool_bytes(sizes: Sizes, config: MeshConfig) -> int:
 
 
 def on_card(folder: Path, sizes: Sizes, config: MeshConfig, free: int, total: int) -> GpuPlan:
-    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded."""
+    """What a card of ``total`` bytes takes beside the rest of the model, which lies there as it is loaded. Raises ValueError where that is not known, or is packed."""
     shape = sizes.shape
     if sizes.dense_bytes_loading is None:
         raise ValueError(
@@ -88,6 +88,7 @@ def fitting_slots(
 
 
 def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
+    """Of a prompt, that ``workspace`` has room for at once; None for experts that run by projection."""
     shape = sizes.shape
     if shape.activation is None:
         return None
@@ -96,6 +97,7 @@ def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:
 
 
 def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None, fallback_bytes: int) -> int | None:
+    """Of memory: while it is loaded, or with ``slots`` experts and ``fallback_bytes`` besides; None where one is not known."""
     if slots is None or sizes.dense_bytes is None or sizes.dense_bytes_loading is None:
         return None
     pool = 0 if config.io == "mmap" else slots * sizes.expert_bytes + fallback_bytes
@@ -104,5 +106,6 @@ def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None
 
 
 def or_fewer_bits(sizes: Sizes) -> str:
+    """The end of an advice to give more memory; empty where no format has fewer bits."""
     fewer = [name for name in formats_of_fewer_bits(sizes.weights) if name in _ADVISED]
     return f", or take weights in {' or '.join(fewer[:2])}" if fewer else ""

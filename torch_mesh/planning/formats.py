@@ -89,7 +89,7 @@ def format_choices(
     format_speeds: Mapping[str, float],
     overlap: float | None,
 ) -> Iterator[FormatChoice]:
-    """Those of which enough fits."""
+    """Of the formats compared, those in which one token's experts fit in ``available`` bytes."""
     shape = sizes.shape
     if speeds is None or sizes.dense_bytes_per_token is None:
         return
@@ -175,6 +175,7 @@ def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
 
 
 def with_chosen(choices: tuple[FormatChoice, ...], max_error: float) -> tuple[FormatChoice, ...]:
+    """The same, with the one ``chosen`` whose weights are off by at most ``max_error``; none where that is of no format."""
     allowed = [choice for choice in choices if choice.weight_error <= max_error]
     fastest = max((choice.tokens_per_second for choice in allowed), default=0.0)
     as_fast = [choice for choice in allowed if choice.tokens_per_second >= _AS_FAST * fastest]

@@ -64,6 +64,7 @@ def simulated_hit_rate(shape: Shape, share: float, overlap: float) -> HitRate:
 
 
 def known_or_expected(shape: Shape, share: float, given: float | None, overlap: float | None) -> HitRate:
+    """``given``, or what ``overlap`` is simulated to give, or what to expect. Raises ValueError for what is no rate or no overlap."""
     if given is not None and not 0 <= given <= 1:
         raise ValueError(f"hit_rate={given} must be in [0, 1]")
     if share == 1 or (given is None and overlap is None):

@@ -28,6 +28,7 @@ class RankPlan:
 def check_ranks(
     sizes: Sizes, config: MeshConfig, ranks: int, overlap: float | None, card: tuple[int, int] | None
 ) -> None:
+    """Raises ValueError for what cannot be divided into ``ranks``, or does not go with them."""
     experts = sizes.shape.experts
     if experts % ranks:
         raise ValueError(f"ranks={ranks}: the {experts} experts of a layer cannot be divided evenly among them")
@@ -40,7 +41,7 @@ def check_ranks(
 
 
 def divided(sizes: Sizes, ranks: int) -> tuple[Sizes, RankPlan]:
-    """Those of one rank."""
+    """The sizes of one rank, and what is different there."""
     shape = sizes.shape
     own = dataclasses.replace(shape, experts=shape.experts // ranks)
     of_rank = dataclasses.replace(sizes, shape=own, all_experts_bytes=sizes.all_experts_bytes // ranks)

@@ -58,7 +58,10 @@ class Sizes:
 
 
 def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
-    """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone."""
+    """What the model in ``folder`` takes with ``config``, from headers, config and manifest alone.
+
+    Raises FileNotFoundError, StoreError, UnsupportedModelError and ValueError as loading would.
+    """
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
     if config.weights.startswith("auto:"):
@@ -204,6 +207,7 @@ def _dense_bytes(
 
 
 def stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
+    """Of a record of ``lossy.fallback``; 0 without."""
     return 0 if config.lossy.fallback == "none" else bytes_in(sizes, config, config.lossy.fallback)
 
 
