@@ -1,7 +1,7 @@
 """Claim: with 40 % of its experts' bytes in memory, torch_mesh decodes 8 x as fast as llama.cpp, 20 x as accelerate.
 
 Each system runs on the same weights in a process of its own, under a memory limit of: its own anonymous memory
-(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts; and again with as much memory as torch_mesh takes.
+(measured in a run without a limit) + the bytes of its dense weights + 0.4 of the bytes of its experts; and again, but for torch_mesh, under torch_mesh's limit.
 torch_mesh and llama.cpp have 4-bit experts, torch_mesh the other linear layers in 8 bits and llama.cpp in 4, accelerate has the bf16 originals. Files are
 evicted from the page cache before every session; tokens are timed after a warm-up that fills what may be filled.
 """
@@ -177,11 +177,12 @@ def measure(options: Any) -> Report:
     limits = {}
     for name, contender in systems.items():
         limits[name] = limit_of(contender)
-        console.print(f"{name}: limit {limits[name] / 1e6:,.0f} MB")
     limits[MESH] = limits[DEFAULTS] = max(limits[MESH], limits[DEFAULTS])
     for name in PEERS:
         systems[with_equal_memory(name)] = systems[name]
         limits[with_equal_memory(name)] = limits[MESH]
+    for name, limit in limits.items():
+        console.print(f"{name}: limit {limit / 1e6:,.0f} MB")
 
     def session(name: str) -> dict[str, Any]:
         contender = systems[name]
