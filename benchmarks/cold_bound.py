@@ -24,9 +24,10 @@ import harness
 import numpy as np
 import synthetic
 import torch
+from direct_reads import CHUNK, DEPTH
 from full_size import OVERLAP
 from harness import Report, Row
-from prefill_cold import CHUNK, DEPTH, forward, open_model
+from prefill_cold import forward, open_model
 
 import torch_mesh
 from torch_mesh.modules import patched_modules
