@@ -243,9 +243,15 @@ def test_a_hundred_thousand_draws_are_distributed_as_in_plain_sampling() -> None
         drawn = model.generate(prompt.repeat(texts, 1), custom_generate=speculation, **options)[:, prompt.shape[1] :]
         found.update(map(tuple, drawn.tolist()))
     total = sum(found.values())
-    assert set(found) <= set(expected) and min(expected.values()) * total > 5
-    squares = sum((found[text] - total * share) ** 2 / (total * share) for text, share in expected.items())
-    assert squares < 80 + 6 * (2 * 80) ** 0.5, "chi-square of 80 degrees of freedom"
+    assert set(found) <= set(expected)
+    cells: dict[Any, list[float]] = {}  # drawn, and expected; texts that are rare in this model have one together
+    for text, share in expected.items():
+        cell = cells.setdefault(text if total * share > 5 else "rare", [0, 0.0])
+        cell[0] += found[text]
+        cell[1] += total * share
+    squares = sum((drawn - share) ** 2 / share for drawn, share in cells.values())
+    freedom = len(cells) - 1
+    assert freedom > 40 and squares < freedom + 6 * (2 * freedom) ** 0.5, "chi-square"
     tally = torch_mesh.stats(model).speculation
     assert tally is not None and 0 < tally.accepted < tally.drafted
 
