@@ -9,13 +9,10 @@ a stand-in for a predictor hides of the waiting, which names three of four of th
 from __future__ import annotations
 
 import gc
-import mmap
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ import harness
 import numpy as np
 import synthetic
 import torch
-from direct_reads import CHUNK, DEPTH
+from direct_reads import DEPTH, reader_of
 from full_size import OVERLAP
 from harness import Report, Row
 from prefill_cold import forward, open_model
@@ -112,34 +109,14 @@ def read_seconds(folder: Path, most: int) -> list[float]:
     """What a plain loop takes for 0, 1, ... ``most`` records at once."""
     source = open_store(folder).source_arguments()
     records = source["extents"].reshape(-1, 3)
-    descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path, _ in source["files"]]
     rng = np.random.default_rng(1)
-    memory = mmap.mmap(-1, DEPTH * CHUNK)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # as the pool's: small pages cut the disk's requests up
-    buffers = [memoryview(memory)[index * CHUNK : (index + 1) * CHUNK] for index in range(DEPTH)]
-    with ThreadPoolExecutor(DEPTH) as readers:
-
-        def read(part: tuple[int, list[tuple[int, int, int]]]) -> None:
-            index, chunks = part
-            for file, offset, size in chunks:
-                os.preadv(descriptors[file], [buffers[index][:size]], offset)
+    with reader_of([path for path, _ in source["files"]]) as seconds:
 
         def run(count: int) -> float:
-            chosen = records[rng.choice(len(records), count, replace=False)].tolist()
-            chunks = [
-                (file, offset + at, min(CHUNK, size - at))
-                for file, offset, size in chosen
-                for at in range(0, size, CHUNK)
-            ]
-            begin = time.perf_counter()
-            list(readers.map(read, enumerate(chunks[first::DEPTH] for first in range(min(DEPTH, len(chunks))))))
-            return time.perf_counter() - begin
+            return seconds(records[rng.choice(len(records), count, replace=False)].tolist())
 
-        run(DEPTH)  # starts the threads and faults the buffers in
-        medians = [statistics.median(run(count) for _ in range(25)) for count in range(1, most + 1)]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return [0.0, *medians]
+        run(DEPTH)  # starts the threads
+        return [0.0, *(statistics.median(run(count) for _ in range(25)) for count in range(1, most + 1))]
 
 
 def measure(options: Any) -> Report:

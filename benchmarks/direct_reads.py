@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch_mesh.planning.measuring import huge_pages
@@ -33,24 +34,38 @@ def read_files(paths: Sequence[Path]) -> float:
 
 def read_parts(paths: Sequence[str | Path], parts: Iterable[Part]) -> float:
     """Seconds to read parts of files, which begin at blocks."""
-    chunks = [
-        (file, offset + at, min(CHUNK, size - at)) for file, offset, size in parts for at in range(0, size, CHUNK)
-    ]
+    with reader_of(paths) as seconds:
+        return seconds(parts)
+
+
+@contextmanager
+def reader_of(paths: Sequence[str | Path]) -> Iterator[Callable[[Iterable[Part]], float]]:
+    """``read_parts`` of these files, to be called more than once: threads start with the first call, and all else is there before."""
     pages = memoryview(huge_pages(DEPTH * CHUNK))
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for path in paths]
 
-    def read(reader: int) -> None:
+    def read(reader: int, chunks: Sequence[Part]) -> None:
         buffer = pages[reader * CHUNK : (reader + 1) * CHUNK]
-        for file, offset, size in chunks[reader::DEPTH]:
+        for file, offset, size in chunks:
             blocks = buffer[: -(-size // BLOCK) * BLOCK]  # a file's last one may end early
             if os.preadv(descriptors[file], [blocks], offset) < size:
                 raise RuntimeError(f"a read of {paths[file]} at {offset} came back short")
 
     try:
         with ThreadPoolExecutor(DEPTH) as readers:
-            begin = time.perf_counter()
-            list(readers.map(read, range(DEPTH)))
-            return time.perf_counter() - begin
+
+            def seconds(parts: Iterable[Part]) -> float:
+                chunks = [
+                    (file, offset + at, min(CHUNK, size - at))
+                    for file, offset, size in parts
+                    for at in range(0, size, CHUNK)
+                ]
+                shares = [chunks[first::DEPTH] for first in range(min(DEPTH, len(chunks)))]
+                begin = time.perf_counter()
+                list(readers.map(read, range(DEPTH), shares))
+                return time.perf_counter() - begin
+
+            yield seconds
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
