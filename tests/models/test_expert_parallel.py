@@ -69,15 +69,23 @@ def build(folder: Path, experts: str, **fields: Any) -> tuple[str, str]:
     return str(folder / "raw"), str(folder / "store")
 
 
-def one_process(case: dict[str, Any]) -> dict[str, Any]:
-    model = model_class(case).from_pretrained(
+def opened(case: dict[str, Any]) -> Any:
+    return model_class(case).from_pretrained(
         case["folder"], dtype=case["dtype"], quantization_config=MeshConfig(**case.get("config", {}))
     )
-    with torch.no_grad():
-        logits = model(input_ids=case["ids"], use_cache=False)[0]
-        generated = None
-        if model.can_generate():
-            generated = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+
+
+@torch.no_grad()
+def logits_of(model: Any, case: dict[str, Any]) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=case["ids"], use_cache=False)[0]
+    return logits
+
+
+def one_process(case: dict[str, Any]) -> dict[str, Any]:
+    model = opened(case)
+    logits, generated = logits_of(model, case), None
+    if model.can_generate():
+        generated = model.generate(case["prompt"], max_new_tokens=8, min_new_tokens=8, do_sample=False)
     stats = torch_mesh.stats(model)
     return {"logits": logits, "generated": generated, "stats": stats.to_dict(), "slots": stats.slots}
 
@@ -89,7 +97,7 @@ def assert_same(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
     if case["dtype"] == torch.float32:
         median, share, others = 1e-5, 1.0, 0.01
     else:
-        rounding = apart(expected["logits"], one_process(case | {"dtype": torch.float32})["logits"])
+        rounding = apart(expected["logits"], logits_of(opened(case | {"dtype": torch.float32}), case))
         assert rounding.median() < 0.1, "nothing could be told from it"
         share = 0.75
         median, others = max(0.03, 3 * float(rounding.median())), max(0.06, 3 * float(rounding.quantile(share)))

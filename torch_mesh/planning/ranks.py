@@ -1,4 +1,4 @@
-"""What is different where ranks divide the experts."""
+"""The plan of one of several ranks, which divide the experts."""
 
 from __future__ import annotations
 

@@ -64,6 +64,12 @@ class _Drafts:
         if self.wait > 0:
             self.wait, self.interval = 0, _FIRST_WAIT
 
+    def tried(self, length: int, worth: float) -> int:
+        """``length``, unless it would not pay if all that is drafted were right."""
+        seconds = self.seconds[length]
+        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * worth
+        return self.give_up() if hopeless else length
+
     def give_up(self) -> int:
         self.forget()
         self.wait = self.interval
@@ -118,7 +124,7 @@ class Controller:
         known = self.utilities(doubt)
         if not known:
             gained = self._saved >= doubt * self._plain.value
-            return self._tried(drafts, lengths[0]) if gained else 0
+            return drafts.tried(lengths[0], self._worth) if gained else 0
         if max(known.values()) <= 1:
             return drafts.give_up()
         drafts.interval = _FIRST_WAIT
@@ -169,9 +175,3 @@ class Controller:
 
     def _save(self, seconds: float) -> None:
         self._saved = min(self._saved + seconds, _MOST_SAVED * self._plain.value)
-
-    def _tried(self, drafts: _Drafts, length: int) -> int:
-        """``length``, unless it would not pay if all that is drafted were right."""
-        seconds = drafts.seconds[length]
-        hopeless = seconds.count > 0 and seconds.value >= (length + 1) * self._worth
-        return drafts.give_up() if hopeless else length

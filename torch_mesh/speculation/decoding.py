@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import Any
 
 import torch
@@ -225,12 +225,11 @@ class _Text:
 
     def waits_for(self, drafters: Sequence[Drafter]) -> bool:
         """Whether a draft would take longer than others will."""
-        return any(drafter.is_behind for drafter, goes_on in zip(drafters, self._goes_on(), strict=True) if goes_on)
+        return any(drafter.is_behind for drafter in compress(drafters, self._goes_on()))
 
     def doubt(self, drafters: Sequence[Drafter]) -> int:
         """Of the draft that is right least often."""
-        of_those = (drafter.doubt for drafter, goes_on in zip(drafters, self._goes_on(), strict=True) if goes_on)
-        return max(of_those, default=0)
+        return max((drafter.doubt for drafter in compress(drafters, self._goes_on())), default=0)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
