@@ -66,7 +66,7 @@ def promote_all(folder: Path, promotion: Promotion) -> dict[str, Any]:
                 torch.ops.torch_mesh.promote(handle, experts)
         seconds = time.perf_counter() - begin
         processor = processor_seconds() - processor
-        read = int(engine.stats()["bytes_read"].sum())
+        read = engine.totals()["bytes_read"]
         return {"speed": read / seconds, "processor": 1e3 * processor / (read / 1e9), "about": engine.describe()}
     finally:
         engine.close()

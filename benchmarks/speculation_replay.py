@@ -116,7 +116,6 @@ class Replay(LogitsProcessor):
 
     def draft(self, place: int, length: int) -> list[int]:
         """What is drafted for ``length`` places from ``place`` on, and its experts."""
-        self.steps.append((place, length))
         text = self.text
         tokens, rows = text.tokens[place : place + length], [place - 1]
         wrong = next((i for i in range(length) if not text.right[place + i]), length)
@@ -131,12 +130,15 @@ class Told(Drafter):
     """As torch_mesh's Lookup, for a text that is known."""
 
     def __init__(self, replay: Replay, place: int) -> None:
-        self._replay, self._place = replay, place
+        self._replay, self._place, self._drafted = replay, place, 0
 
     def extend(self, tokens: Sequence[int]) -> None:
+        self._replay.steps.append((self._place, self._drafted))
         self._place += len(tokens)
+        self._drafted = 0
 
     def draft(self, length: int) -> list[int]:
+        self._drafted = length
         return self._replay.draft(self._place, length)
 
 

@@ -380,6 +380,9 @@ class Engine:
     def stats(self) -> dict[str, npt.NDArray[np.int64]]:
         """Each field of LayerStats (csrc/residency/core/statistics.h) as int64 [layers], over all phases."""
 
+    def totals(self) -> dict[str, int]:
+        """What ``stats`` counts, over all layers: a hundredth of a millisecond, where arrays for each step would take several."""
+
     def detailed_stats(self) -> _DetailedStats:
         """All counts of one moment."""
 

@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -168,6 +169,15 @@ py::dict dict_of_layers(const std::vector<LayerStats>& layers) {
 
 py::dict stats(const PyEngine& self) {
   return dict_of_layers(self.look([](Engine& engine) { return engine.pool().stats(); }));
+}
+
+std::map<std::string_view, int64_t> totals(const PyEngine& self) {
+  LayerStats sum;
+  for (const LayerStats& each : self.look([](Engine& engine) { return engine.pool().stats(); }))
+    sum += each;
+  std::map<std::string_view, int64_t> result;
+  for (const auto& [name, member] : kLayerCounts) result[name] = sum.*member;
+  return result;
 }
 
 py::dict detailed_stats(const PyEngine& self) {
@@ -374,6 +384,7 @@ void define_engine(py::module_& module) {
       .def("fill", fill, py::arg("layer"), py::arg("expert"), py::arg("record"))
       .def("read_record", read_record, py::arg("layer"), py::arg("expert"))
       .def("stats", stats)
+      .def("totals", totals)
       .def("detailed_stats", detailed_stats)
       .def("reset_stats", method(+[](Engine& engine) { engine.pool().reset_stats(); }))
       .def("model_use", model_use)

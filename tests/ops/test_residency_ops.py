@@ -270,8 +270,9 @@ def test_every_access_is_a_hit_or_a_miss(open_pool: OpenPool) -> None:
     promoted = sum(pool.count("promoted", layer) for layer in used)
     evicted = sum(pool.count("evicted", layer) for layer in used)
     assert promoted - evicted == len(pool.ready(0)) + len(pool.ready(1)) == 5
+    assert pool.engine.totals() == {name: counts.sum() for name, counts in pool.engine.stats().items()}
     pool.engine.reset_stats()
-    assert all(not counts.any() for counts in pool.engine.stats().values())
+    assert not any(pool.engine.totals().values())
     assert len(pool.ready(0)) + len(pool.ready(1)) == 5
 
 

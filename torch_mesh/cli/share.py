@@ -54,13 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
             )
             ended.wait()
         finally:
-            counted = shared.engine.stats()
+            counted = shared.engine.totals()
             shared.close()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    lent, found = int(counted["accesses"].sum()), int(counted["hits"].sum())
     print(
-        f"Lent {lent} times, {found} of them from memory; {format_bytes(int(counted['bytes_read'].sum()))} were read."
+        f"Lent {counted['accesses']} times, {counted['hits']} of them from memory; {format_bytes(counted['bytes_read'])} were read."
     )
     return 0

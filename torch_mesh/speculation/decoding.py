@@ -147,17 +147,18 @@ class Speculation:
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
         pool = _Pool(model)
+        pool.since()  # what the prompt did
         controller.begin()
 
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-            begin, waited, read = self._clock(), *pool.counts()
+            begin = self._clock()
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
             most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
             doubt = text.doubt(drafters)
             chosen = controller.choose(most, doubt)
             steady = not chosen or not text.waits_for(drafters)
-            drafted = text.drafts(drafters, chosen)
+            drafted = text.drafts(drafters, chosen) if chosen else [[] for _ in drafters]
             count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
             drafted = [own[:count] for own in drafted]
             drafting = self._clock() - begin
@@ -179,8 +180,7 @@ class Speculation:
             self._ran.add(kind)
             controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, doubt)
             controller.lose(in_vain)
-            waited_since, read_since = pool.counts()
-            tally.add(count, len(tokens), seconds, waited_since - waited, read_since - read)
+            tally.add(count, len(tokens), seconds, *pool.since())
             return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
 
         # A graph for each length and each length of the cache: more than torch would compile.
@@ -294,18 +294,23 @@ class _Text:
 
 
 class _Pool:
-    """What the pools of a model, if it has any, have done so far."""
+    """What the pools of a model, if it has any, do."""
 
     def __init__(self, model: nn.Module) -> None:
         self._engines = list(
             {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()
         )
+        self._before = (0, 0)
 
-    def counts(self) -> tuple[float, int]:
-        """Seconds that forwards had nothing to compute, and bytes read."""
-        counted = [engine.stats() for engine in self._engines]
-        stalls = sum(int(each["stall_nanoseconds"].sum()) for each in counted)
-        return stalls / 1e9, sum(int(each["bytes_read"].sum()) for each in counted)
+    def since(self) -> tuple[float, int]:
+        """Seconds that forwards had nothing to compute, and bytes read, since it was asked last."""
+        counted = [engine.totals() for engine in self._engines]
+        now = tuple(sum(each[name] for each in counted) for name in ("stall_nanoseconds", "bytes_read"))
+        stalled, read = (
+            max(now - before, 0) for now, before in zip(now, self._before)
+        )  # less where reset_stats came between
+        self._before = now
+        return stalled / 1e9, read
 
 
 def _forward(
