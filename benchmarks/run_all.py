@@ -43,7 +43,15 @@ ON_LARGE_FILES = (
     "speculation_replay.py",
 )
 ON_A_CARD = ("gpu_layer.py", "gpu_streaming.py", "gpu_decode.py")
-PEERS = ("lossy.py", "speculation.py", "loss_curves.py", "weight_error.py", "layer_peers.py", *ON_LARGE_FILES)
+PEERS = (
+    "lossy.py",
+    "speculation.py",
+    "resident_drafts.py",
+    "loss_curves.py",
+    "weight_error.py",
+    "layer_peers.py",
+    *ON_LARGE_FILES,
+)
 
 
 def run(script: str, directory: Path, report: Path) -> int:

@@ -152,7 +152,7 @@ def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
     assert controller.choose(5) == 0 and controller.choose(15) == 15
 
 
-@pytest.mark.parametrize("doubt", [1, 2])
+@pytest.mark.parametrize("doubt", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.95])
 def test_drafts_are_judged_by_their_doubt(right: float, doubt: int, seed: int) -> None:
     machine, controller = Machine(0.9, 0.2, seed), Controller(LENGTHS)
@@ -167,35 +167,41 @@ def test_drafts_are_judged_by_their_doubt(right: float, doubt: int, seed: int) -
     assert drafted < 0.1 if right == 0 else drafted > 0.75
 
 
-def test_drafts_of_more_doubt_wait_for_those_of_less_to_pay(seed: int) -> None:
-    machine, controller = Machine(1.0, 0.1, seed), Controller(LENGTHS)
-    machine.run(controller, 200, doubt=1)
-    assert not any(machine.chosen), "no sure draft was tried"
-    machine.run(controller, 40)
-    machine.run(controller, 5, doubt=2)
-    assert not any(machine.chosen[-5:]), "none of less doubt was"
-    machine.run(controller, 20, doubt=1)
-    machine.run(controller, 5, doubt=2)
-    assert all(machine.chosen[-5:])
+@pytest.mark.parametrize("doubt", [1, 2, 3])
+def test_doubted_drafts_are_not_tried_where_those_of_less_doubt_fail(doubt: int, seed: int) -> None:
     machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
-    machine.run(controller, 200)
+    while not machine.chosen or any(machine.chosen[-300:]):
+        machine.run(controller, 300)
+    machine.right = 1.0
+    machine.run(controller, 150, doubt=doubt)  # while sure drafts wait for 512 forwards, or 1024
+    assert not any(machine.chosen[-150:])
+    controller.begin()
+    machine.run(controller, 300, doubt=doubt)
+    assert any(machine.chosen[-300:]), "nothing is known of another text"
+
+
+def test_what_failed_at_last_is_given_up_though_no_such_draft_comes_again(seed: int) -> None:
+    machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
+    while sum(map(bool, machine.chosen)) < 3:
+        machine.run(controller, 1)
+    assert max(controller.utilities().values()) < 1
     machine.right = 1.0
     machine.run(controller, 100, doubt=1)
-    assert not any(machine.chosen[-100:]), "sure drafts did not pay"
+    assert not any(machine.chosen[-100:-90]) and any(machine.chosen[-50:])
 
 
 def test_doubt_is_tried_with_what_was_gained(seed: int) -> None:
     machine, controller = Machine(1.0, 0.2, seed), Controller(LENGTHS)
     machine.run(controller, 40)
     controller.begin()
-    machine.run(controller, 1, doubt=1)
+    machine.run(controller, 1, doubt=2)
     assert machine.chosen[-1] == 0, "nothing is gained yet"
-    machine.run(controller, 1)
-    assert machine.chosen[-1] == 15, "it waits for no gain"
     machine.run(controller, 4, doubt=1)
+    assert machine.chosen[-4:] == [3, 3, 3, 7], "the first doubt waits for no gain"
+    machine.run(controller, 4, doubt=2)
     assert machine.chosen[-4:] == [3, 3, 3, 7]
     controller.begin()
-    machine.run(controller, 1, doubt=1)
+    machine.run(controller, 1, doubt=2)
     assert machine.chosen[-1] > 0, "what pays waits for no gain"
 
 
@@ -212,8 +218,10 @@ def test_forwards_that_were_not_timed_decide_nothing() -> None:
 
 
 def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> None:
-    text = random.Random(seed).choices(range(4), k=200)
+    text = random.Random(seed).choices(range(4), k=150)
+    text += text[:50]
     lookup = Lookup(text[:50])
+    doubts = set()
     for place in range(50, 200):
         expected: list[int] = []
         for size in (5, 4, 3, 2, 1):
@@ -224,8 +232,12 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
                     source.append(source[ends[-1] + i])
                 expected = source[place:]
                 break
-        assert lookup.doubt == (max(3 - size, 0) if expected else 0)
+        before = list(zip(reversed(text[: ends[-1]]), reversed(text[:place]), strict=False)) if ends else []
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], before))
+        assert lookup.doubt == (sum(alike < bound for bound in (8, 3, 2)) if ends else 0)
+        doubts.add(lookup.doubt)
         assert list(lookup.draft(7)) == expected
         assert list(lookup.draft(3)) == expected[:3]
         lookup.extend([text[place]])
+    assert {0, 1} <= doubts, "long endings and short ones"
     assert not Lookup([1, 2, 3]).draft(5) and not Lookup().draft(5)

@@ -80,9 +80,9 @@ class _Drafts:
 class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
-    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried where
-    drafts of less doubt pay and have gained a plain forward for each doubt, so that trials seldom stop the others. It knows no clock: what a forward
-    took it is told. The same observations lead to the same choices.
+    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried unless
+    those of less doubt were given up; of doubt 2 and more when trials may lose a plain forward for each doubt above the first, so that they
+    seldom stop the others. It knows no clock: what a forward took it is told. The same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -117,16 +117,12 @@ class Controller:
         drafts = self._of(doubt)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or drafts.wait > 0 or self._saved < 0:
-            return 0
-        if doubt > 0 and max(self.utilities(doubt - 1).values(), default=0) <= 1:
+        if not lengths or unsure or self._saved < 0 or any(self._fail(each) for each in range(doubt + 1)):
             return 0
         known = self.utilities(doubt)
         if not known:
-            gained = self._saved >= doubt * self._plain.value
-            return drafts.tried(lengths[0], self._worth) if gained else 0
-        if max(known.values()) <= 1:
-            return drafts.give_up()
+            earned = self._saved >= (doubt - 1) * self._plain.value
+            return drafts.tried(lengths[0], self._worth) if earned else 0
         drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
         if not pays:  # but longer ones do, for which there is no room
@@ -139,6 +135,13 @@ class Controller:
         if drafts.since_review >= _REVIEW:
             return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
         return best
+
+    def _fail(self, doubt: int) -> bool:
+        """Whether drafts of this doubt do not pay, and are not to be tried again yet."""
+        drafts, known = self._of(doubt), self.utilities(doubt)
+        if known and max(known.values()) <= 1:
+            drafts.give_up()
+        return drafts.wait > 0
 
     def fitting(self, length: int) -> int:
         """The longest of its lengths that a draft of ``length`` tokens can be cut to; 0: none."""

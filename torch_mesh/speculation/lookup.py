@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from .drafter import Drafter
 
-# The longest ending that is looked up, and the longest that has a doubt of its own: the fewer tokens, the more are chance.
-_LONGEST, _DOUBTED = 5, 2
+_LONGEST = 5  # ending that is looked up, in tokens
+# Endings of fewer tokens have one doubt more each: the fewer tokens, the more are chance.
+_DOUBTED = (8, 3, 2)
 
 
 class Lookup(Drafter):
@@ -27,13 +28,13 @@ class Lookup(Drafter):
 
     @property
     def doubt(self) -> int:
-        size, _ = self._last_time()
-        return max(_DOUBTED + 1 - size, 0) if size else 0
+        _, alike = self._last_time()
+        return sum(alike < bound for bound in _DOUBTED) if alike else 0
 
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
-        size, place = self._last_time()
-        if not size:
+        place, alike = self._last_time()
+        if not alike:
             return ()
         text, drafted = self._tokens, list[int]()
         for i in range(place, place + length):
@@ -41,10 +42,12 @@ class Lookup(Drafter):
         return drafted
 
     def _last_time(self) -> tuple[int, int]:
-        """The longest ending that was there before, in tokens, and the place behind it; 0: there is none."""
+        """The place behind the last time of the longest ending that is looked up, and how many tokens are alike before it, as far as they matter."""
         text = self._tokens
         for size in range(min(_LONGEST, len(text)), 0, -1):
             place = self._followed.get(tuple(text[-size:]))
             if place is not None:
-                return size, place
+                while _LONGEST <= size < min(_DOUBTED[0], place) and text[place - size - 1] == text[-size - 1]:
+                    size += 1
+                return place, size
         return 0, 0

@@ -1,0 +1,182 @@
+"""Claim: drafts by resident experts alone gain nothing: a draft that reads nothing still computes all that a plain step does, so that on
+examples/mesh-tiny at 25 and 50 % resident decoding with them takes at least as long as without. Tokens are those of plain decoding.
+
+That is why torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the cache goes back,
+and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn; a kind's first text is
+not counted, for it fills the pools.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from harness import Report, Row
+from perplexity import ROOT
+from speculation import prompts
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+import torch_mesh
+from torch_mesh.families import find_experts, router_module
+
+
+class ResidentAlone(TorchFunctionMode):
+    """The one ``topk`` of a router takes resident experts, others only where these are too few."""
+
+    def __init__(self, handle: torch.Tensor) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0]
+        ids = torch.ops.torch_mesh.route(scores, result[1], self._handle, 1.0, 0)  # no choice is kept
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+class Side:
+    """A model that decodes with drafts of ``length`` tokens, 0: plainly; and what it took."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        self.model, self.length = model, length
+        layers = find_experts(model)
+        self._routers: list[Any] = [router_module(model, layer) for layer in layers]
+        self._leaning = [
+            leaning(router.forward, layer.module._mesh_handle)
+            for router, layer in zip(self._routers, layers, strict=True)
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        self.seconds: list[float] = []
+        self.tokens = self.forwards = self.drafted = self.accepted = self.read = 0
+        self.stall = 0.0
+
+    @torch.no_grad()
+    def decode(self, ids: torch.Tensor, tokens: int) -> list[int]:
+        """The ``tokens`` [tokens] that follow ``ids`` [1, prompt]."""
+        cache = DynamicCache(config=self.model.config)
+        text = self._next(ids, cache, 1)
+        before, begin = torch_mesh.stats(self.model).decode, time.perf_counter()
+        while len(text) < tokens:
+            length = min(self.length, tokens - len(text) - 1)
+            drafted = self._draft(text[-1], cache, length) if length else []
+            expected = self._next(torch.tensor([[text[-1], *drafted]]), cache, length + 1)
+            right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafted, expected)))
+            if right < length:
+                cache.crop(right - length)
+            text += expected[: right + 1]
+            self.forwards += 1
+            self.drafted += length
+            self.accepted += right
+        self.seconds.append(time.perf_counter() - begin)
+        after = torch_mesh.stats(self.model).decode
+        self.stall += after.stall_seconds - before.stall_seconds
+        self.read += after.bytes_read - before.bytes_read
+        self.tokens += tokens - 1
+        return text
+
+    def _next(self, ids: torch.Tensor, cache: DynamicCache, rows: int) -> list[int]:
+        """The token behind each of the last ``rows`` of ``ids`` [1, n]."""
+        logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits
+        return logits[0].argmax(-1).tolist()
+
+    def _draft(self, token: int, cache: DynamicCache, length: int) -> list[int]:
+        drafted = [token]
+        for router, forward in zip(self._routers, self._leaning, strict=True):
+            router.forward = forward
+        for _ in range(length):
+            drafted += self._next(torch.tensor([drafted[-1:]]), cache, 1)
+        for router in self._routers:
+            del router.forward  # and it has that of its class again
+        cache.crop(-length)
+        return drafted[1:]
+
+
+def leaning(forward: Callable[..., Any], handle: torch.Tensor) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        with ResidentAlone(handle):
+            return forward(*args, **kwargs)
+
+    return choose
+
+
+def opened(options: Any, resident: float, length: int) -> Side:
+    # Linear layers and attention of torch_mesh: a token has the same bits in forwards of one row and of several.
+    config = torch_mesh.MeshConfig(resident=resident, dense="bf16", attention="mesh", prefetch=options.prefetch)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, quantization_config=config)
+    return Side(model, length)
+
+
+def measure(options: Any) -> Report:
+    texts = prompts(options, AutoTokenizer.from_pretrained(options.model))
+    report = Report(
+        f"Drafts by resident experts alone, {options.model.name} in bf16, {options.tokens} tokens of {options.texts} texts of each kind"
+    )
+    differ = 0
+    for resident, length in itertools.product(options.resident, options.lengths):
+        plain, drafting = opened(options, resident, 0), opened(options, resident, length)
+        for text in (kind[0] for kind in texts.values()):
+            for side in (plain, drafting):
+                side.decode(text, options.tokens)
+                side.forget()
+        for number, text in enumerate(itertools.chain.from_iterable(kind[1:] for kind in texts.values())):
+            sides = (plain, drafting) if number % 2 else (drafting, plain)
+            answers = {side.length: side.decode(text, options.tokens) for side in sides}
+            differ += answers[0] != answers[length]
+        add_rows(report, f"{resident:.0%} resident, drafts of {length}", plain, drafting)
+    every = len(options.resident) * len(options.lengths) * len(texts) * options.texts
+    report.add(Row("answers that differ from plain decoding's", differ, "", "all", every, at_most=0.0))
+    report.notes.append(f"prefetch {options.prefetch}, on both sides")
+    return report
+
+
+def add_rows(report: Report, name: str, plain: Side, drafting: Side) -> None:
+    ratio = statistics.quantiles(
+        [one / other for one, other in zip(drafting.seconds, plain.seconds, strict=True)], n=10
+    )
+    report.add(Row(f"{name}: drafted tokens that were right", drafting.accepted, "", "all", drafting.drafted))
+    report.add(Row(f"{name}: tokens a forward", drafting.tokens / drafting.forwards, ""))
+    report.add(
+        Row(
+            f"{name}: time of a text",
+            ratio[4] * statistics.median(plain.seconds),
+            "s",
+            "plain",
+            statistics.median(plain.seconds),
+            at_least=1.0,
+            low=ratio[0],
+            high=ratio[-1],
+        )
+    )
+    reads, stalls = ([getattr(side, what) / side.tokens for side in (drafting, plain)] for what in ("read", "stall"))
+    report.add(Row(f"{name}: read per token", reads[0] / 1024, "KiB", "plain", reads[1] / 1024))
+    report.add(Row(f"{name}: waiting per token", stalls[0] * 1e3, "ms", "plain", stalls[1] * 1e3))
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--model", type=Path, default=ROOT / "examples" / "mesh-tiny")
+    arguments.add_argument("--text", type=Path, default=ROOT / "tests" / "data" / "text", help="folder of *.jsonl")
+    arguments.add_argument("--texts", type=int, default=5, help="of each kind")
+    arguments.add_argument("--tokens", type=int, default=64, help="decoded of each")
+    arguments.add_argument("--resident", type=float, nargs="+", default=[0.25, 0.5])
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[2, 4, 6], help="of drafts, in tokens")
+    arguments.add_argument("--prefetch", default="off")
+    options = arguments.parse_args()
+    options.batch = 1
+    return measure(options).finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
