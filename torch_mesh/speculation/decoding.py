@@ -300,15 +300,14 @@ class _Pool:
         self._engines = list(
             {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()
         )
-        self._before = (0, 0)
+        self._before: tuple[int, ...] = (0, 0)
 
     def since(self) -> tuple[float, int]:
         """Seconds that forwards had nothing to compute, and bytes read, since it was asked last."""
         counted = [engine.totals() for engine in self._engines]
         now = tuple(sum(each[name] for each in counted) for name in ("stall_nanoseconds", "bytes_read"))
-        stalled, read = (
-            max(now - before, 0) for now, before in zip(now, self._before)
-        )  # less where reset_stats came between
+        # After reset_stats it is less than before.
+        stalled, read = (max(after - before, 0) for after, before in zip(now, self._before))
         self._before = now
         return stalled / 1e9, read
 
