@@ -2,8 +2,8 @@
 examples/mesh-tiny at 25 and 50 % resident decoding with them takes at least as long as without. Tokens are those of plain decoding.
 
 That is why torch_mesh has no such drafts. Here each router takes the best of the resident experts for a few tokens, the cache goes back,
-and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a layer.) Both sides are the same loop on a model with a pool of its own, text by text in turn; a kind's first text is
-not counted, for it fills the pools.
+and one exact forward verifies them. (The mode that sees a router choose costs some microseconds a layer.) Both sides are the same loop on
+a model with a pool of its own, text by text in turn; a kind's first text is not counted, for it fills the pools.
 """
 
 from __future__ import annotations
@@ -21,26 +21,22 @@ import torch
 from harness import Report, Row
 from perplexity import ROOT
 from speculation import prompts
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.families import find_experts, router_module
+from torch_mesh.families import ExpertsLayer, find_experts, router_module
+from torch_mesh.lossy import Selection
 
 
-class ResidentAlone(TorchFunctionMode):
-    """The one ``topk`` of a router takes resident experts, others only where these are too few."""
+class ResidentAlone(Selection):
+    """A router takes resident experts, others only where these are too few."""
 
-    def __init__(self, handle: torch.Tensor) -> None:
-        super().__init__()
-        self._handle = handle
+    def __init__(self, layer: ExpertsLayer) -> None:
+        super().__init__(layer.num_experts, layer.top_k)
+        self._handle: torch.Tensor = layer.module._mesh_handle
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
-            return result
-        scores = args[0]
-        ids = torch.ops.torch_mesh.route(scores, result[1], self._handle, 1.0, 0)  # no choice is kept
+    def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
+        ids = torch.ops.torch_mesh.route(scores, ids, self._handle, 1.0, 0)  # no choice is kept
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
@@ -51,10 +47,7 @@ class Side:
         self.model, self.length = model, length
         layers = find_experts(model)
         self._routers: list[Any] = [router_module(model, layer) for layer in layers]
-        self._leaning = [
-            leaning(router.forward, layer.module._mesh_handle)
-            for router, layer in zip(self._routers, layers, strict=True)
-        ]
+        self._leaning = [leaning(router.forward, layer) for router, layer in zip(self._routers, layers, strict=True)]
         self.forget()
 
     def forget(self) -> None:
@@ -103,9 +96,9 @@ class Side:
         return drafted[1:]
 
 
-def leaning(forward: Callable[..., Any], handle: torch.Tensor) -> Callable[..., Any]:
+def leaning(forward: Callable[..., Any], layer: ExpertsLayer) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        with ResidentAlone(handle):
+        with ResidentAlone(layer):
             return forward(*args, **kwargs)
 
     return choose

@@ -17,6 +17,7 @@ import random
 import re
 import sys
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,6 @@ class Replay(LogitsProcessor):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         config = model.config
-        self._vocabulary: int = config.vocab_size
         self._chosen = {
             rows: torch.zeros(config.num_hidden_layers, rows, config.num_experts_per_tok, dtype=torch.long)
             for rows in (1, *(1 + length for length in LENGTHS))
@@ -151,14 +151,6 @@ class Replay(LogitsProcessor):
     def drafter(self, tokens: list[int]) -> Drafter:
         return Told(self, tokens) if self.text.right else LookedUp(self, tokens)
 
-    def guess(self, place: int, length: int) -> list[int]:
-        """``length`` tokens from ``place`` on, up to the first that is not to be right."""
-        drafted = self.text.tokens[place : place + length]
-        wrong = next((i for i in range(length) if not self.text.right[place + i]), length)
-        if wrong < length:
-            drafted[wrong] = (drafted[wrong] + 1) % self._vocabulary
-        return drafted
-
     def verify(self, place: int, drafted: Sequence[int]) -> None:
         """Chooses the experts of a forward with what is drafted from ``place`` on."""
         text = self.text
@@ -185,15 +177,21 @@ class Replayed(Drafter):
             self.replay.verify(self.place, drafted)
         return drafted
 
+    @abstractmethod
     def guess(self, length: int) -> list[int]:
-        raise NotImplementedError
+        """``length`` tokens, or none."""
 
 
 class Told(Replayed):
-    """Right as often as is told."""
+    """Right up to the first place at which the text says that it is not."""
 
     def guess(self, length: int) -> list[int]:
-        return self.replay.guess(self.place, length)
+        text = self.replay.text
+        drafted = text.tokens[self.place : self.place + length]
+        wrong = next((i for i in range(length) if not text.right[self.place + i]), length)
+        if wrong < length:
+            drafted[wrong] = (drafted[wrong] + 1) % self.replay.model.config.vocab_size
+        return drafted
 
 
 class LookedUp(Replayed):
@@ -269,9 +267,9 @@ def measure(options: Any) -> Report:
     console = Console(stderr=True)
     shape = synthetic.Shape() if options.layers == 4 else full_size.SHAPE
     steps = "compiled" if options.compiled else "eager"
+    what = "A file written again" if options.rewriting else "Drafts right at a given rate"
     report = Report(
-        f"{'A file written again' if options.rewriting else 'Drafts right at a given rate'}, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} "
-        f"tokens of {options.texts} texts"
+        f"{what}, Qwen3-30B-A3B's shapes, {shape.layers} layers in {WEIGHTS}, {steps} steps, {options.tokens} tokens of {options.texts} texts"
     )
     for resident in options.resident:
         plain = opened(options, resident)

@@ -89,7 +89,7 @@ ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
 )
 
 
-class _Selection(TorchFunctionMode):
+class Selection(TorchFunctionMode):
     """Sees the one ``topk`` by which a router selects ``top_k`` of ``experts``."""
 
     def __init__(self, experts: int, top_k: int) -> None:
@@ -111,7 +111,7 @@ class _Selection(TorchFunctionMode):
         raise NotImplementedError
 
 
-class _Probe(_Selection):
+class _Probe(Selection):
     def __init__(self, experts: int, top_k: int) -> None:
         super().__init__(experts, top_k)
         self.seen = 0
@@ -121,7 +121,7 @@ class _Probe(_Selection):
         return torch.return_types.topk((values, ids))
 
 
-class _LeaningSelection(_Selection):
+class _LeaningSelection(Selection):
     def __init__(self, experts: int, top_k: int, handle: torch.Tensor, bias: float) -> None:
         super().__init__(experts, top_k)
         self.handle = handle
