@@ -209,8 +209,9 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float = _field(
         "auto",
         values.resident,
-        'How much of the experts stays in memory. `"auto"`: free memory less a margin; cgroup limits count. With '
-        "[ranks](scaleout.md) it is that of each of them, and a share is of its own experts; those on one machine divide its free memory.",
+        'How much of the experts stays in memory. `"auto"`: free memory less a margin of an eighth, at least 512 MiB or, '
+        "of less than 2 GiB, a quarter; cgroup limits count. With [ranks](scaleout.md) it is that of each of them, and a "
+        "share is of its own experts; those on one machine divide its free memory.",
     )
     shared: str | None = _field(
         None,

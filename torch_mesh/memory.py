@@ -12,6 +12,7 @@ from .values import parse_size
 # What "auto" leaves to the rest of the process: activations, the KV cache, the page cache's working set.
 _MARGIN_BYTES = 512 << 20
 _MARGIN_SHARE = 8  # one part in so many
+_SMALL_MARGIN_SHARE = 4  # where that is less than _MARGIN_BYTES: in a small container these would be all there is
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
@@ -43,8 +44,15 @@ def auto_budget(available: int, reserved: int) -> int:
 
 
 def auto_margin(free: int) -> int:
-    """What ``resident="auto"`` leaves of ``free`` bytes."""
-    return max(_MARGIN_BYTES, free // _MARGIN_SHARE)
+    """What ``resident="auto"`` leaves of ``free`` bytes.
+
+    An eighth, and at least 512 MiB or, of less than 2 GiB, a quarter.
+    """
+    return max(_least_margin(free), free // _MARGIN_SHARE)
+
+
+def _least_margin(free: int) -> int:
+    return max(0, min(_MARGIN_BYTES, free // _SMALL_MARGIN_SHARE))
 
 
 def resident_slots(
@@ -78,7 +86,8 @@ def resident_slots(
         return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
     if resident == "auto":
         reserved *= sharing
-        budget = min(auto_budget(free + freed * sharing, reserved), free - reserved - _MARGIN_BYTES) // sharing
+        beside_freed = free - reserved - _least_margin(free - reserved)
+        budget = min(auto_budget(free + freed * sharing, reserved), beside_freed) // sharing
         return min(every, max(top_k, budget // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
     if slots < top_k:

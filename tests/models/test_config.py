@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from torch_mesh import MeshConfig, memory
 from torch_mesh.config import FIELDS, GROUPS, Field
-from torch_mesh.memory import available_bytes, resident_slots
+from torch_mesh.memory import auto_budget, auto_margin, available_bytes, resident_slots
 from torch_mesh.values import parse_size
 
 GROUPED = [field for field in FIELDS.values() if field.group]
@@ -273,7 +273,22 @@ def test_auto_leaves_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 << 30)
     slots = resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 20, reserved=1 << 28)
     assert slots == (4096 - 256) - 512
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)
+    slots = resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 20, reserved=1 << 28)
+    assert slots == (1024 - 256) * 3 // 4  # of little memory a quarter
     assert resident_slots("auto", layers=100, experts=100, top_k=8, record_bytes=1 << 30) == 8
+
+
+@pytest.mark.parametrize("reserved", [0, 256 << 20])
+def test_the_margin_scales_with_what_is_free(reserved: int) -> None:
+    free = [size << 20 for size in (0, 1, 100, 1000, 2047, 2048, 2049, 4095, 4096, 4097, 1 << 20)]
+    margins = [auto_margin(size) for size in free]
+    assert margins == sorted(margins) and margins[0] == 0
+    assert all(size // 8 <= margin <= size // 4 for size, margin in zip(free, margins, strict=True))
+    assert {auto_margin(size << 20) for size in (2048, 3000, 4096)} == {512 << 20}
+    budgets = [auto_budget(size + reserved, reserved) for size in free]
+    assert budgets == sorted(budgets) and budgets == [size - auto_margin(size) for size in free]
+    assert auto_budget(0, 1) < 0
 
 
 def test_auto_fits_beside_what_will_be_freed_later() -> None:
@@ -356,15 +371,15 @@ def test_free_memory_stops_at_the_limit_that_squeezes(tmp_path: Path, version: i
 
 def test_auto_follows_what_is_given_as_available() -> None:
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20}
-    assert resident_slots("auto", **sizes, available=(512 + 64 + 7) << 20, reserved=64 << 20) == 7
+    assert resident_slots("auto", **sizes, available=(64 + 28) << 20, reserved=64 << 20) == 21
     with pytest.raises(MemoryError, match="4,194,304 left"):
         resident_slots(0.5, **sizes, available=4 << 20)
 
 
 def test_processes_that_take_the_same_at_once_fit_together() -> None:
     sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 20, "sharing": 2}
-    available = (512 + 2 * 64 + 2 * 7) << 20
-    assert resident_slots("auto", **sizes, available=available, reserved=64 << 20) == 7
+    available = (2 * 64 + 2 * 28) << 20
+    assert resident_slots("auto", **sizes, available=available, reserved=64 << 20) == 21
     assert resident_slots(0.5, **sizes, available=100 << 20) == 50
     for resident in (0.5, "50MiB"):
         with pytest.raises(MemoryError, match="50 experts for each of the 2 ranks on this machine.*103,809,024 left"):

@@ -236,6 +236,8 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
         "memory",
         f"{format_bytes(planned.memory_bytes)}, of which Python and torch take {format_bytes(planned.process_bytes)}",
     )
+    if planned.margin_bytes is not None:
+        table.add_row("margin", f"{format_bytes(planned.margin_bytes)}, which resident=auto leaves free")
     if planned.slots is not None and planned.pool_bytes is not None:
         stand_ins = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
         share = f"{planned.slots} experts, {planned.slots / every:.1%}{stand_ins}, {format_bytes(planned.pool_bytes)}"

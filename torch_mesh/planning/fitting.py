@@ -12,7 +12,7 @@ from ..gpu.choosing import format_on_gpu
 from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
-from ..memory import auto_budget, resident_slots
+from ..memory import auto_budget, auto_margin, resident_slots
 from ..other_format import formats_of_fewer_bits
 from .sizes import Sizes, bytes_in, stand_in_bytes
 
@@ -58,15 +58,20 @@ def fitting_slots(
 ) -> tuple[int | None, int, str]:
     """How many experts will be resident, or None and why that cannot be; between the two, how many stand-ins."""
     shape = sizes.shape
-    reserved = config.workspace_bytes + sizes.staging_bytes + gpu_pool
+    reserved = _reserved_bytes(sizes, config, gpu_pool)
     top_k = min(shape.top_k, shape.experts)
     least = top_k * sizes.expert_bytes
     if config.resident == "auto":
         if available is None:
             return None, 0, ""
         if (budget := auto_budget(available, reserved)) < least:
+            taken = (
+                f"Beside Python and the rest of the model {max(0, available):,} bytes can be taken; workspace and buffers "
+                f"take {reserved:,}, and {auto_margin(available - reserved):,} stay free"
+            )
             left = f"{max(0, budget):,} bytes are left for experts, and one token of one layer needs {least:,}"
-            return None, 0, f"{left}: give more memory{or_fewer_bits(sizes)}."
+            advice = f"give more memory{or_fewer_bits(sizes)}, or a smaller workspace."
+            return None, 0, f"{taken}, so that {left}: {advice}"
     try:
         slots = resident_slots(
             config.resident,
@@ -85,6 +90,17 @@ def fitting_slots(
         return *split_slots(config, slots, **experts, **record_bytes), ""
     except (ValueError, MemoryError) as error:
         return None, 0, str(error)
+
+
+def _reserved_bytes(sizes: Sizes, config: MeshConfig, gpu_pool: int) -> int:
+    return config.workspace_bytes + sizes.staging_bytes + gpu_pool
+
+
+def margin_bytes(sizes: Sizes, config: MeshConfig, available: int | None, gpu_pool: int) -> int | None:
+    """What ``resident="auto"`` leaves of ``available``; None for another ``resident``, and where that is not known."""
+    if config.resident != "auto" or available is None:
+        return None
+    return auto_margin(available - _reserved_bytes(sizes, config, gpu_pool))
 
 
 def tokens_per_chunk(sizes: Sizes, config: MeshConfig) -> int | None:

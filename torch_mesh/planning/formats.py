@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..config import MeshConfig
 from ..dense import DENSE_ERROR
+from ..errors import UnsupportedModelError
 from ..store.convert import checked_group_size
 from ..store.manifest import TRELLISES, Shape, is_store
 from .fitting import fitting_slots
@@ -72,7 +73,10 @@ def dense_choices(
     if config.dense not in ("auto", "none", "bf16"):
         return
     for dense in ("int8", "int4"):
-        sizes = find_sizes(folder, config.replace(dense=dense))
+        try:
+            sizes = find_sizes(folder, config.replace(dense=dense))
+        except UnsupportedModelError:  # the rest has no linear layer that is large enough to be packed
+            return
         if sizes.dense_bytes is None:
             return
         seconds = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import mmap
 import os
 import time
@@ -28,6 +29,10 @@ _HUGE_PAGE = 2 << 20
 # A decoder layer, eagerly, takes as long as so many calls of a small torch function besides its products: measured with
 # mesh-tiny, whose weights take no time.
 _SMALL_CALLS_PER_LAYER = 300
+
+# Outputs of a matrix that stands for the weights outside the experts, at most: narrow models have several such matrices
+# instead of one that no kernel takes.
+_MAX_ROWS = 1 << 16
 
 
 def measure_speeds(
@@ -181,18 +186,21 @@ def _experts_speed(sizes: Sizes) -> float:
 
 
 def _dense_speed(sizes: Sizes, form: str, group_size: int) -> float:
-    """Of one row times a large matrix, as ``dense=`` computes it."""
+    """Of one row times one large matrix after another, as ``dense=`` computes it."""
     hidden = sizes.shape.hidden
-    rows = max(64, LARGE_BYTES // (2 * hidden) // 64 * 64)
+    rows = max(64, min(_MAX_ROWS, LARGE_BYTES // (2 * hidden) // 64 * 64))
+    count = max(1, LARGE_BYTES // (2 * hidden * rows))
     x = torch.randn(1, hidden, dtype=torch.bfloat16)
     if form in ("auto", "none"):
-        weight = torch.zeros(rows, hidden, dtype=torch.bfloat16)
+        weights = torch.zeros(count, rows, hidden, dtype=torch.bfloat16)
         product = torch.ops.torch_mesh.plain_linear if form == "auto" else torch.nn.functional.linear
-        return weight.nbytes / seconds_per_call(lambda: product(x, weight, None))
+        plain = itertools.cycle(weights.unbind())
+        return weights[0].nbytes / seconds_per_call(lambda: product(x, next(plain), None))
     group = 0 if form == "bf16" else group_size
-    packed = torch.zeros(_C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
-    return packed.nbytes / seconds_per_call(
-        lambda: torch.ops.torch_mesh.linear(x, packed, None, hidden, rows, form, group)
+    matrices = torch.zeros(count, _C.linear_bytes(form, group, hidden, rows), dtype=torch.uint8)
+    packed = itertools.cycle(matrices.unbind())
+    return matrices[0].nbytes / seconds_per_call(
+        lambda: torch.ops.torch_mesh.linear(x, next(packed), None, hidden, rows, form, group)
     )
 
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from ..config import MeshConfig
 from ..fallback import check_fallback_config
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.planning import GpuPlan
-from ..memory import available_bytes
+from ..memory import anonymous_bytes, available_bytes
 from ..store.manifest import is_store
-from .fitting import fitting_slots, gpu_pool_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk
+from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk
 from .formats import MAX_ERROR, DenseChoice, FormatChoice, dense_choices, format_choices, why_no_choice, with_chosen
 from .hit_rates import HitRate, known_or_expected
 from .ranks import RankPlan, check_ranks, divided
@@ -37,7 +35,8 @@ class Plan:
     ranks: RankPlan | None  # None: the model is whole in its process
     gpu: GpuPlan | None  # what lies on a card
     memory_bytes: int  # what the process can have in all
-    process_bytes: int  # of those: the interpreter with torch and transformers
+    process_bytes: int  # of those: the interpreter with torch and transformers, without mapped files
+    margin_bytes: int | None  # of those: what ``resident="auto"`` leaves free; None where a size or share is named
     slots: int | None
     fallback_slots: int  # stand-ins besides
     pool_bytes: int | None  # of both; with io="mmap" of the page cache, and not in the peak
@@ -104,7 +103,7 @@ def plan(
         check_ranks(sizes, config, ranks, overlap, card)
         sizes, of_ranks = divided(sizes, ranks)
     shape = sizes.shape
-    process = _process_bytes()
+    process = process_bytes()
     whole = memory if memory is not None else process + available_bytes()
     check_gpu_weights(config, sizes.weights if is_store(folder) else None)
     gpu = None if card is None else on_card(folder, sizes, config, *card)
@@ -141,6 +140,7 @@ def plan(
         gpu=gpu,
         memory_bytes=whole,
         process_bytes=process,
+        margin_bytes=margin_bytes(sizes, config, available, gpu_pool),
         slots=slots,
         fallback_slots=fallback_slots,
         pool_bytes=None if slots is None else slots * sizes.expert_bytes + fallback_bytes,
@@ -161,9 +161,9 @@ def plan(
     )
 
 
-def _process_bytes() -> int:
+def process_bytes() -> int:
     """What Python, torch and transformers take, as any process that runs a model has them."""
-    return psutil.Process().memory_info().rss
+    return anonymous_bytes()
 
 
 def _verdict(sizes: Sizes, held: int | None, fallback_slots: int, recommended: int, problem: str) -> tuple[Status, str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -21,7 +20,7 @@ from ..config import MeshConfig
 from ..families import find_experts
 from ..memory import available_bytes
 from ..store.checkpoint import meta_model, read_config
-from .plan import Plan, plan
+from .plan import Plan, plan, process_bytes
 from .sizes import Sizes
 from .token_time import Speeds
 
@@ -97,7 +96,7 @@ def plan_training(
     backward = min(round(rows * at_once * _FP32 * (3 * shape.hidden + 10 * shape.intermediate)), config.workspace_bytes)
     activations = checkpointed if gradient_checkpointing else kept
     beside = adapters * (2 + _ADAM_MOMENTS) + activations + backward
-    whole = memory if memory is not None else psutil.Process().memory_info().rss + available_bytes()
+    whole = memory if memory is not None else process_bytes() + available_bytes()
     planned = plan(folder, config, memory=whole - beside, speeds=speeds)
     passes = 3 if gradient_checkpointing else 2
     used = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
