@@ -117,26 +117,42 @@ _HOW_TO_BUILD = (
 )
 
 
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _stated_torch() -> str | None:
+    """The minor version of torch that the installed package was built against, by its own version: 0.1.0+torch2.15."""
+    from importlib import metadata  # slow to import, and needed here alone
+
+    try:
+        return metadata.version("torch_mesh").partition("+torch")[2] or None
+    except metadata.PackageNotFoundError:  # a checkout that was built in place
+        return None
+
+
 def _load_extension() -> None:
-    """Imports torch_mesh._C and registers the ops, if it was built against the torch that runs: brgemm is no stable ABI."""
+    """Import torch_mesh._C and register the ops, if it was built against the running torch: brgemm is no stable ABI."""
     import torch
 
     global _unusable
+    cause: Exception | None = None
     try:
         from . import _C
 
-        built, running = (".".join(version.split(".")[:2]) for version in (_C.torch_version, torch.__version__))
-        if built == running:
+        built = _C.torch_version
+        if _minor(built) == _minor(torch.__version__):
             importlib.import_module("torch_mesh.ops")
             return
-        _unusable = ImportError(
-            f"torch_mesh was built against torch {_C.torch_version}, and torch {torch.__version__} is loaded: it needs a torch {built}. {_HOW_TO_BUILD}"
-        )
-    except Exception as error:  # noqa: BLE001  raised here, whatever it is, it would be torch that cannot be imported
-        _unusable = ImportError(
-            f"torch_mesh's extension does not load with torch {torch.__version__}: {error}. {_HOW_TO_BUILD}"
-        )
-        _unusable.__cause__ = error
+    except Exception as error:  # noqa: BLE001  if it were raised here, torch itself could not be imported
+        # An extension for another torch may lack a symbol of this one.
+        built, cause = _stated_torch() or torch.__version__, error
+    if _minor(built) == _minor(torch.__version__):
+        reason = f"torch_mesh's extension does not load with torch {torch.__version__}: {cause}"
+    else:
+        reason = f"torch_mesh was built against torch {built}, and torch {torch.__version__} is loaded"
+    _unusable = ImportError(f"{reason}. {_HOW_TO_BUILD}")
+    _unusable.__cause__ = cause
 
 
 def _register_with_transformers() -> None:

@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "bindings/errors.h"
 #include "bindings/process.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
@@ -93,4 +94,6 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
 }  // namespace
 }  // namespace torch_mesh
 
-TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) { m.impl("attention", torch_mesh::attention); }
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("attention", torch_mesh::op<torch_mesh::attention>);
+}

@@ -18,6 +18,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/experts.h"
 
 namespace torch_mesh {
@@ -302,11 +303,11 @@ at::Tensor plain_linear(const at::Tensor& x, const at::Tensor& weight, const Opt
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, Autograd, m) {
-  m.impl("experts", torch_mesh::experts);
-  m.impl("experts_adapted", torch_mesh::experts_adapted);
-  m.impl("grouped_linear", torch_mesh::grouped_linear);
-  m.impl("linear", torch_mesh::linear);
-  m.impl("plain_linear", torch_mesh::plain_linear);
+  m.impl("experts", torch_mesh::op<torch_mesh::experts>);
+  m.impl("experts_adapted", torch_mesh::op<torch_mesh::experts_adapted>);
+  m.impl("grouped_linear", torch_mesh::op<torch_mesh::grouped_linear>);
+  m.impl("linear", torch_mesh::op<torch_mesh::linear>);
+  m.impl("plain_linear", torch_mesh::op<torch_mesh::plain_linear>);
   // No gradient of a gradient: an error and not zeros.
   m.impl("experts_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("experts_adapted_backward", torch::autograd::autogradNotImplementedFallback());

@@ -56,6 +56,18 @@ py::object exception_of(const Error& error) {
   return exception;
 }
 
+void throw_as_python(const Error& error) {
+  const py::gil_scoped_acquire gil;
+  raise(error);
+  throw py::error_already_set();
+}
+
+void throw_memory_error() {
+  const py::gil_scoped_acquire gil;
+  PyErr_NoMemory();
+  throw py::error_already_set();
+}
+
 void register_error_translator() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/adapters.h"
+#include "bindings/errors.h"
 #include "bindings/lookahead.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
@@ -258,8 +259,8 @@ at::Tensor experts_fallback(const at::Tensor& x, const at::Tensor& topk_ids,
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("experts", torch_mesh::experts);
-  m.impl("experts_adapted", torch_mesh::experts_adapted);
-  m.impl("experts_deferred", torch_mesh::experts_deferred);
-  m.impl("experts_fallback", torch_mesh::experts_fallback);
+  m.impl("experts", torch_mesh::op<torch_mesh::experts>);
+  m.impl("experts_adapted", torch_mesh::op<torch_mesh::experts_adapted>);
+  m.impl("experts_deferred", torch_mesh::op<torch_mesh::experts_deferred>);
+  m.impl("experts_fallback", torch_mesh::op<torch_mesh::experts_fallback>);
 }

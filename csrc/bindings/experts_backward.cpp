@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "bindings/adapters.h"
+#include "bindings/errors.h"
 #include "bindings/experts.h"
 #include "bindings/registry.h"
 #include "bindings/runtime.h"
@@ -417,6 +418,6 @@ void check_experts_inputs(const at::Tensor& x, const at::Tensor& ids, const at::
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("experts_backward", torch_mesh::experts_backward);
-  m.impl("experts_adapted_backward", torch_mesh::experts_adapted_backward);
+  m.impl("experts_backward", torch_mesh::op<torch_mesh::experts_backward>);
+  m.impl("experts_adapted_backward", torch_mesh::op<torch_mesh::experts_adapted_backward>);
 }

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
@@ -111,6 +112,6 @@ at::Tensor grouped_linear_backward(const at::Tensor& grad, const at::Tensor& off
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("grouped_linear", torch_mesh::grouped_linear);
-  m.impl("grouped_linear_backward", torch_mesh::grouped_linear_backward);
+  m.impl("grouped_linear", torch_mesh::op<torch_mesh::grouped_linear>);
+  m.impl("grouped_linear_backward", torch_mesh::op<torch_mesh::grouped_linear_backward>);
 }

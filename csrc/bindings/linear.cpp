@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/process.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
@@ -149,9 +150,9 @@ at::Tensor pack_linear(const at::Tensor& weight, c10::string_view format, int64_
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("linear", torch_mesh::linear);
-  m.impl("plain_linear", torch_mesh::plain_linear);
-  m.impl("linear_backward", torch_mesh::linear_backward);
-  m.impl("pack_linear", torch_mesh::pack_linear);
-  m.impl("unpack_linear", torch_mesh::unpack_linear);
+  m.impl("linear", torch_mesh::op<torch_mesh::linear>);
+  m.impl("plain_linear", torch_mesh::op<torch_mesh::plain_linear>);
+  m.impl("linear_backward", torch_mesh::op<torch_mesh::linear_backward>);
+  m.impl("pack_linear", torch_mesh::op<torch_mesh::pack_linear>);
+  m.impl("unpack_linear", torch_mesh::op<torch_mesh::unpack_linear>);
 }

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/tensors.h"
 
 namespace torch_mesh {
@@ -98,6 +99,10 @@ void Lookahead::prefetch() const {
 
 }  // namespace torch_mesh
 
-TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) { m.impl("lookahead", torch_mesh::lookahead); }
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
+  m.impl("lookahead", torch_mesh::op<torch_mesh::lookahead>);
+}
 // On the device that has the router: only the ids it names come over.
-TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) { m.impl("lookahead", torch_mesh::lookahead); }
+TORCH_LIBRARY_IMPL(torch_mesh, CUDA, m) {
+  m.impl("lookahead", torch_mesh::op<torch_mesh::lookahead>);
+}

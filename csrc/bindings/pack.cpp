@@ -11,6 +11,7 @@
 #include <optional>
 #include <tuple>
 
+#include "bindings/errors.h"
 #include "bindings/runtime.h"
 #include "bindings/tensors.h"
 #include "store/record.h"
@@ -144,7 +145,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> unpack(
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("pack", torch_mesh::pack);
-  m.impl("pack_calibrated", torch_mesh::pack_calibrated);
-  m.impl("unpack", torch_mesh::unpack);
+  m.impl("pack", torch_mesh::op<torch_mesh::pack>);
+  m.impl("pack_calibrated", torch_mesh::op<torch_mesh::pack_calibrated>);
+  m.impl("unpack", torch_mesh::op<torch_mesh::unpack>);
 }

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 
@@ -61,9 +62,9 @@ at::Tensor residency(at::Tensor& handle) {
 }  // namespace torch_mesh
 
 TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) {
-  m.impl("promote", torch_mesh::promote);
-  m.impl("prefetch", torch_mesh::prefetch);
-  m.impl("evict", torch_mesh::evict);
-  m.impl("observe", torch_mesh::observe);
-  m.impl("residency", torch_mesh::residency);
+  m.impl("promote", torch_mesh::op<torch_mesh::promote>);
+  m.impl("prefetch", torch_mesh::op<torch_mesh::prefetch>);
+  m.impl("evict", torch_mesh::op<torch_mesh::evict>);
+  m.impl("observe", torch_mesh::op<torch_mesh::observe>);
+  m.impl("residency", torch_mesh::op<torch_mesh::residency>);
 }

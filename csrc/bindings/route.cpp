@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include "bindings/errors.h"
 #include "bindings/registry.h"
 #include "bindings/tensors.h"
 #include "engine/grouping.h"
@@ -35,4 +36,4 @@ at::Tensor route(const at::Tensor& scores, const at::Tensor& topk_ids, at::Tenso
 }  // namespace
 }  // namespace torch_mesh
 
-TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) { m.impl("route", torch_mesh::route); }
+TORCH_LIBRARY_IMPL(torch_mesh, CPU, m) { m.impl("route", torch_mesh::op<torch_mesh::route>); }

@@ -148,6 +148,19 @@ def test_an_extension_for_another_torch_is_refused_with_the_way_out(
         torch_mesh.patch  # noqa: B018
 
 
+def test_an_extension_that_lacks_a_symbol_of_the_running_torch_names_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.0+torch2.13")
+    monkeypatch.setattr(torch_mesh, "_unusable", None)
+    monkeypatch.delattr(torch_mesh, "_C")
+    monkeypatch.setitem(sys.modules, "torch_mesh._C", None)  # importing it is an ImportError
+    monkeypatch.delitem(vars(torch_mesh), "patch", raising=False)
+    torch_mesh._load_extension()
+    with pytest.raises(ImportError, match=r"^torch_mesh was built against torch 2\.13, and torch 2\.15\.0 is loaded"):
+        torch_mesh.patch  # noqa: B018
+    assert torch_mesh._unusable is not None and torch_mesh._unusable.__cause__ is not None
+
+
 @pytest.mark.slow
 def test_an_sdist_builds_a_wheel_that_has_what_ships_and_runs(mesh_tiny: Path, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
