@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import functools
 import http.client
@@ -21,8 +22,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -310,7 +313,6 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
 ) -> None:
     pytest.importorskip("gguf")
     import gguf_files
-    import huggingface_hub
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--owner--model"
@@ -388,14 +390,34 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
     assert "pip install torch_mesh[serve]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reaches_the_network", [True, False])
 def test_a_conversation_in_the_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reaches_the_network: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if not reaches_the_network:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # where nothing listens
+        monkeypatch.setenv("NO_PROXY", "example.org")
     # The second line answers whether it is to go on after so few tokens. The end of the input is as good as !exit.
     monkeypatch.setattr("sys.stdin", io.StringIO("In the beginning\nn\n!status\n"))
     assert main(["chat", str(folder), "max_new_tokens=9", "--resident", "0.3", "--log-level", "error"]) == 0
     said = capsys.readouterr().out
     assert f"Model: {folder}" in said and "9 tokens in" in said
+    if not reaches_the_network:
+        assert os.environ["NO_PROXY"] == "example.org" and "no_proxy" not in os.environ
+
+
+def test_a_conversation_is_offline_for_other_machines() -> None:
+    from torch_mesh.cli.chat import _except_loopback
+
+    asked = []
+
+    async def hook(request: Any) -> None:
+        asked.append(request.url.host)
+
+    for host in ("127.0.0.1", "192.0.2.1"):
+        asyncio.run(_except_loopback(hook)(SimpleNamespace(url=SimpleNamespace(host=host))))
+    assert asked == ["192.0.2.1"]
 
 
 def test_a_model_without_a_template_says_so(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch_mesh.cli.options import add_config_arguments, given_config
 from torch_mesh.cli.serve import add_kept_keys, add_server_arguments, given_options
+
+_LOOPBACK = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = given_config(arguments)
     _check_flags(arguments.flags, parse_generate_flags)
-    options = given_options(arguments) | {"host": "127.0.0.1", "port": 0}
+    options = given_options(arguments) | {"host": _LOOPBACK, "port": 0}
     with (
+        _reach_loopback(),  # before there are threads, as it changes the environment
         Server(arguments.model, config, arguments.keep_keys, options, must_chat=True) as server,
         contextlib.suppress(EOFError),
     ):
@@ -51,6 +55,41 @@ def run(arguments: argparse.Namespace) -> int:
             save_folder=arguments.save_folder,
         )
     return 0
+
+
+@contextlib.contextmanager
+def _reach_loopback() -> Iterator[None]:
+    """Let the client that transformers chat makes reach the server of this process.
+
+    The client is the Hugging Face hub's. It refuses every address when HF_HUB_OFFLINE is set, and follows the proxy of the environment.
+    """
+    from huggingface_hub import get_async_session, set_async_client_factory
+
+    names = ("no_proxy", "NO_PROXY")  # programs differ in which of the two they read first
+    before = {name: os.environ.get(name) for name in names}
+    without_proxy = ",".join([*filter(None, dict.fromkeys(before.values())), _LOOPBACK])
+    os.environ.update(dict.fromkeys(names, without_proxy))
+    given = get_async_session()
+    hooks = {event: list(found) for event, found in given.event_hooks.items()}
+    hooks["request"] = [_except_loopback(hook) for hook in hooks.get("request", ())]
+    # Stays for the rest of the process: the hub has no way to ask which factory was there before.
+    set_async_client_factory(lambda: type(given)(event_hooks=hooks, follow_redirects=True, timeout=None))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _except_loopback(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    async def hook_of_others(request: Any) -> None:
+        if request.url.host != _LOOPBACK:
+            await hook(request)
+
+    return hook_of_others
 
 
 def _check_flags(flags: Sequence[str], parse: Callable[[list[str]], dict[str, Any]]) -> None:
