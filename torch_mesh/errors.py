@@ -20,6 +20,13 @@ class StoreError(MeshError):
     """A store or checkpoint on disk is damaged, incomplete, or not what its manifest says."""
 
 
+class HubError(MeshError):
+    """The Hugging Face hub does not give a model: it has none of that name, asks for a token, or cannot be reached.
+
+    ``__cause__`` is what the hub's own library raised.
+    """
+
+
 class ReadError(MeshError):
     """Reading an expert failed; ``errno`` is the operating system's."""
 

@@ -3,7 +3,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -280,6 +279,7 @@ def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("absent")
+    (tmp_path / "loop").symlink_to("loop")
     paths = {
         "/does/not/exist": "there is no such folder",
         "./absent": "there is no such folder",
@@ -289,6 +289,7 @@ def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.Monk
         "file": "is a file",
         str(tmp_path / "file"): "is a file",
         "link": "is a link to .*absent, which does not exist",
+        "loop": "cannot be looked at: Too many levels of symbolic links",
     }
     readers = (local_folder, open_store, read_config, describe, lambda path: outline_folder(path).__enter__())
     for path, said in paths.items():
@@ -296,19 +297,6 @@ def test_what_is_no_folder_is_called_so(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(StoreError, match=said) as caught:
                 read(path)
             assert "repo" not in str(caught.value).lower()
-
-
-def test_what_may_be_a_model_of_the_hub_is_said_to_be_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def absent(*_: object, **__: object) -> None:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("the hub cannot be reached")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
-    with pytest.raises(
-        StoreError, match="some/model: there is no such folder, nor a model that the hub gives: the hub cannot"
-    ):
-        local_folder("some/model")
 
 
 def test_experts_as_linear_layers_are_refused_by_name(tmp_path: Path) -> None:

@@ -173,6 +173,12 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     """Raises ``StoreError`` unless it is one."""
     if os.path.isdir(folder):
         return
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
+    except OSError as error:  # the folder above it may not be looked into, or its disk does not answer
+        raise store_error(folder, f"cannot be looked at: {error.strerror}") from error
     if os.path.exists(folder):
         raise store_error(folder, "is a file; the folder of a checkpoint or store is needed")
     if os.path.islink(folder):

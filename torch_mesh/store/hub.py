@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from torch_mesh.errors import StoreError
+from torch_mesh.errors import HubError, StoreError
 from torch_mesh.store.gguf import is_gguf, part_names
 from torch_mesh.store.header import (
     INDEX_NAME,
@@ -23,6 +23,7 @@ from torch_mesh.store.header import (
     store_error,
     weight_files,
 )
+from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
 from torch_mesh.store.sources import MODELOPT_NAME
 
@@ -33,7 +34,7 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
     """``source`` if it is a folder or a GGUF file; else the files of that model id on the Hugging Face hub, downloaded to its cache.
 
     A model id and the name of a GGUF file, as in ``maker/model/file.gguf``, is that file, and what it is the first part of.
-    ``revision`` and ``token`` are the hub's; ValueError for a revision of what is here.
+    ``revision`` and ``token`` are the hub's; ValueError for a revision of what is here, and what ``hub_errors`` raises.
     """
     if revision is not None and Path(source).exists():
         raise ValueError(
@@ -44,14 +45,14 @@ def local_folder(source: str | os.PathLike[str], *, revision: str | None = None,
     if is_gguf(source):
         return _gguf_file(source, revision, token)
     _check_model_id(source)
-    with _hub_errors(source):
+    with _to_cache(source):
         fetched = huggingface_hub.snapshot_download(
             os.fspath(source), revision=revision, token=token, ignore_patterns=_NO_WEIGHTS
         )
     return Path(fetched)
 
 
-@contextmanager
+@contextlib.contextmanager
 def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]]:
     """A folder from which headers, config and manifest of ``source`` can be read, and whether its weights can be, too.
 
@@ -69,10 +70,11 @@ def outline_folder(source: str | os.PathLike[str]) -> Iterator[tuple[Path, bool]
     if present is not None:
         yield present, True
         return
-    with tempfile.TemporaryDirectory(prefix="torch_mesh-outline-") as folder:
-        with _hub_errors(source):
-            _write_outline(os.fspath(source), Path(folder))
-        yield Path(folder), False
+    with contextlib.ExitStack() as stack:
+        with hub_errors(source, tempfile.gettempdir(), "TMPDIR"):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch_mesh-outline-")))
+            _write_outline(os.fspath(source), folder)
+        yield folder, False
 
 
 def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, token: str | None = None) -> Path:
@@ -86,21 +88,26 @@ def _gguf_file(source: str | os.PathLike[str], revision: str | None = None, toke
         names = part_names(name)
     except ValueError as problem:
         raise store_error(source, str(problem)) from None
-    with _hub_errors(source):
+    with _to_cache(source):
         folder = huggingface_hub.snapshot_download(
             f"{maker}/{model}", revision=revision, token=token, allow_patterns=names
         )
     return Path(folder) / name
 
 
+def _to_cache(source: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    return hub_errors(source, huggingface_hub.constants.HF_HUB_CACHE, "HF_HOME")
+
+
 def _cached_folder(model: str) -> Path | None:
     try:
-        folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        with _to_cache(model):
+            folder = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
         files = weight_files(folder)
         if is_store(folder):  # transformers fetches only the files that it knows
             files += [folder / file.name for file in read_manifest(folder).record_files]
         return folder if all(file.is_file() for file in files) else None
-    except (LocalEntryNotFoundError, HFValidationError, StoreError):
+    except (HubError, StoreError):
         return None
 
 
@@ -143,11 +150,3 @@ def _check_model_id(source: str | os.PathLike[str]) -> None:
         check_folder(source)
     if os.path.lexists(source):
         check_folder(source)
-
-
-@contextmanager
-def _hub_errors(source: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except (HFValidationError, HfHubHTTPError, huggingface_hub.errors.SafetensorsParsingError, OSError) as problem:
-        raise store_error(source, f"there is no such folder, nor a model that the hub gives: {problem}") from problem

@@ -1,0 +1,118 @@
+"""What keeps a model of the Hugging Face hub from being fetched: each cause in its own words, with what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+
+from torch_mesh.errors import HubError
+
+# Of this machine, and what to do about them. {variable} moves the files to another folder.
+_MORE_ROOM = "free some room there, or set {variable} to a folder on another disk"
+_MORE_RIGHTS = "let this user read and write there, or set {variable} to a folder where it may"
+_OF_THIS_MACHINE = {
+    errno.ENOSPC: _MORE_ROOM,
+    errno.EDQUOT: _MORE_ROOM,
+    errno.EACCES: _MORE_RIGHTS,
+    errno.EPERM: _MORE_RIGHTS,
+    errno.EROFS: _MORE_RIGHTS,
+    errno.EMFILE: "close some, or raise the limit of this process (ulimit -n)",
+    errno.ENFILE: "close some, or raise the limit of the machine (sysctl fs.file-max)",
+    errno.EIO: "look at the kernel's log (dmesg), or set {variable} to a folder on another disk",
+}
+
+
+@contextmanager
+def hub_errors(source: str | os.PathLike[str], folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
+    """Within, what goes wrong with fetching ``source`` to ``folder``, which the environment's ``variable`` moves, says what to do.
+
+    Raises ``HubError`` for what the hub says or keeps from being asked, and an ``OSError`` of the same number for a disk that is full or
+    broken, files that may not be written, and too many open files.
+    """
+    try:
+        yield
+    except (HTTPError, HFValidationError, EntryNotFoundError, SafetensorsParsingError, OSError) as problem:
+        raise _explained(os.fspath(source), problem, Path(folder), variable) from problem
+
+
+def _explained(source: str, problem: Exception, folder: Path, variable: str) -> Exception:
+    causes = list(_causes(problem))
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in _OF_THIS_MACHINE:
+            return _of_this_machine(source, cause, cause.errno, folder, variable)
+    for cause in causes:
+        if isinstance(cause, HfHubHTTPError):
+            return HubError(f"{source}: {_answer(source, cause)}.")
+    if isinstance(problem, HFValidationError):
+        return HubError(f"{source}: there is no such folder, and no model of the hub has such a name: {problem}")
+    if isinstance(problem, SafetensorsParsingError):
+        return HubError(f"{source}: the header of a file on the hub cannot be read: {problem}")
+    if isinstance(problem, OfflineModeIsEnabled | LocalEntryNotFoundError) and huggingface_hub.is_offline_mode():
+        return HubError(
+            f"{source}: there is no such folder, {huggingface_hub.constants.HF_HUB_CACHE} does not have all of that model, and "
+            "HF_HUB_OFFLINE keeps the hub from being asked: unset it, or name a folder."
+        )
+    return HubError(
+        f"{source}: there is no such folder, and the hub cannot be reached ({_first_line(causes[-1])}): look at the network, or name "
+        "a folder."
+    )
+
+
+def _of_this_machine(source: str, problem: OSError, number: int, folder: Path, variable: str) -> OSError:
+    where = folder if problem.filename is None else Path(os.fsdecode(problem.filename))
+    if not where.is_relative_to(folder):  # the hub's own, such as a token
+        variable = "HF_HOME"
+    said = f"{os.strerror(number)} while {source} was fetched: {_OF_THIS_MACHINE[number].format(variable=variable)}"
+    return OSError(number, said, os.fspath(where))
+
+
+def _answer(source: str, problem: HfHubHTTPError) -> str:
+    """What the hub has said, and what to do."""
+    model = "/".join(source.split("/")[:2])
+    if isinstance(problem, GatedRepoError):
+        page = f"{huggingface_hub.constants.ENDPOINT}/{model}"
+        return f"the model is gated: ask for access at {page}, then run `hf auth login`, or set HF_TOKEN"
+    if isinstance(problem, RepositoryNotFoundError):
+        return (
+            "there is no such folder, and the hub has no such model, or shows it to some users alone: look at the name, or run "
+            "`hf auth login`"
+        )
+    if isinstance(problem, RevisionNotFoundError):
+        return "the hub's model has no such revision: name a branch, a tag or a commit of it"
+    if isinstance(problem, EntryNotFoundError):
+        return f"the hub's model lacks a file that is needed: {_first_line(problem)}"
+    status = problem.response.status_code
+    if status in (401, 403):
+        return f"the hub refuses the token ({status}): run `hf auth login`, or set HF_TOKEN to one for this model"
+    if status == 429:
+        return "the hub has had too many requests from here (429): wait some minutes, or run `hf auth login`"
+    return f"the hub answers with an error, and may be down: {_first_line(problem)}. Try again later, or name a folder"
+
+
+def _first_line(problem: BaseException) -> str:
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__).rstrip(".")
+
+
+def _causes(problem: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from: the hub's library and its HTTP client wrap what the system says."""
+    cause: BaseException | None = problem
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
