@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
+# Two processes of tests on two cores: threads of torch that spin while they wait take the core that the others need. OpenMP
+# reads it when torch is imported, and so do the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import gc
 import importlib.util
-import os
 import random
 import signal
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -31,6 +37,9 @@ hypothesis.settings.load_profile("torch_mesh")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replays the random draws of an earlier run")
+    parser.addoption(
+        "--seeds", type=int, default=1, help="repeats what draws at random with so many seeds, from --seed on"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,10 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:  # CI sets the variable, which the engine's tests read too
         given = os.environ.get("TORCH_MESH_TEST_SEED")
         config.option.seed = int(given) if given else random.SystemRandom().randrange(2**31)
+    if config.option.seeds > 1:
+        if config.getoption("numprocesses", 0) or hasattr(config, "workerinput"):
+            raise pytest.UsageError("--seeds runs in one process; add -n 0")
+        config.pluginmanager.register(_ManySeeds(config))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.option.seed}"
+    last = config.option.seed + config.option.seeds - 1
+    return f"seed: {config.option.seed}" + f" to {last}" * (config.option.seeds > 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -69,17 +83,86 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def _seed_of(item: pytest.Item) -> int:
+    return zlib.crc32(f"{item.config.option.seed} {item.nodeid}".encode())
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """Differs from test to test and from run to run; ``--seed`` of a failed run brings it back."""
-    return zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
+    return _seed_of(request.node)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules and sessions, which may draw too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _seed_generators(_seed_of(item))
 
 
 @pytest.fixture(autouse=True)
-def _seeded(seed: int) -> None:
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Once more: whether the fixtures of a module were made before must not change a test's draws."""
+    _seed_generators(_seed_of(request.node))
+
+
+def _seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators that every test finds seeded."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
+
+
+class _ManySeeds:
+    """Runs every test with the first seed, and with the others those that drew: no other can end differently."""
+
+    # Each depends on --seed without the generators of a test.
+    _FIXTURES = frozenset({"seed", "rng", "experts_of"})
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._seeds = range(config.option.seed, config.option.seed + config.option.seeds)
+        self._drawing = set(self._FIXTURES)  # names of fixtures
+        self._drew: set[pytest.Item] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.config.option.collectonly:
+            return None
+        items = session.items
+        for seed in self._seeds:
+            session.config.option.seed = seed
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+            items = [item for item in items if item in self._drew]
+            if not items:
+                break
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+        before = _generators()
+        value = yield
+        if fixturedef.argname != "_seeded" and _generators() != before:
+            self._drawing.add(fixturedef.argname)
+        return value
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        before = _generators()
+        try:
+            yield
+        finally:
+            fixtures = getattr(item, "fixturenames", ())
+            by_hypothesis = hasattr(getattr(item, "obj", None), "hypothesis")
+            if by_hypothesis or self._drawing & set(fixtures) or _generators() != before:
+                self._drew.add(item)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved import assert_same_checkpoint, saved_tensors
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from upstream import loads_adapters
@@ -42,19 +43,6 @@ QWEN, MIXTRAL, GPT_OSS = "Qwen3MoeExperts", "MixtralExperts", "GptOssExperts"
 def _open(folder: Path, **fields: Any) -> Any:
     given = {"quantization_config": MeshConfig(**fields)} if fields else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **given).eval()
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("model*.safetensors")) for name, t in load_file(path).items()}
-
-
-def _assert_same_checkpoint(folder: Path, expected: Path) -> None:
-    mine, others = _tensors(folder), _tensors(expected)
-    assert mine.keys() == others.keys()
-    assert all(mine[name].dtype == t.dtype and torch.equal(mine[name], t) for name, t in others.items())
-    for name in ("config.json", "generation_config.json"):
-        if (expected / name).is_file():
-            assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text())
 
 
 def _train(model: Any) -> None:
@@ -80,19 +68,6 @@ def _rounded(way: str, tmp_path: Path) -> Any:
     return torch_mesh.patch(source, weights="int8", resident=0.4 if way == "patched" else 1.0)
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_an_exact_model_is_saved_as_without_torch_mesh(name: str, tmp_path: Path) -> None:
-    """All families: their conversions to the names and layouts of the original checkpoints differ."""
-    model = TINY_MODELS[name].build()
-    model.save_pretrained(tmp_path / "plain")
-    torch_mesh.patch(model, resident=0.25, dense="bf16")
-    model.save_pretrained(tmp_path / "patched")
-    _assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
-    assert {path.name for path in (tmp_path / "patched").iterdir()} == {
-        path.name for path in (tmp_path / "plain").iterdir()
-    }
-
-
 @pytest.mark.parametrize("original_format", [True, False])
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_shards_of_an_exact_model_are_within_bounds(original_format: bool, variant: str | None, tmp_path: Path) -> None:
@@ -107,9 +82,9 @@ def test_shards_of_an_exact_model_are_within_bounds(original_format: bool, varia
     for shard in shards:
         tensors = load_file(shard)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 60_000
-    _assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
+    assert_same_checkpoint(tmp_path / "patched", tmp_path / "plain")
     (index,) = (tmp_path / "patched").glob("*.index*.json")
-    total = sum(t.nbytes for t in _tensors(tmp_path / "plain").values())
+    total = sum(t.nbytes for t in saved_tensors(tmp_path / "plain").values())
     assert json.loads(index.read_text())["metadata"]["total_size"] == total
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched", variant=variant)
     assert torch.equal(again.state_dict()["model.layers.1.mlp.experts.down_proj"], _unpatched(model, 1))
@@ -131,7 +106,7 @@ def test_rounded_experts_are_saved_as_they_are(way: str, tmp_path: Path) -> None
     assert list(verify(store)) == []
     listed = {file.name for file in (*store.manifest.record_files, *store.manifest.other_files)}
     assert {path.name for path in (tmp_path / "saved").iterdir()} == listed | {MANIFEST_NAME}
-    assert not any("experts" in name for name in _tensors(tmp_path / "saved"))
+    assert not any("experts" in name for name in saved_tensors(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "mesh", "weights": "int8", "group_size": 64}
     assert config["transformers_weights"] == WITHOUT_TORCH_MESH  # or transformers alone would draw random experts
@@ -245,7 +220,7 @@ def test_rounded_linear_layers_are_saved_with_their_rounded_values(weights: str,
     with pytest.warns(UserWarning, match=f"dense= rounded to {dense} are saved as ordinary weights"):
         model.save_pretrained(tmp_path)
     assert is_store(tmp_path) == (weights == "int8")
-    saved = _tensors(tmp_path)
+    saved = saved_tensors(tmp_path)
     again = _open(tmp_path, resident=0.5, dense=dense)
     for path, linear in packed_linears(model):
         rounded = linear.unpacked_weight()
@@ -260,7 +235,7 @@ def test_a_head_that_is_tied_is_not_saved_beside_the_embedding(tmp_path: Path) -
     model.tie_weights()
     torch_mesh.patch(model, weights="int8", dense="bf16")
     model.save_pretrained(tmp_path)
-    assert "lm_head.weight" not in _tensors(tmp_path)
+    assert "lm_head.weight" not in saved_tensors(tmp_path)
     again = _open(tmp_path)
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
@@ -406,7 +381,7 @@ def test_an_exact_store_is_saved_as_an_ordinary_checkpoint(name: str, tmp_path: 
     convert(tmp_path / "source", tmp_path / "store", "bf16")
     _open(tmp_path / "store", resident=0.4).save_pretrained(tmp_path / "saved")
     assert not is_store(tmp_path / "saved")
-    _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
+    assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
@@ -419,7 +394,7 @@ def test_parts_that_accelerate_has_placed_apart(weights: str, tmp_path: Path) ->
     with pytest.warns(UserWarning, match="offloaded modules"):
         model.save_pretrained(tmp_path / "saved")
     if weights == "auto":
-        _assert_same_checkpoint(tmp_path / "saved", tmp_path / "plain")
+        assert_same_checkpoint(tmp_path / "saved", tmp_path / "plain")
     inputs = inputs_for(model)
     given = {"resident": 0.4} if weights == "auto" else {}
     assert torch.equal(output_of(_open(tmp_path / "saved", **given), inputs), output_of(model, inputs))
@@ -471,7 +446,7 @@ def test_a_state_dict_of_the_callers_is_what_is_saved(tmp_path: Path) -> None:
     down = "model.layers.1.mlp.experts.down_proj"
     mine[down] = plain[down] * 2
     model.save_pretrained(tmp_path / "saved", state_dict=mine, save_original_format=False)
-    saved = _tensors(tmp_path / "saved")
+    saved = saved_tensors(tmp_path / "saved")
     assert saved.keys() == mine.keys()
     assert (saved["model.norm.weight"] == 3).all()
     assert torch.equal(saved[down], plain[down] * 2)
@@ -524,7 +499,7 @@ def test_a_loaded_model_inside_another_is_saved_as_well(tmp_path: Path) -> None:
     plain = TINY_MODELS[QWEN].build().model
     plain.load_state_dict(AutoModelForCausalLM.from_pretrained(tmp_path / "source").model.state_dict())
     plain.save_pretrained(tmp_path / "expected")
-    mine, expected = _tensors(tmp_path / "part"), _tensors(tmp_path / "expected")
+    mine, expected = saved_tensors(tmp_path / "part"), saved_tensors(tmp_path / "expected")
     assert {name.removeprefix("model.") for name in mine} == {name.removeprefix("model.") for name in expected}
     again = _open(tmp_path / "part")
     inputs = inputs_for(model)
@@ -549,7 +524,7 @@ def test_two_threads_save_two_models(tmp_path: Path) -> None:
         thread.join(timeout=60)
     for number, model in enumerate(models):
         torch_mesh.unpatch(model).save_pretrained(tmp_path / "plain")
-        _assert_same_checkpoint(tmp_path / str(number), tmp_path / "plain")
+        assert_same_checkpoint(tmp_path / str(number), tmp_path / "plain")
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
@@ -636,7 +611,7 @@ def test_saving_an_exact_model_takes_the_memory_of_a_few_layers(tmp_path: Path) 
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[-1]) < 0.6 * experts  # all of them at once would be more than that, twice
-    _assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
+    assert_same_checkpoint(tmp_path / "saved", tmp_path / "source")
 
 
 def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken(
@@ -655,7 +630,7 @@ def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken
     model = TINY_MODELS[GPT_OSS].build()
     model.save_pretrained(tmp_path / "plain")  # others' models go the same way, unchanged
     torch_mesh.patch(model, resident=0.5).save_pretrained(tmp_path / "patched")
-    assert written == [(set(_tensors(tmp_path / "plain")), "model.safetensors")] * 2
+    assert written == [(set(saved_tensors(tmp_path / "plain")), "model.safetensors")] * 2
     assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 0
     assert not any(isinstance(module, MeshExperts) for module in torch_mesh.unpatch(model).modules())
 

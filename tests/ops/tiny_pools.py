@@ -49,6 +49,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "softcap(gate=1.5,up=2)": softcap,
 }
 
+Operands = Callable[[Tensor], Tensor]
+
+
+def as_bf16(rows: Tensor) -> Tensor:
+    return rows.bfloat16().double()
+
+
+def as_bytes(group_size: int) -> Operands:
+    """A byte for each value, and for each group the scale that takes its largest magnitude to 127."""
+
+    def operands(rows: Tensor) -> Tensor:
+        columns = rows.size(1)
+        groups = F.pad(rows, (0, -columns % group_size)).unflatten(1, (-1, group_size))
+        scales = groups.abs().amax(2, keepdim=True).clamp(min=2.0**-100) / 127
+        return ((groups / scales).round() * scales).flatten(1)[:, :columns]
+
+    return operands
+
+
+def cpu_operands(spec: Spec) -> Operands:
+    """What the CPU's products with such weights make of activations."""
+    group_size = {"mxfp4": 32, "nvfp4": 16}.get(spec.weights, spec.group_size)
+    return as_bf16 if spec.weights in ("bf16", "fp8") else as_bytes(group_size)
+
+
 # What products with their weights may differ by from those in float64: by the roundings of activations, twice.
 TOLERANCE = {weights: 0.006 if weights in ("bf16", "fp8") else 0.025 for weights in FORMAT_VERSIONS}
 
@@ -136,22 +161,27 @@ class TinyExperts:
             self._store = write_store(folder, plan, records, workers=1).store
         return self._store
 
-    def reference(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int = 0) -> Tensor:
-        """The layer in float64, differentiable in ``x`` and ``weights``; ids that name no expert add nothing."""
+    def reference(
+        self, x: Tensor, ids: Tensor, weights: Tensor, layer: int = 0, operands: Operands = lambda rows: rows
+    ) -> Tensor:
+        """The layer in float64, differentiable in ``x`` and ``weights``; ids that name no expert add nothing.
+
+        ``operands`` rounds what each product takes.
+        """
         x, weights = x.double(), weights.double()
         out = torch.zeros_like(x)
         for expert in range(self.spec.experts):
             token, choice = (ids == expert).nonzero(as_tuple=True)
-            products = self.expert(x[token], expert, layer) * weights[token, choice].unsqueeze(1)
+            products = self.expert(x[token], expert, layer, operands) * weights[token, choice].unsqueeze(1)
             out = out.index_add(0, token, products)
         return out
 
-    def expert(self, rows: Tensor, expert: int, layer: int = 0) -> Tensor:
-        gate, *up = self.linear(rows, expert, 0, layer).split(self.spec.intermediate, dim=1)
+    def expert(self, rows: Tensor, expert: int, layer: int = 0, operands: Operands = lambda rows: rows) -> Tensor:
+        gate, *up = self.linear(operands(rows), expert, 0, layer).split(self.spec.intermediate, dim=1)
         activation = self.spec.activations[layer] if self.spec.activations else self.spec.activation
         assert activation is not None
         hidden = ACTIVATIONS[activation](gate, up[0] if up else 1)
-        return self.linear(hidden, expert, 1, layer)
+        return self.linear(operands(hidden), expert, 1, layer)
 
     def linear(self, rows: Tensor, expert: int, projection: int, layer: int = 0) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = self.unpacked[layer][expert]
@@ -224,6 +254,30 @@ def routing(spec: Spec, tokens: int, top_k: int, sentinels: bool = False) -> tup
     scores = torch.rand(tokens, spec.experts + (2 if sentinels else 0))
     ids = scores.topk(top_k, dim=1).indices
     return ids, torch.rand(tokens, top_k).softmax(dim=1)
+
+
+def assert_agrees(
+    out: Tensor,
+    experts: TinyExperts,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    layer: int = 0,
+    operands: Operands | None = None,
+) -> None:
+    """``out`` is the layer of exact weights whose products take rounded operands, those of the CPU by default.
+
+    The bound follows from the inputs. Sums in float32 may take an operand that lies half way between two values to the
+    other one, which moves the result by at most twice what the rounding of that operand does: 2.5 times where few operands
+    make the result, half of it where many do, since few of them lie half way.
+    """
+    rounded = experts.reference(x, ids, weights, layer, operands or cpu_operands(experts.spec))
+    exact = experts.reference(x, ids, weights, layer)
+    few = ids.numel() * experts.spec.intermediate < 1000
+    allowed = (2.5 if few else 0.5) * (rounded - exact).norm() + 1e-5 * exact.norm()
+    if out.dtype != torch.float32:
+        allowed += torch.finfo(out.dtype).eps / 2 * rounded.norm()
+    assert (out.double() - rounded).norm() <= allowed, f"{(out.double() - rounded).norm()} of {allowed} allowed"
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

@@ -171,9 +171,9 @@ def start(store: Store, socket: str, expected: list[int]) -> tuple[ForkServerPro
 
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_worker_leaves_no_pin_and_the_others_go_on(
-    store: Store, socket: str, share: Callable[..., SharedPool], kills: int, request: pytest.FixtureRequest
+    store: Store, socket: str, share: Callable[..., SharedPool], kills: int, seed: int
 ) -> None:
-    draw = random.Random(request.config.option.seed)
+    draw = random.Random(seed)
     expected = generated(open_model(store, resident=0.25))
     workers = 4 if kills > 4 else 2
     shared = share(resident=0.5, workers=workers)
