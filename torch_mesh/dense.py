@@ -28,6 +28,7 @@ _LARGEST = 1 << 20  # rows or columns that a kernel takes
 _FEW_ROWS = 4
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
+_MAPPINGS = Path("/proc/self/maps")
 
 # Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
 DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
@@ -258,8 +259,13 @@ def _take_out_of_files(model: nn.Module) -> None:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Addresses, [first, last), of this process's mappings of files."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+    """Addresses, [first, last), of this process's mappings of files; every address where a sandbox hides them."""
+    try:
+        lines = _MAPPINGS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        yield 0, 1 << 64
+        return
+    for line in lines:
         addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
         if inode != "0":
             first, last = (int(address, 16) for address in addresses.split("-"))

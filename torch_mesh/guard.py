@@ -97,10 +97,11 @@ class MemoryGuard:
         """``sharing``: how many processes on this machine, this one included, have such an engine."""
         with self._lock:
             self._sharing = max(self._sharing, sharing)
-            self._engines.append(engine)
-            if len(self._engines) == 1:
+            if not self._engines:
                 self._stop = threading.Event()
+                # Before the engine counts as guarded: there may be no thread to be had.
                 self._thread = BackgroundThread(partial(self._run, self._stop), "torch_mesh memory guard")
+            self._engines.append(engine)
 
     def remove(self, engine: _C.Engine) -> BackgroundThread | None:
         """To be called before ``engine`` is closed. With the last one the thread is told to end, and returned, to be waited for."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -13,6 +15,11 @@ from .values import parse_size
 _MARGIN_BYTES = 512 << 20
 _MARGIN_SHARE = 8  # one part in so many
 _SMALL_MARGIN_SHARE = 4  # where that is less than _MARGIN_BYTES: in a small container these would be all there is
+
+_NOT_KNOWN = (
+    "so how much memory is free is not known: name a size, as with resident='8GiB' or --resident 8GiB, and --memory of "
+    "torch-mesh plan"
+)
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
@@ -26,12 +33,18 @@ def left_bytes(proc: Path = Path("/proc")) -> int:
     return min([_machine_available(proc), *_cgroups_available(proc)])
 
 
+def shortage(needed: int) -> int | None:
+    """Free bytes, where they are fewer than ``needed``; None where that fits, or where it is not known what is free."""
+    try:
+        free = available_bytes()
+    except OSError:
+        return None
+    return free if free < needed else None
+
+
 def anonymous_bytes(proc: Path = Path("/proc")) -> int:
     """Memory of this process without mapped files and the page cache, which can always be dropped."""
-    for line in (proc / "self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{proc / 'self/status'} has no RssAnon line")
+    return _kilobytes(proc / "self/status", "RssAnon:", "so what this process takes is not known") * 1024
 
 
 def auto_budget(available: int, reserved: int) -> int:
@@ -76,10 +89,18 @@ def resident_slots(
     None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken. ``sharing``: so many processes, this
     one included, are about to take the same from it.
     Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
-    a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill.
+    a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill. OSError for
+    "auto" where the kernel's files do not say what is free; a size or fraction is taken at its word then.
     """
     every = layers * experts
-    free = (available_bytes() if available is None else available) + regained * sharing
+    if available is None:
+        try:
+            available = available_bytes()
+        except OSError:
+            if resident == "auto":
+                raise
+            available = every * record_bytes * sharing  # what is asked for is taken at its word
+    free = available + regained * sharing
     if isinstance(resident, float):
         # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
@@ -111,10 +132,19 @@ def _affordable(slots: int, resident: str | float, record_bytes: int, free: int,
 
 
 def _machine_available(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{proc / 'meminfo'} has no MemAvailable line")
+    return _kilobytes(proc / "meminfo", "MemAvailable:", _NOT_KNOWN) * 1024
+
+
+def _kilobytes(file: Path, name: str, consequence: str) -> int:
+    """Of a line of a file of the kernel's. OSError with what to do for one that a sandbox hides."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, {consequence}", os.fspath(file)) from error
+    for line in lines:
+        if line.startswith(name):
+            return int(line.split()[1])
+    raise OSError(errno.ENODATA, f"it has no line {name}, {consequence}", os.fspath(file))
 
 
 def _cgroups_available(proc: Path) -> Iterator[int]:

@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from .errors import MeshError
-from .memory import available_bytes
+from .memory import shortage
 
 if TYPE_CHECKING:
     from .families import ExpertsLayer
@@ -213,7 +213,7 @@ class PackedExpertsWeight(PackedWeight):
 
     def unpacked(self) -> torch.Tensor:
         """Reads every expert of the layer. Raises MemoryError where they do not fit into memory."""
-        if self.nbytes > (free := available_bytes()):
+        if (free := shortage(self.nbytes)) is not None:
             raise MemoryError(
                 f"{self.path} takes {self.nbytes:,} bytes as an ordinary tensor, and the machine and its memory cgroups have {free:,} "
                 "left. It is frozen: leave it out of what you save, or let model.save_pretrained(folder) write it piece by piece."

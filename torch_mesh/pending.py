@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .background import TaskThreads
 from .modules import MeshExperts
 from .ops.device import DeviceLayer, find
 from .ops.experts_split import SplitForward
@@ -56,9 +56,9 @@ def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
 
 
 @functools.cache
-def _worker(process: int) -> ThreadPoolExecutor:
+def _worker(process: int) -> TaskThreads:
     """Of this process: threads do not survive a fork."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch_mesh submit")
+    return TaskThreads(max_workers=1, thread_name_prefix="torch_mesh submit")
 
 
 class _OnDevice(PendingExperts):

@@ -162,15 +162,19 @@ class ExpertPool:
         )
         self.slots = self.engine.describe_size()["slots"]
         log = None
-        if config.stats.file is not None:
-            last = layers - 1 if places is None else places[-1]
-            stand_ins = None if fallback is None else fallback.engine
-            file = config.stats.file if share is None else share.own_file(config.stats.file)
-            log = StatsLog(self.engine, stand_ins, last, config.stats.every, file, config.lossy.modes, share)
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         self.guarded = guard is not None
-        if guard is not None:
-            guard.add(self.engine, 1 if share is None else share.neighbours)
+        try:
+            if config.stats.file is not None:
+                last = layers - 1 if places is None else places[-1]
+                low = None if fallback is None else fallback.engine
+                file = config.stats.file if share is None else share.own_file(config.stats.file)
+                log = StatsLog(self.engine, low, last, config.stats.every, file, config.lossy.modes, share)
+            if guard is not None:
+                guard.add(self.engine, 1 if share is None else share.neighbours)
+        except BaseException:  # such as no thread for one of them
+            _close(self.engine, log, guard, os.getpid())
+            raise
         self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
         _notice_exit()
         if _LOG.isEnabledFor(logging.INFO):

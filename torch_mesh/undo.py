@@ -19,7 +19,7 @@ from .config import MeshConfig
 from .errors import StoreError
 from .families import ExpertsLayer
 from .growing_cache import undo_caches
-from .memory import available_bytes
+from .memory import shortage
 from .modules import restored_parameters
 from .pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
@@ -88,8 +88,8 @@ class PatchUndo(Undo):
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
         needed = sum(layer.nbytes for layer, device in freed if device.type == "cpu")
-        left = available_bytes()
-        stay = {layer.module for layer, _ in freed} if needed > left else set()
+        left = shortage(needed)
+        stay = {layer.module for layer, _ in freed} if left is not None else set()
         around = {layer.block for layer, _ in freed if layer.module in stay}
         if not stay:
             for layer, device in freed:

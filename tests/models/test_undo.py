@@ -218,7 +218,7 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
         reference.model.layers[layer].mlp.experts = copy.deepcopy(model.model.layers[layer].mlp.experts)
     expected = _logits(reference, ids)
     with monkeypatch.context() as faulty:
-        faulty.setattr(undo, "available_bytes", lambda: 1000)
+        faulty.setattr(undo, "shortage", lambda needed: 1000 if needed > 1000 else None)
         _at_call(faulty, assembling, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),

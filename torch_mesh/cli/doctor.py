@@ -234,7 +234,11 @@ def _direct_io(alignment_of: Callable[[str], int], folder: Path) -> Finding:
 def _file_system(path: Path) -> str:
     """Type of the file system that holds ``path``, by the longest mount point above it."""
     resolved = path.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
+    try:
+        partitions = psutil.disk_partitions(all=True)
+    except OSError:  # a sandbox without /proc
+        return "unknown file system"
+    mounts = [part for part in partitions if resolved.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
 
 
@@ -347,7 +351,11 @@ def _describe_card(index: int) -> str:
 
 
 def _memory() -> Finding:
-    machine, takeable = psutil.virtual_memory(), available_bytes()
+    try:
+        machine, takeable = psutil.virtual_memory(), available_bytes()
+    except OSError as error:
+        found = f"{error.filename}: {error.strerror}"
+        return Finding("memory", "limited", found, "let the sandbox read it, or name a MeshConfig(resident=...)")
     found = f"{format_bytes(takeable)} of {format_bytes(machine.total)} can be taken"
     # What the machine has free moves a little between two looks at it.
     if takeable < 0.9 * machine.available:

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import MeshError
 from ..families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
 from ..files import new_file
-from ..memory import available_bytes
+from ..memory import shortage
 from ..store.header import encode_header, read_header, store_error
 
 FORMAT = "torch_mesh predictor 1"
@@ -103,9 +103,9 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
     """
     layers = find_experts(model)
     needed = sum(4 * layer.hidden * (layer.hidden + layer.routed_experts) for layer in layers)
-    if needed > available_bytes():
+    if (left := shortage(needed)) is not None:
         raise MemoryError(
-            f"Fitting takes {needed:,} bytes beside the model, but {available_bytes():,} are left: open the model with a smaller "
+            f"Fitting takes {needed:,} bytes beside the model, but {left:,} are left: open the model with a smaller "
             "resident."
         )
     sums = [_Sums(*pair) for pair in zip(layers, _regressed(model, layers), strict=True)]

@@ -9,13 +9,13 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from .. import _C
+from ..background import TaskThreads
 from ..config import MeshConfig
 from ..store.manifest import Shape
 from ..timing import LARGE_BYTES, SECONDS, seconds_per_call
@@ -82,7 +82,7 @@ def disk_speed(files: Sequence[Path], block: int) -> float | None:
     # Each place once: what a buffered read leaves in the page cache must not be read again.
     order = np.random.default_rng().permutation(len(places))
     parts = [[places[index] for index in order[first::_READERS]] for first in range(_READERS)]
-    with _open(files) as descriptors, ThreadPoolExecutor(_READERS) as readers:
+    with _open(files) as descriptors, TaskThreads(_READERS) as readers:
         buffers = huge_pages(_READERS * block).reshape(_READERS, block)
         deadline = time.monotonic() + SECONDS
         begin = time.perf_counter()

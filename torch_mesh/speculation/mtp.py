@@ -20,7 +20,7 @@ from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
 from ..families import has_experts
-from ..memory import available_bytes
+from ..memory import shortage
 from ..modules import patched_modules
 from ..undivided import divided_sizes
 from .controller import Controller
@@ -191,8 +191,8 @@ def _check_memory(model: Any) -> None:
     """Raises MeshError where the heads, which are whole in memory until they are packed, have no room there."""
     with ContextManagers(MtpModel.get_init_context(model.config.dtype, False, False, None)):
         outline = MtpModel(model, model.config.get_text_config().num_mtp_layers)
-    needed, free = sum(parameter.nbytes for parameter in outline.layers.parameters()), available_bytes()
-    if needed > free:
+    needed = sum(parameter.nbytes for parameter in outline.layers.parameters())
+    if (free := shortage(needed)) is not None:
         raise MeshError(
             f"use_mtp=True: the MTP layers of {type(model).__name__} take {needed:,} bytes until their experts are packed, and "
             f"{free:,} are free. Free some, or leave use_mtp out: speculation='lookup' drafts without such layers."

@@ -8,7 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.background import TaskThreads
 from torch_mesh.store.contents import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
@@ -245,7 +246,7 @@ class _Workers(contextlib.AbstractContextManager["_Workers"]):
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix="torch_mesh-store")
+        self._executor = TaskThreads(count, thread_name_prefix="torch_mesh-store")
         self._waiting: set[Future[Any]] = set()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

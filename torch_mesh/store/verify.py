@@ -7,11 +7,12 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_mesh.background import TaskThreads, usable_processors
 from torch_mesh.store.contents import Progress
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
@@ -92,7 +93,7 @@ def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
     """What is wrong with files, by their names."""
     found: dict[str, str] = {}
     tasks: list[tuple[str, Future[str | None]]] = []
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as executor:
+    with TaskThreads(min(_MOST_THREADS, usable_processors())) as executor:
         for file in files:
             path = store.folder / file.name
             if problem := _size_problem(path, file):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_mesh.background import usable_processors
 from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
 from torch_mesh.files import locked
@@ -117,7 +118,7 @@ def write_store(
                     conversion.run(
                         records,
                         files,
-                        workers or len(os.sched_getaffinity(0)) + _THREADS_READING,
+                        workers or usable_processors() + _THREADS_READING,
                         progress,
                         check_source,
                         scratch,

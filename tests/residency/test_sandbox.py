@@ -1,0 +1,167 @@
+"""Machines that give a process less than others do: no thread more, no word about processors, no files of the kernel's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torch_mesh
+from torch_mesh import MeshConfig
+from torch_mesh.background import BackgroundThread, TaskThreads, usable_processors
+from torch_mesh.cli import doctor, main
+from torch_mesh.guard import MemoryGuard
+from torch_mesh.memory import anonymous_bytes, available_bytes, resident_slots, shortage
+from torch_mesh.modules import patched_modules
+from torch_mesh.planning.measuring import disk_speed
+from torch_mesh.store.convert import convert
+from torch_mesh.store.verify import check_other_files
+
+Hide = Callable[..., None]
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
+    """Hides files of the kernel's, as a sandbox does."""
+    read = Path.read_text
+
+    def hide(*names: str) -> None:
+        def read_others(self: Path, *given: Any, **named: Any) -> str:
+            if str(self) in names:
+                raise PermissionError(errno.EACCES, "Permission denied", str(self))
+            return read(self, *given, **named)
+
+        monkeypatch.setattr(Path, "read_text", read_others)
+
+    return hide
+
+
+def test_whatever_needs_a_thread_says_what_to_raise(
+    mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    store = convert(mesh_tiny, tmp_path / "store", "int4").store
+    guard = MemoryGuard()
+    request.getfixturevalue("no_threads")
+    engine: Any = object()
+    calls: list[Callable[[], object]] = [
+        lambda: check_other_files(store, "first"),
+        lambda: convert(mesh_tiny, tmp_path / "other", "int4"),
+        lambda: disk_speed([mesh_tiny / "model.safetensors"], 4096),
+        lambda: BackgroundThread(lambda: None, "test"),
+        lambda: guard.add(engine),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(MemoryError, match=r"raise the limit of processes \(ulimit -u"):
+            call()
+            raise AssertionError(f"call {number} was not refused")
+    monkeypatch.undo()
+    assert guard.remove(engine) is None, "what has no thread is not guarded"
+    convert(mesh_tiny, tmp_path / "other", "int4")
+
+
+def test_other_errors_of_a_pool_of_threads_stay_what_they_are() -> None:
+    threads = TaskThreads(1)
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        threads.submit(int)
+
+
+@pytest.mark.parametrize("options", [{"residency": {"guard": "on"}}, {"stats": {"file": "stats.jsonl"}}])
+def test_a_pool_that_gets_no_thread_is_closed(
+    mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no thread can be started")
+
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
+    monkeypatch.setattr(BackgroundThread, "__init__", refuse)
+    with pytest.raises(MemoryError, match="no thread"):
+        torch_mesh.patch(model, resident=0.5, **options)
+    assert next(patched_modules(model), None) is None
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_processors_that_nothing_is_said_of_are_counted(
+    mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(process: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    assert usable_processors() == (os.cpu_count() or 1)
+    check_other_files(convert(mesh_tiny, tmp_path / "store", "int4").store, "first")
+
+
+def test_hidden_memory_is_said_with_what_to_name(tmp_path: Path) -> None:
+    for read in (available_bytes, anonymous_bytes):
+        with pytest.raises(FileNotFoundError, match="not known") as caught:
+            read(tmp_path)
+        assert caught.value.filename.startswith(str(tmp_path))
+    (tmp_path / "meminfo").write_text("MemTotal: 1 kB\n")
+    with pytest.raises(OSError, match="no line MemAvailable.*resident='8GiB'.*--memory"):
+        available_bytes(tmp_path)
+
+
+def test_a_named_size_is_taken_at_its_word_where_memory_is_hidden(hide: Hide) -> None:
+    hide("/proc/meminfo")
+    sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 1 << 40}
+    assert resident_slots(0.5, **sizes) == resident_slots("50TiB", **sizes) == 50
+    assert resident_slots(0.5, **sizes, sharing=2) == 50
+    assert shortage(1 << 60) is None
+    with pytest.raises(PermissionError, match="resident='8GiB'"):
+        resident_slots("auto", **sizes)
+
+
+def test_a_model_runs_where_the_kernel_hides_its_files(
+    mesh_tiny: Path, hide: Hide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide("/proc/meminfo", "/proc/self/status", "/proc/self/maps", "/proc/self/cgroup")
+    config = MeshConfig(resident=0.25, dense="int8")
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    torch_mesh.unpatch(model, lossy=True)
+    with pytest.raises(PermissionError, match="name a size"):
+        AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig())
+    hide("/proc/meminfo")
+    capsys.readouterr()
+    given = [str(mesh_tiny), "--disk-speed", "1GB/s", "--memory-speed", "20GB/s"]
+    assert main(["plan", *given]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("torch-mesh: /proc/meminfo: permission denied, so how much memory is free is not known")
+    assert "--memory" in said
+    assert main(["plan", *given, "--memory", "8GiB"]) == 0
+
+
+def test_doctor_looks_at_a_machine_that_hides_its_memory(
+    hide: Hide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/proc/meminfo")
+
+    hide("/proc/meminfo")
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    monkeypatch.setattr(psutil, "disk_partitions", refuse)
+    monkeypatch.setattr(doctor, "memory_speed", lambda threads=None: 12e9)
+    found = {each.name: each for each in doctor.report(tmp_path)}
+    assert found["memory"].status == "limited" and "resident" in found["memory"].advice
