@@ -13,12 +13,13 @@ export PYTHON TORCH LATEST
 RUN := .venv/bin/python
 # Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.
 IN_TWO := -n 2 --dist loadfile
+BESIDE_ENGINE := tools/with_engine_tests.sh
 BOOTSTRAP := tools/bootstrap.sh
 # ThreadSanitizer needs its shadow memory where address space randomisation of more than 28 bits may put other things.
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-slow test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,18 +43,22 @@ demo: build ## generate text with a quarter of a small model's experts resident
 notebooks: build-test ## execute the notebooks in examples/ and store their outputs in them
 	$(RUN) tools/run_notebooks.py
 
-test: build-dev engine-tests ## the engine's C++ tests, then the Python tests but the slow ones, in two processes
-	$(RUN) -m pytest -m 'not slow' $(IN_TWO) $(PYTEST)
+test: build-dev engine-tests ## what a change usually breaks: the Python tests but the slow ones, in two processes, and the engine's C++ tests
+	$(BESIDE_ENGINE) $(RUN) -m pytest -m 'not slow' $(IN_TWO) $(PYTEST)
 
-test-all: build-dev engine-tests ## the same, the slow ones too
+test-slow: build-dev ## the Python tests that make test leaves out
 	@$(BOOTSTRAP) --wheel
-	$(RUN) -m pytest $(IN_TWO) $(PYTEST)
+	$(RUN) -m pytest -m slow $(IN_TWO) $(PYTEST)
+
+test-all: build-dev engine-tests ## all of them
+	@$(BOOTSTRAP) --wheel
+	$(BESIDE_ENGINE) $(RUN) -m pytest $(IN_TWO) $(PYTEST)
 
 test-engine: build-dev engine-tests ## the engine's C++ tests alone
+	build/engine-tests/engine_tests --gtest_brief=1
 
 engine-tests:
 	$(RUN) setup.py engine_tests
-	build/engine-tests/engine_tests --gtest_brief=1
 
 test-tsan: build-dev ## the engine's C++ tests under ThreadSanitizer
 	$(RUN) setup.py engine_tests --sanitize thread

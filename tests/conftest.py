@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+        elif item.get_closest_marker("device") and not item.get_closest_marker("smoke"):
+            item.add_marker(pytest.mark.slow)  # Triton's interpreter takes seconds for a kernel
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ MODELS = (
     "openai/gpt-oss-120b",
     "openai/gpt-oss-20b",
 )
-SLOW = {"checkpoints", "measuring", "models", "settings"}  # plan and bench measure the machine for seconds each time
+QUICK = {"quickstart"}  # the others take seconds to minutes: make test-all runs them
 SERVES = {
     "serve",
     "chat",
@@ -67,7 +67,7 @@ def _parameter(page: Path) -> object:
     # else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
     assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
-    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem in SLOW)
+    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem not in QUICK)
     return pytest.param(page, id=page.stem, marks=marks)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import all_but_pairs_slow
 from tiny_models import TINY_MODELS
 
 import torch_mesh
@@ -54,19 +55,18 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
+_BOUNDS = {"bf16": 0.01, "int8": 0.03, "int4": 0.25, "lut4": 0.25, "tcq3": 0.45, "tcq2+tcq3": 0.8, "tcq2": 0.8}
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=0.5,up=1)", "softcap(gate=1,up=2)")
+
+
 @pytest.mark.parametrize(
-    "activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=0.5,up=1)", "softcap(gate=1,up=2)"]
+    ("activation", "format", "resident"), all_but_pairs_slow(_ACTIVATIONS, list(_BOUNDS), (1.0, 0.5))
 )
-@pytest.mark.parametrize(
-    ("format", "bound"),
-    [("bf16", 0.01), ("int8", 0.03), ("int4", 0.25), ("lut4", 0.25), ("tcq3", 0.45), ("tcq2+tcq3", 0.8), ("tcq2", 0.8)],
-)
-@pytest.mark.parametrize("resident", [1.0, 0.5])
-def test_layer_from_tensors(weights, routed, activation: str, format: str, bound: float, resident: float) -> None:
+def test_layer_from_tensors(weights, routed, activation: str, format: str, resident: float) -> None:
     layer = torch_mesh.Experts(*weights, activation=activation, top_k=2, weights=format, resident=resident)
     out = layer(*routed)
     assert (out.shape, out.dtype) == (routed[0].shape, routed[0].dtype)
-    assert _error(out, _expected(*weights, *routed, activation)) < bound
+    assert _error(out, _expected(*weights, *routed, activation)) < _BOUNDS[format]
     assert f"weights={format}" in repr(layer)
 
 

@@ -37,7 +37,7 @@ def open_pool(
         experts = experts_of(spec)
         source = None
         if not in_memory:
-            store = experts.store(tmp_path_factory.getbasetemp() / f"store-{spec.weights}-{abs(hash(spec))}")
+            store = experts.store(tmp_path_factory.mktemp(f"store-{spec.weights}") / "store")
             source = _C.Source(**store.source_arguments())
         opened.append(TinyPool(experts, open_engine(experts, source, **options)))
         return opened[-1]

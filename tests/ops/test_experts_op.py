@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import each_once_quick
 from tiny_pools import (
     ACTIVATIONS,
     TOLERANCE,
@@ -74,8 +75,11 @@ def _name(spec: Spec) -> str:
     return "-".join(parts + ["bias"] * spec.bias + ["ungated"] * (not spec.gated))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", ODD, ids=_name)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    each_once_quick(ODD, DTYPES),
+    ids=lambda value: str(value) if isinstance(value, torch.dtype) else _name(value),
+)
 def test_agrees_with_float64(open_pool: OpenPool, spec: Spec, dtype: torch.dtype) -> None:
     pool = open_pool(spec, in_memory=True)
     for tokens in (1, 2, 7, 40, 100):

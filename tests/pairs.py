@@ -1,0 +1,44 @@
+"""Few combinations of parameters for the quick tests, and all of them for the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations that hold each pair of values of two axes at least once, in an order that is always the same.
+
+    Each is the one of all products that holds the most pairs that are still missing.
+    """
+    products = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    places = list(itertools.combinations(range(len(axes)), 2))
+    missing = {(a, b, product[a], product[b]) for product in products for a, b in places}
+    chosen: list[tuple[int, ...]] = []
+    while missing:
+        held = [{(a, b, product[a], product[b]) for a, b in places} & missing for product in products]
+        best = max(range(len(products)), key=lambda index: len(held[index]))
+        chosen.append(products[best])
+        missing -= held[best]
+    return [tuple(axis[index] for axis, index in zip(axes, product, strict=True)) for product in chosen]
+
+
+def all_but_pairs_slow(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations as parameters of a test; the quick ones hold each pair of values."""
+    quick = pairwise(*axes)
+    return [
+        pytest.param(*values, marks=[] if values in quick else [pytest.mark.slow])
+        for values in itertools.product(*axes)
+    ]
+
+
+def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by turns."""
+    return [
+        pytest.param(one, other, marks=[] if index % len(second) == place else [pytest.mark.slow])
+        for index, one in enumerate(first)
+        for place, other in enumerate(second)
+    ]
