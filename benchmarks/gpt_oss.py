@@ -86,9 +86,7 @@ def _tensors(name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
 
 def _command(*arguments: str) -> tuple[float, str]:
     begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_mesh.cli", *arguments], check=False, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "torch_mesh", *arguments], check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(done.stderr)
     return time.perf_counter() - begin, done.stdout

@@ -168,7 +168,7 @@ def store(directory: Path, shape: Shape, weights: str) -> Path:
         command = [
             sys.executable,
             "-m",
-            "torch_mesh.cli",
+            "torch_mesh",
             "convert",
             str(source),
             str(path),

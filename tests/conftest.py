@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("torch_mesh._testing") is None:
         raise pytest.UsageError(
-            "torch_mesh._testing is not built: `make build-test`, or `python setup.py build_ext --inplace` in a checkout"
+            "torch_mesh._testing, which no wheel has, is not built: `make build-test` or `pip install -e .`"
         )
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)

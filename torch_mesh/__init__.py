@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from .after_import import AfterImport
@@ -149,12 +150,26 @@ def _load_extension() -> None:
     except Exception as error:  # noqa: BLE001  if it were raised here, torch itself could not be imported
         # An extension for another torch may lack a symbol of this one.
         built, cause = _stated_torch() or torch.__version__, error
-    if _minor(built) == _minor(torch.__version__):
+    advice = _HOW_TO_BUILD
+    if _is_of_checkout(cause):
+        folder = os.path.dirname(os.path.abspath(__file__))
+        reason = f"{folder} is torch_mesh's source folder, and has no extension"
+        advice = (
+            "An installed torch_mesh is found where Python is started in another folder (cd elsewhere). "
+            f"To use this one build it in place: pip install -e {os.path.dirname(folder)}, or `make build`."
+        )
+    elif _minor(built) == _minor(torch.__version__):
         reason = f"torch_mesh's extension does not load with torch {torch.__version__}: {cause}"
     else:
         reason = f"torch_mesh was built against torch {built}, and torch {torch.__version__} is loaded"
-    _unusable = ImportError(f"{reason}. {_HOW_TO_BUILD}")
+    _unusable = ImportError(f"{reason}. {advice}")
     _unusable.__cause__ = cause
+
+
+def _is_of_checkout(error: Exception | None) -> bool:
+    """Whether what is missing is a part that a build makes, of the sources that shadow an installed package."""
+    missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(f"{__name__}.")
+    return missing and os.path.exists(os.path.join(os.path.dirname(__file__), os.pardir, "setup.py"))
 
 
 def _register_with_transformers() -> None:
@@ -198,6 +213,11 @@ if not TYPE_CHECKING:
             return value
         if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
+        if name == "_testing":
+            raise ImportError(
+                "torch_mesh._testing, which tests and benchmarks need, is no part of a wheel: in the checkout, pip "
+                "install -e . or `make build-test`."
+            )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

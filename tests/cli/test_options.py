@@ -42,6 +42,27 @@ def test_help_says_what_each_field_may_be(capsys: pytest.CaptureFixture[str], mo
         assert f"({field.values.words}; default: ".replace("`", "") in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["convert", "here", "there", "--weights", "int4", "--foo"], ""),
+        (["convert", "here", "there", "--weights", "int4", "--revison=x"], " (did you mean --revision?)"),
+        (["doctor", "--jsn"], " (did you mean --json?)"),
+        (["inspect", "here", "there"], ""),
+        (["cache", "ls", "--foo"], ""),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    said = capsys.readouterr().err
+    command = " ".join(arguments[: 2 if arguments[0] == "cache" else 1])
+    assert end.value.code == 2 and said.startswith(f"usage: torch-mesh {command}")
+    assert said.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
+
+
 @pytest.mark.parametrize("arguments", [["report"], ["simulate"], ["fit", "model", "--out", "out", "--text"]])
 def test_a_missing_file_is_named(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import inspect
+import shutil
 import subprocess
 import sys
 import threading
@@ -115,6 +116,44 @@ import torch_mesh.cli.doctor
     first = done.stderr.splitlines()[0]
     assert first.startswith("torch-mesh: torch_mesh's extension does not load with torch") and "no such symbol" in first
     assert "Traceback" in done.stderr  # of --debug alone
+
+
+def test_a_source_folder_says_that_it_shadows_what_is_installed(tmp_path: Path) -> None:
+    """Python puts the folder that it is started in first on its path, which in a checkout has the sources alone."""
+    package = Path(torch_mesh.__file__).parent
+    shutil.copytree(package, tmp_path / "torch_mesh", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "setup.py").touch()
+    # What finds a package that is installed in place knows its extension, too.
+    code = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+import torch_mesh
+for name in ("patch", "_C"):
+    try:
+        getattr(torch_mesh, name)
+    except ImportError as error:
+        print(error)
+from torch_mesh.cli import main
+assert main(["convert", "here", "there"]) == 1
+try:
+    from torch_mesh import _testing
+except ImportError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    said = f"{tmp_path / 'torch_mesh'} is torch_mesh's source folder, and has no extension"
+    assert len(lines) == 3 and all(line.startswith(said) for line in (*lines[:2], done.stderr[len("torch-mesh: ") :]))
+    assert f"pip install -e {tmp_path}" in lines[0] and "another folder" in lines[0]
+    assert "no part of a wheel" in lines[2] and "pip install -e ." in lines[2]
+
+
+def test_python_runs_the_command_as_a_module() -> None:
+    command = [sys.executable, "-m", "torch_mesh", "--version"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
+    assert (done.returncode, done.stdout) == (0, f"torch-mesh {torch_mesh.__version__}\n")
 
 
 def test_ctrl_c_while_a_command_is_imported_ends_it(

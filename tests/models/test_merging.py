@@ -397,7 +397,7 @@ def test_a_folder_that_is_read_only_is_an_error_of_one_line(
     tmp_path: Path, base_and_adapter: tuple[Path, Path]
 ) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    command = [sys.executable, "-m", "torch_mesh.cli", "merge", *map(str, base_and_adapter)]
+    command = [sys.executable, "-m", "torch_mesh", "merge", *map(str, base_and_adapter)]
     done = without_privileges([*command, str(tmp_path / "closed" / "merged")])
     assert done.returncode == 1 and "cannot be written" in done.stderr.splitlines()[-1]
 

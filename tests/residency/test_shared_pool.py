@@ -218,7 +218,7 @@ def _pool_pss(pid: int) -> int:
 
 
 def test_workers_have_one_pool_together(store: Store, tmp_path: Path, socket: str) -> None:
-    how = [sys.executable, "-m", "torch_mesh.cli", "share", str(store.folder), "--socket", socket]
+    how = [sys.executable, "-m", "torch_mesh", "share", str(store.folder), "--socket", socket]
     owner = subprocess.Popen(
         [*how, "--resident", "0.8", "--workers", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -436,7 +436,7 @@ def test_a_model_without_a_template_says_so(
 
 
 def test_sigterm_ends_it_and_what_is_under_way(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch_mesh.cli", "serve", str(folder), "--resident", "0.25", "--port", "0"]
+    command = [sys.executable, "-m", "torch_mesh", "serve", str(folder), "--resident", "0.25", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -518,7 +518,7 @@ def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[
     command = [
         sys.executable,
         "-m",
-        "torch_mesh.cli",
+        "torch_mesh",
         "serve",
         str(folder),
         "--shared",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -55,6 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(parsed, _said(error), _FAILURE)
 
 
+class _Command(argparse.ArgumentParser):
+    """Shows its own usage for an option that it does not know, where argparse would show that of all commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, 0.8)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
@@ -81,7 +94,7 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
         help="print what makes this shell complete commands and options, and exit",
     )
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Command)
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, about in COMMANDS.items():
         command = subparsers.add_parser(name, help=about)

@@ -1,0 +1,7 @@
+"""``python -m torch_mesh``: the command ``torch-mesh``, where its script is not on the path."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
