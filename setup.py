@@ -59,7 +59,7 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (CSRC / room).rglob("*.cpp"))
 
 
-ENGINE_ROOMS = ("store", "io", "residency", "kernels", "engine", "gpu")
+ENGINE_ROOMS = ("base", "store", "io", "residency", "kernels", "engine", "gpu")
 TESTING_MODULE = CSRC / "testing" / "module.cpp"  # which needs torch
 EXTENSIONS = ("torch_mesh._C", "torch_mesh._testing")
 

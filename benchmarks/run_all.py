@@ -35,6 +35,7 @@ OWN = (
 )
 ON_LARGE_FILES = (
     "whole_model.py",
+    "busy_machine.py",
     "load.py",
     "cold_decode.py",
     "prefill_cold.py",

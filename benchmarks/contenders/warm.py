@@ -8,11 +8,28 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import session
 
 CONTEXT, WARM_UP = 16, 4
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What something took: on the clock, and of processor time by all threads of this process."""
+
+    seconds: float
+    processor_seconds: float
+
+    @classmethod
+    def so_far(cls) -> Taken:
+        return cls(time.perf_counter(), time.process_time())
+
+    def until_now(self) -> Taken:
+        now = Taken.so_far()
+        return Taken(now.seconds - self.seconds, now.processor_seconds - self.processor_seconds)
 
 
 class Decoder(Protocol):
@@ -36,10 +53,15 @@ class Warm:
         return {mode: self._first_step(decoder).tolist() for mode, decoder in self.modes.items()}
 
     def measure(self, mode: str, what: str, tokens: int, sequences: int = 1) -> dict[str, Any]:
-        """Tokens per second, of all sequences: ``what`` is "prefill", ``tokens`` of each at once, or "decode", one of each after the other."""
+        """Tokens per second, and processor time a token, of all sequences. ``what`` is "prefill", ``tokens`` of each at once, or
+        "decode", one of each after the other."""
         rows = self._rows(sequences, CONTEXT + WARM_UP + tokens)
-        seconds = {"prefill": self._prefill, "decode": self._decode}[what](self.modes[mode], rows, tokens)
-        return {"tokens_per_second": sequences * tokens / seconds}
+        taken = {"prefill": self._prefill, "decode": self._decode}[what](self.modes[mode], rows, tokens)
+        count = sequences * tokens
+        return {
+            "tokens_per_second": count / taken.seconds,
+            "processor_seconds_per_token": taken.processor_seconds / count,
+        }
 
     def _rows(self, sequences: int, length: int) -> list[list[int]]:
         return [self.stream[first * length : (first + 1) * length] for first in range(sequences)]
@@ -53,17 +75,17 @@ class Warm:
         self._start(decoder, rows)
         return decoder.forward_rows([rows[0][CONTEXT:]])[0]
 
-    def _prefill(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> float:
+    def _prefill(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Taken:
         decoder.reset()
-        begin = time.perf_counter()
+        before = Taken.so_far()
         decoder.forward_rows([row[:tokens] for row in rows])
-        return time.perf_counter() - begin
+        return before.until_now()
 
-    def _decode(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> float:
+    def _decode(self, decoder: Decoder, rows: list[list[int]], tokens: int) -> Taken:
         self._start(decoder, rows)
         for at in range(CONTEXT, CONTEXT + WARM_UP):
             decoder.forward_rows([[row[at]] for row in rows])
-        begin = time.perf_counter()
+        before = Taken.so_far()
         for at in range(CONTEXT + WARM_UP, CONTEXT + WARM_UP + tokens):
             decoder.forward_rows([[row[at]] for row in rows])
-        return time.perf_counter() - begin
+        return before.until_now()

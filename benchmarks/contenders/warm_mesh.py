@@ -18,7 +18,8 @@ def open_mesh(setup: dict[str, Any]) -> Warm:
     config = torch_mesh.MeshConfig(resident=1.0, **setup["fields"])
     model = AutoModelForCausalLM.from_pretrained(setup["model"], quantization_config=config)
     length = CONTEXT + WARM_UP + setup["decode"]
-    return Warm({"eager": CachedTransformer(model), "compiled": CompiledSteps(model, length)}, setup)
+    decoders = {"eager": lambda: CachedTransformer(model), "compiled": lambda: CompiledSteps(model, length)}
+    return Warm({mode: decoders[mode]() for mode in setup.get("modes", decoders)}, setup)
 
 
 if __name__ == "__main__":

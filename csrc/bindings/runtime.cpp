@@ -8,10 +8,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <exception>
 #include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/contention.h"
+#include "base/signals_blocked.h"
+#include "base/team.h"
 
 namespace torch_mesh {
 namespace {
@@ -19,12 +28,8 @@ namespace {
 // The extension is compiled with -fopenmp and so shares torch's OpenMP runtime: asking for as many
 // threads as torch uses reuses its team, and no second pool competes for the cores. A host node
 // runs on a thread of a GPU's driver and gets a team of its own, while torch's waits for the GPU.
-void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void* context) {
-  const int team = static_cast<int>(std::min<int64_t>(threads, count));
-  if (team <= 1 || omp_in_parallel()) {
-    body(context, 0, count);
-    return;
-  }
+void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* context,
+                         Contention& contention) {
   // An exception that leaves the region ends the process; brgemm may throw.
   std::exception_ptr failure;
 #pragma omp parallel num_threads(team)
@@ -39,14 +44,100 @@ void parallel_for_openmp(int64_t count, int32_t threads, ParallelBody body, void
 #pragma omp critical(torch_mesh_failure)
       if (failure == nullptr) failure = std::current_exception();
     }
+    thread_local TimeWithoutProcessor time_without_processor;
+    time_without_processor.note(contention);
   }
   if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+// libgomp's idle threads spin for milliseconds, but for microseconds where it has made more threads
+// than there are processors. While this lives it has: torch's own regions then leave the processors
+// to threads that compute.
+class OpenMpSleeps {
+ public:
+  OpenMpSleeps() {
+    const SignalsBlocked blocked;
+    try {
+      holder_ = std::thread([this] {
+        const int more = std::max(2, omp_get_num_procs() - omp_get_max_threads() + 2);
+#pragma omp parallel num_threads(more)
+        { asm volatile(""); }  // or the compiler leaves it out
+        std::unique_lock lock(mutex_);
+        over_.wait(lock, [this] { return ended_; });
+      });
+    } catch (const std::system_error&) {  // no thread is to be had: they spin
+    }
+  }
+  ~OpenMpSleeps() {
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    over_.notify_one();
+    if (holder_.joinable()) holder_.join();
+  }
+  OpenMpSleeps(const OpenMpSleeps&) = delete;
+  OpenMpSleeps& operator=(const OpenMpSleeps&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable over_;
+  bool ended_ = false;
+  std::thread holder_;
+};
+
+// Who computes: torch's threads while they have the processors to themselves, else a team that
+// sleeps. Never destroyed: a forward may still run on another thread while the process ends.
+class Computers {
+ public:
+  void parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context) {
+    const int team = static_cast<int>(std::min<int64_t>(threads, count));
+    if (team <= 1 || omp_in_parallel()) {
+      body(context, 0, count);
+      return;
+    }
+    if (contended()) {
+      team_.parallel_for(count, team, body, context);
+    } else {
+      parallel_for_openmp(count, team, body, context, contention_);
+    }
+  }
+
+  bool contended() {
+    // Threads that are bound to processors are the application's to place.
+    static const bool bound = omp_get_proc_bind() != omp_proc_bind_false;
+    const bool contended = !bound && contention_.contended(Contention::Clock::now());
+    if (contended != sleeps_.load(std::memory_order_relaxed)) {
+      const std::lock_guard lock(changing_);
+      if (contended != (openmp_sleeps_ != nullptr)) {
+        openmp_sleeps_ = contended ? std::make_unique<OpenMpSleeps>() : nullptr;
+      }
+      sleeps_ = contended;
+    }
+    return contended;
+  }
+
+ private:
+  Contention contention_;
+  Team team_;
+  std::mutex changing_;
+  std::atomic<bool> sleeps_{false};
+  std::unique_ptr<OpenMpSleeps> openmp_sleeps_;
+};
+
+Computers& computers() {
+  static auto* computers = new Computers;
+  return *computers;
+}
+
+void parallel_for_computers(int64_t count, int32_t threads, ParallelBody body, void* context) {
+  computers().parallel_for(count, threads, body, context);
 }
 
 // OpenMP's threads spin for milliseconds when a region has ended, in case another one follows. In a
 // region of their own they can sleep.
 void wait_asleep_openmp(int32_t threads, void (*wait)(void* context), void* context) {
-  if (omp_in_parallel()) {
+  if (omp_in_parallel() || computers().contended()) {
     wait(context);
     return;
   }
@@ -152,7 +243,7 @@ const std::string& brgemm_int8_unavailable() {
 const Runtime& torch_runtime() {
   static const Runtime runtime = [] {
     Runtime it;
-    it.parallel_for = parallel_for_openmp;
+    it.parallel_for = parallel_for_computers;
     it.wait_asleep = wait_asleep_openmp;
     const bool bf16 = brgemm_bf16_unavailable().empty();
     const bool int8 = brgemm_int8_unavailable().empty();

@@ -42,9 +42,6 @@ struct Adapters {
 int32_t tokens_per_chunk(const ExpertFfn& ffn, const RecordLayout& layout, int32_t top_k,
                          int64_t workspace, const Adapters& adapters = {});
 
-// A team that the system has no threads for ends the process: OpenMP knows no error.
-inline constexpr int32_t kMostThreads = 1024;
-
 struct EngineOptions {
   RecordLayout layout;
   // Of each layer, or one of all. None: grouped_linear is the only path.

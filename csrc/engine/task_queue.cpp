@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -10,9 +9,9 @@
 namespace torch_mesh {
 namespace {
 
-// A few microseconds: what is waited for is the rest of a task that runs. Then the core is given
+// Some ten microseconds: what is waited for is the rest of a task that runs. Then the core is given
 // up, since the task's thread may be waiting for it.
-constexpr int32_t kSpins = 64;
+constexpr int32_t kSpins = 256;
 
 // Tasks that a thread takes at once: it may lose its core while it has them.
 constexpr int64_t kMostRun = 16;
@@ -20,12 +19,10 @@ constexpr int64_t kMostRun = 16;
 // Waking a thread takes some microseconds; this is the work of five (int4) to 30 (bf16).
 constexpr int64_t kThreadWork = int64_t{1} << 17;
 
-void wait_for_zero(const std::atomic<int64_t>& left) {
-  for (int32_t spins = 0; left.load(std::memory_order_acquire) != 0; ++spins) {
-    if (spins >= kSpins) {
-      std::this_thread::yield();
-      continue;
-    }
+void wait_for_zero(const std::atomic<int32_t>& left) {
+  int32_t seen = left.load(std::memory_order_acquire);
+  for (int32_t spins = 0; seen != 0; seen = left.load(std::memory_order_acquire)) {
+    if (++spins > kSpins) left.wait(seen, std::memory_order_acquire);
 #if defined(__x86_64__)
     _mm_pause();
 #endif
@@ -55,7 +52,7 @@ int32_t TaskQueue::add(int64_t tasks, Stages needs) {
   const int64_t before = this->tasks();
   end_[stages_] = before + tasks;
   needs_[stages_] = needs;
-  left_[stages_].store(tasks, std::memory_order_relaxed);
+  left_[stages_].store(static_cast<int32_t>(tasks), std::memory_order_relaxed);
   return stages_++;
 }
 

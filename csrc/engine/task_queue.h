@@ -105,7 +105,9 @@ class TaskQueue {
       end(at.stage);
     }
   }
-  void end(int32_t stage) { left_[stage].fetch_sub(1, std::memory_order_release); }
+  void end(int32_t stage) {
+    if (left_[stage].fetch_sub(1, std::memory_order_acq_rel) == 1) left_[stage].notify_all();
+  }
   // Goes to the next task of the run; false where it has ended.
   bool next_of_run(Cursor& at) const;
   // Where the tasks end that need nothing from `stage` on.
@@ -122,7 +124,7 @@ class TaskQueue {
   int32_t threads_ = 1;
   std::array<int64_t, kMostStages> end_;  // of a stage's tasks in the list of all
   std::array<Stages, kMostStages> needs_;
-  std::array<std::atomic<int64_t>, kMostStages> left_;  // tasks that have not ended
+  std::array<std::atomic<int32_t>, kMostStages> left_;  // tasks that have not ended
   int32_t lanes_ = 0;
   std::array<Lane, kMostNodes + 2> lanes_at_;
 };

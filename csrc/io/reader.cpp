@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "base/owner_process.h"
+#include "base/short_slices.h"
 #include "base/signals_blocked.h"
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
@@ -32,27 +33,6 @@ constexpr std::chrono::microseconds kLongestWait{500'000};
 constexpr size_t kReservedMessages = 4096;
 constexpr int64_t kChunkUnit = 4096;
 constexpr int64_t kLargestChunk = int64_t{1} << 30;
-constexpr uint64_t kSlice = 100'000;  // the shortest there is, in ns
-
-// The kernel's sched_attr in its first size; its header and that of glibc before 2.41 cannot both
-// be had.
-struct SchedulingAttributes {
-  uint32_t size, policy;
-  uint64_t flags;
-  int32_t nice;
-  uint32_t priority;
-  uint64_t runtime, deadline, period;
-};
-
-// A thread that is woken takes a processor from one that computes only if it asks for a shorter
-// slice (Linux 6.12). Without that a read that a forward asked for begins when the forward has run
-// out of work. Older kernels do without.
-void ask_for_short_slices() {
-  SchedulingAttributes attributes{};
-  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
-  attributes.runtime = kSlice;
-  static_cast<void>(syscall(SYS_sched_setattr, 0, &attributes, 0));
-}
 
 struct BufferChange {
   MemoryRegion buffer;
@@ -174,6 +154,7 @@ class IoLoop {
     pthread_setname_np(pthread_self(), "mesh-io");
     try {
       backend_->start();
+      // A read that a forward asks for would else begin when the forward has run out of work.
       ask_for_short_slices();  // after it: threads of a backend that copies are not to have them
     } catch (...) {
       const std::lock_guard lock(mutex_);

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/team.h"
 #include "kernels/convert.h"
 #include "kernels_fixture.h"
 
@@ -67,23 +68,17 @@ TEST(Attention, EveryTableAgreesWithScalarToTheBit) {
   }
 }
 
-void parallel_for_threads(int64_t count, int32_t threads, ParallelBody body, void* context) {
-  std::vector<std::thread> team;
-  const int64_t parts = std::min<int64_t>(threads, count);
-  for (int64_t part = 0; part < parts; ++part) {
-    team.emplace_back(body, context, count * part / parts, count * (part + 1) / parts);
-  }
-  for (std::thread& thread : team) thread.join();
-}
-
 TEST(Attention, ThreadsAndConcurrentCallersGiveTheSameBits) {
   constexpr int32_t kHeads = 8, kShared = 2, kTokens = 2, kKeys = 1500, kDim = 64;
   Random random;
   const std::vector<float> query = random.normals(kHeads * kTokens * kDim);
   const std::vector<float> key = random.normals(kShared * kKeys * kDim);
   const std::vector<float> value = random.normals(kShared * kKeys * kDim);
+  static Team team;
   Runtime runtime;
-  runtime.parallel_for = parallel_for_threads;
+  runtime.parallel_for = [](int64_t count, int32_t threads, ParallelBody body, void* context) {
+    team.parallel_for(count, threads, body, context);
+  };
   WorkspacePool workspaces;
   const auto run = [&](int32_t threads) {
     std::vector<float> out(kTokens * kHeads * kDim, std::nanf(""));

@@ -1,5 +1,4 @@
-// One model's records on disk and in memory, engines over them, and forwards: without torch, behind
-// a team of plain threads.
+// One model's records on disk and in memory, engines over them, and forwards, without torch.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +8,9 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "base/team.h"
 #include "engine/engine.h"
 #include "error_of.h"
 #include "kernels_fixture.h"
@@ -22,19 +21,14 @@ namespace torch_mesh::testing {
 inline constexpr int32_t kLayers = 2;
 inline constexpr int32_t kExperts = 12;
 
-inline void parallel_for_threads(int64_t count, int32_t threads, ParallelBody body, void* context) {
-  const int64_t team = std::min<int64_t>(threads, count);
-  std::vector<std::thread> others;
-  for (int64_t part = 1; part < team; ++part) {
-    others.emplace_back([=] { body(context, count * part / team, count * (part + 1) / team); });
-  }
-  body(context, 0, count / team);
-  for (std::thread& other : others) other.join();
+inline void parallel_for_team(int64_t count, int32_t threads, ParallelBody body, void* context) {
+  static Team team;
+  team.parallel_for(count, threads, body, context);
 }
 
 inline Runtime thread_runtime() {
   Runtime runtime;
-  runtime.parallel_for = parallel_for_threads;
+  runtime.parallel_for = parallel_for_team;
   return runtime;
 }
 

@@ -1,0 +1,56 @@
+#include "base/contention.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <charconv>
+#include <cstdint>
+#include <system_error>
+
+namespace torch_mesh {
+namespace {
+
+// Reading takes a microsecond.
+constexpr std::chrono::milliseconds kBetweenReads{20};
+// A thread that comes after so long was idle. What it waited for is of another time, and until the
+// kernel has moved it, it may share a processor with the thread that woke it.
+constexpr std::chrono::milliseconds kIdle{200};
+
+}  // namespace
+
+TimeWithoutProcessor::TimeWithoutProcessor()
+    : file_(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC)) {}
+
+TimeWithoutProcessor::~TimeWithoutProcessor() {
+  if (file_ >= 0) close(file_);
+}
+
+// The file has nanoseconds on a processor, nanoseconds ready without one, and slices.
+std::optional<std::chrono::nanoseconds> TimeWithoutProcessor::read() const {
+  char text[96];
+  const ssize_t length = file_ < 0 ? -1 : pread(file_, text, sizeof text, 0);
+  const char* const end = text + std::max<ssize_t>(length, 0);
+  const char* const gap = std::find<const char*>(text, end, ' ');
+  int64_t waited = 0;
+  if (gap == end || std::from_chars(gap + 1, end, waited).ec != std::errc()) return std::nullopt;
+  return std::chrono::nanoseconds(waited);
+}
+
+void TimeWithoutProcessor::note(Contention& contention) {
+  const auto now = Contention::Clock::now();
+  const auto passed = now - last_;
+  if (passed < kBetweenReads) return;
+  const auto waited = read();
+  if (!waited) return;
+  if (passed > kIdle) {
+    settled_ = false;
+  } else if (settled_) {
+    contention.note(now, passed, *waited - before_);
+  } else {
+    settled_ = true;
+  }
+  last_ = now;
+  before_ = *waited;
+}
+
+}  // namespace torch_mesh

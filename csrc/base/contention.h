@@ -1,0 +1,67 @@
+// Whether other processes want the processors that a team of spinning threads computes on.
+//
+// Such a team is fastest while each of its threads has a processor. Where one has none, every
+// region waits for it while the others spin. The kernel counts how long each thread was ready to
+// run and had no processor; a good part of the time is contention. For a while the team is then to
+// be done without. After that it is tried again, and the pause grows while nothing has changed.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+namespace torch_mesh {
+
+class Contention {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static constexpr std::chrono::milliseconds kFirstPause{250}, kLongestPause{2000};
+  // Of the time, that a thread may be without a processor: threads of our own that start reads take
+  // it for moments.
+  static constexpr int kTolerated = 3;  // one part in so many
+
+  // Whether a region that begins now should do without spinning threads.
+  bool contended(Clock::time_point now) const { return since_epoch(now) < until_; }
+
+  // For `waited` of the time `passed` until now a spinning thread had no processor.
+  void note(Clock::time_point now, Clock::duration passed, Clock::duration waited) {
+    if (kTolerated * waited < passed || contended(now)) return;
+    // A trial soon after the last pause has failed.
+    const bool again = since_epoch(now) < until_ + pause_;
+    pause_ = again ? std::min<int64_t>(2 * pause_, ns(kLongestPause)) : ns(kFirstPause);
+    until_ = since_epoch(now) + pause_;
+  }
+
+ private:
+  static int64_t ns(std::chrono::nanoseconds duration) { return duration.count(); }
+  static int64_t since_epoch(Clock::time_point at) { return ns(at.time_since_epoch()); }
+
+  // Several threads may note at a time; which of them is last does not matter.
+  std::atomic<int64_t> until_{INT64_MIN / 2};
+  std::atomic<int64_t> pause_{ns(kFirstPause)};
+};
+
+// How long the calling thread, whose own this is, was ready to run and had no processor.
+class TimeWithoutProcessor {
+ public:
+  TimeWithoutProcessor();
+  ~TimeWithoutProcessor();
+  TimeWithoutProcessor(const TimeWithoutProcessor&) = delete;
+  TimeWithoutProcessor& operator=(const TimeWithoutProcessor&) = delete;
+
+  // In all; none where the kernel does not count it.
+  std::optional<std::chrono::nanoseconds> read() const;
+  // Tells `contention` of the time since the last call, every few milliseconds.
+  void note(Contention& contention);
+
+ private:
+  int file_;
+  Contention::Clock::time_point last_;
+  std::chrono::nanoseconds before_{0};
+  bool settled_ = false;  // has run for a while
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,89 @@
+// Threads that compute beside the one that calls, for a machine that does other things too.
+//
+// A region ends when its work is done, not when all threads have arrived: a thread whose core is
+// busy elsewhere comes late, or never, and the others do its share. Only a part that a thread has
+// begun is waited for. Idle threads spin for microseconds and then sleep; where other processes
+// want the cores they sleep at once.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/runtime.h"
+
+namespace torch_mesh {
+
+class Team {
+ public:
+  // A caller's wait for others that no task explains. One thread less takes part from then on, and
+  // one more each time that this has gone well for a while.
+  static constexpr std::chrono::microseconds kLate{200};
+  static constexpr std::chrono::milliseconds kRaise{100};
+
+  explicit Team(std::chrono::nanoseconds late = kLate) : late_(late) {}
+  ~Team();  // no region may be open
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Runs body(context, begin, end) on disjoint ranges that cover [0, count), on this thread and up
+  // to `threads` - 1 others, and returns when all have ended. From within a region it stays on the
+  // calling thread. Any number of threads may call at a time. The first exception of a body is
+  // thrown here; ranges that had not begun by then may be left out. Threads that cannot be made
+  // are done without.
+  void parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context);
+
+  // Those made so far, beside the callers.
+  int32_t threads() const { return made_.load(std::memory_order_relaxed); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // Where a caller offers its work. `state` counts free seats and threads inside: who takes a seat
+  // is inside, and the caller stays until all have left.
+  struct alignas(64) Region {
+    std::atomic<uint32_t> state{0};
+    ParallelBody body = nullptr;
+    void* context = nullptr;
+    int64_t count = 0, grain = 1;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr failure;
+
+    bool enter();
+    void leave();
+    void close();  // returns when all have left
+    void run();    // takes ranges until there are none
+  };
+  static constexpr int32_t kRegions = 16;  // callers at a time that get help; others run alone
+
+  // How many threads may take part now, the caller among them.
+  int32_t limit(Clock::time_point now);
+  // A region of so many has ended; its caller had nothing left to do when it was `done`.
+  void note(int32_t threads, Clock::time_point begun, Clock::time_point done);
+  Region* open(int64_t count, int32_t threads, ParallelBody body, void* context);
+  void make_threads(int32_t wanted);
+  void wake(int32_t threads);
+  void work(int32_t thread);
+  bool help(int32_t first);
+
+  std::array<Region, kRegions> regions_;
+  alignas(64) std::atomic<uint32_t> offers_{
+      0};  // counts regions that were opened; threads wait on it
+  std::atomic<int32_t> asleep_{0};
+  std::atomic<bool> stopping_{false};
+  const std::chrono::nanoseconds late_;
+  std::atomic<int32_t> limit_{kMostThreads};
+  std::atomic<int64_t> raise_at_{0};  // the limit, in ns of the clock
+  std::atomic<int32_t> made_{0};
+  std::atomic<bool> refused_{false};  // by the system: it is not asked again
+  std::mutex making_;
+  std::vector<std::thread> members_;
+};
+
+}  // namespace torch_mesh

@@ -1,0 +1,71 @@
+#include "base/contention.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+
+class ContentionTest : public ::testing::Test {
+ protected:
+  // A thread was without a processor for so long of the time that has passed.
+  void pass(Contention::Clock::duration passed, Contention::Clock::duration waited) {
+    now_ += passed;
+    contention_.note(now_, passed, waited);
+  }
+  // How long regions do without spinning threads from now on.
+  Contention::Clock::duration pause() const {
+    Contention::Clock::duration passed{0};
+    while (contention_.contended(now_ + passed)) passed += 1ms;
+    return passed;
+  }
+
+  Contention contention_;
+  Contention::Clock::time_point now_{};
+};
+
+TEST_F(ContentionTest, MomentsWithoutAProcessorSayNothing) {
+  for (int i = 0; i < 100; ++i) pass(10ms, 3ms);
+  EXPECT_EQ(pause(), 0ms);
+}
+
+TEST_F(ContentionTest, ADescheduledThreadEndsSpinningForAWhile) {
+  pass(10ms, 5ms);
+  EXPECT_EQ(pause(), 250ms);
+  pass(10ms, 5ms);  // of another thread, which says no more
+  EXPECT_EQ(pause(), 240ms);
+}
+
+TEST_F(ContentionTest, ThePauseGrowsWhileTrialsFail) {
+  pass(10ms, 5ms);
+  for (const auto expected : {500ms, 1000ms, 2000ms, 2000ms}) {
+    now_ += pause();
+    pass(10ms, 5ms);
+    EXPECT_EQ(pause(), expected);
+  }
+}
+
+TEST_F(ContentionTest, ThePauseIsShortAgainAfterAQuietTime) {
+  pass(10ms, 5ms);
+  now_ += pause();
+  pass(10ms, 5ms);
+  EXPECT_EQ(pause(), 500ms);
+  now_ += pause() + 500ms;
+  pass(10ms, 0ms);
+  pass(10ms, 5ms);
+  EXPECT_EQ(pause(), 250ms);
+}
+
+TEST(TimeWithoutProcessor, IsCountedByTheKernelAndNeverFalls) {
+  const TimeWithoutProcessor time;
+  const auto first = time.read();
+  if (!first) GTEST_SKIP() << "this kernel does not count it";
+  std::this_thread::sleep_for(1ms);
+  EXPECT_GE(*time.read(), *first);
+}
+
+}  // namespace
+}  // namespace torch_mesh

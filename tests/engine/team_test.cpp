@@ -1,0 +1,181 @@
+// What a caller may rely on: every range once, an end that waits for what has begun and for nothing
+// else, exceptions that reach the caller.
+#include "base/team.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <latch>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace torch_mesh {
+namespace {
+
+using namespace std::chrono_literals;
+
+// No wait is late: all threads take part, however busy the machine is.
+constexpr std::chrono::nanoseconds kNever = 1h;
+
+template <typename Body>
+void run(Team& team, int64_t count, int32_t threads, const Body& body) {
+  team.parallel_for(
+      count, threads,
+      [](void* context, int64_t begin, int64_t end) {
+        (*static_cast<const Body*>(context))(begin, end);
+      },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+TEST(Team, CoversEveryIndexOnce) {
+  Team team(kNever);
+  for (const int64_t count : {0, 1, 2, 7, 64, 1000}) {
+    for (const int32_t threads : {1, 2, 3, 9}) {
+      // Plain memory: ThreadSanitizer would see ranges that overlap, and an end that does not wait.
+      std::vector<int> visits(count);
+      run(team, count, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ++visits[i];
+      });
+      EXPECT_EQ(visits, std::vector<int>(count, 1));
+    }
+  }
+  EXPECT_EQ(team.threads(), 8);  // made once, and used again
+}
+
+TEST(Team, ComputesAtTheSameTime) {
+  Team team(kNever);
+  std::latch all(3);  // each range waits until three threads have one
+  std::atomic<int> ranges{0};
+  run(team, 3, 3, [&](int64_t, int64_t) {
+    all.arrive_and_wait();
+    ++ranges;
+  });
+  EXPECT_EQ(ranges, 3);
+}
+
+// Threads that are busy elsewhere hold nothing up.
+TEST(Team, DoesNotWaitForThreadsThatHaveNotBegun) {
+  Team team(kNever);
+  std::latch started(3), release(1);
+  std::thread other([&] {
+    run(team, 3, 3, [&](int64_t, int64_t) {
+      started.count_down();
+      release.wait();
+    });
+  });
+  started.wait();  // both of the team's threads, and their caller
+  const std::thread::id caller = std::this_thread::get_id();
+  int64_t done = 0;
+  for (int round = 0; round < 3; ++round) {
+    run(team, 100, 3, [&](int64_t begin, int64_t end) {
+      EXPECT_EQ(std::this_thread::get_id(), caller);
+      done += end - begin;
+    });
+  }
+  EXPECT_EQ(done, 300);
+  release.count_down();
+  other.join();
+}
+
+// The thread that has begun a range is waited for, asleep as it may be.
+TEST(Team, WaitsForARangeThatHasBegun) {
+  Team team(kNever);
+  for (int round = 0; round < 20; ++round) {
+    std::latch both(2);
+    const std::thread::id caller = std::this_thread::get_id();
+    bool finished = false;  // plain, as above
+    run(team, 2, 2, [&](int64_t, int64_t) {
+      both.arrive_and_wait();
+      if (std::this_thread::get_id() == caller) return;
+      std::this_thread::sleep_for(1ms);
+      finished = true;
+    });
+    EXPECT_TRUE(finished);
+  }
+}
+
+TEST(Team, ServesManyCallersAtATime) {
+  Team team(kNever);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 20; ++caller) {  // more than it has regions for
+    callers.emplace_back([&] {
+      for (int round = 0; round < 50; ++round) {
+        std::vector<int> visits(40);
+        run(team, 40, 3, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) ++visits[i];
+        });
+        EXPECT_EQ(std::accumulate(visits.begin(), visits.end(), 0), 40);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST(Team, ThrowsWhatABodyThrowsAndGoesOn) {
+  Team team(kNever);
+  for (int round = 0; round < 20; ++round) {
+    EXPECT_THROW(run(team, 50, 3,
+                     [](int64_t begin, int64_t) {
+                       if (begin >= 10) throw std::runtime_error("a range failed");
+                     }),
+                 std::runtime_error);
+    std::atomic<int64_t> done{0};
+    run(team, 50, 3, [&](int64_t begin, int64_t end) { done += end - begin; });
+    EXPECT_EQ(done, 50);
+  }
+}
+
+TEST(Team, StaysOnTheThreadThatIsWithinARegion) {
+  Team team(kNever);
+  std::atomic<int64_t> inner{0};
+  run(team, 8, 3, [&](int64_t begin, int64_t end) {
+    const std::thread::id outer = std::this_thread::get_id();
+    for (int64_t i = begin; i < end; ++i) {
+      run(team, 5, 3, [&](int64_t first, int64_t last) {
+        EXPECT_EQ(std::this_thread::get_id(), outer);
+        inner += last - first;
+      });
+    }
+  });
+  EXPECT_EQ(inner, 40);
+}
+
+TEST(Team, WakesThreadsThatHaveGoneToSleep) {
+  Team team(kNever);
+  for (int round = 0; round < 5; ++round) {
+    std::this_thread::sleep_for(2ms);  // longer than they spin
+    std::latch both(2);
+    run(team, 2, 2, [&](int64_t, int64_t) { both.arrive_and_wait(); });
+  }
+}
+
+TEST(Team, TakesOneThreadLessWhereOneIsLate) {
+  Team team(0ns);
+  const auto begun = std::chrono::steady_clock::now();
+  const std::thread::id caller = std::this_thread::get_id();
+  std::latch all(3);
+  run(team, 3, 3, [&](int64_t, int64_t) {
+    all.arrive_and_wait();
+    if (std::this_thread::get_id() != caller) std::this_thread::sleep_for(2ms);
+  });
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+  run(team, 30, 3, [&](int64_t, int64_t) {
+    std::this_thread::sleep_for(100us);
+    const std::lock_guard lock(mutex);
+    threads.insert(std::this_thread::get_id());
+  });
+  if (std::chrono::steady_clock::now() - begun > Team::kRaise) {
+    GTEST_SKIP() << "the machine is too busy";
+  }
+  EXPECT_LE(threads.size(), 2u);
+}
+
+}  // namespace
+}  // namespace torch_mesh
