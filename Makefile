@@ -5,7 +5,7 @@
 #   make PYTHON=python3.12         another interpreter for a new .venv
 #   make PYTEST='-k reader -x'     further arguments for pytest
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= $(shell grep "^torch==" tools/tested.txt)
 LATEST ?=
 PYTEST ?=
 export PYTHON TORCH LATEST

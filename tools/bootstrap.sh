@@ -9,7 +9,7 @@ set -eu
 
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-torch=${TORCH:-torch==2.13.0}
+torch=${TORCH:-$(grep '^torch==' tools/tested.txt)}
 latest=${LATEST:-}
 cxx=${CXX:-g++}
 venv_python=.venv/bin/python
@@ -125,7 +125,7 @@ install_torch() {
 
 install_requirements() {
   wanted=$(for group in $groups; do "$venv_python" tools/requirements.py "$group"; done)
-  tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then cat tools/tested.txt; fi)
+  tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then grep -v '^torch==' tools/tested.txt; fi)
   key=$(printf '%s\n%s\n%s\n' "$torch" "$wanted" "$tested" | hash_of)
   name="requirements-$(printf '%s' "$groups" | tr ' ' '-')"
   if [ -n "$latest" ]; then
