@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
@@ -45,6 +46,13 @@ def shortage(needed: int) -> int | None:
 def anonymous_bytes(proc: Path = Path("/proc")) -> int:
     """Memory of this process without mapped files and the page cache, which can always be dropped."""
     return _kilobytes(proc / "self/status", "RssAnon:", "so what this process takes is not known") * 1024
+
+
+def trim_heap() -> None:
+    """Return the free pages of malloc's heaps to the operating system, also those between pages in use. Without glibc nothing is done."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def auto_budget(available: int, reserved: int) -> int:

@@ -169,10 +169,13 @@ def test_conversations_go_before_a_request_is_refused(
     )
     prompts = [torch.from_numpy(rng.integers(1, 97, 60)) for _ in range(3)]
     needed = kept.admission.needs.peak(60, 60, 63)
-    total = needed + kept.admission.needs.cache(63)
+    total = needed
+    ask(prompts[0])
+    total += kept.conversations[0].nbytes
     for tokens in prompts:
         assert torch.equal(ask(tokens), model.generate(input_ids=tokens[None], generation_config=config)[0])
     assert [each.tokens[:60].tolist() for each in kept.conversations] == [each.tolist() for each in prompts[1:]]
+    total = needed
     with pytest.raises(RequestTooLongError):
         ask(torch.from_numpy(rng.integers(1, 97, 250)))
     assert len(kept.conversations) == 2  # nothing goes for what does not fit anyway

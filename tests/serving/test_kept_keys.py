@@ -20,6 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from torch_mesh.growing_cache import take_caches
+from torch_mesh.memory import anonymous_bytes
 from torch_mesh.serving.kept_keys import KeptKeys
 
 VOCABULARY = 97
@@ -126,7 +128,7 @@ def test_two_conversations_with_one_beginning_keep_their_own(rng: np.random.Gene
     assert len(kept.conversations) == 2
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3000, 20000])
+@pytest.mark.parametrize("limit", [0, 1, 30_000, 120_000])
 def test_the_limit_holds_and_the_last_used_stay(limit: int, rng: np.random.Generator) -> None:
     model = _model(_full)
     kept = KeptKeys(model, limit)
@@ -134,10 +136,39 @@ def test_the_limit_holds_and_the_last_used_stay(limit: int, rng: np.random.Gener
         tokens = _some(rng, 10, 40)
         assert torch.equal(_ask(kept.generate, tokens, 3), _ask(model.generate, tokens, 3))
         assert kept.counts.kept_bytes <= limit
-    fits = 3 * 2 * 2 * 16 * 4 * (len(tokens) + 2) <= limit
+    fits = limit == 120_000
     assert bool(kept.conversations) == fits
     if fits:
         assert torch.equal(kept.conversations[-1].tokens[: len(tokens)], tokens)
+
+
+def test_one_that_is_larger_than_the_limit_leaves_the_others(rng: np.random.Generator) -> None:
+    kept = KeptKeys(_model(_full), 60_000)
+    small, large = (torch.from_numpy(rng.integers(1, VOCABULARY, length)) for length in (10, 200))
+    _ask(kept.generate, small, 3)
+    _ask(kept.generate, large, 3)
+    (left,) = kept.conversations
+    assert torch.equal(left.tokens[: len(small)], small)
+
+
+@MODELS
+def test_memory_of_conversations_that_go_is_free_at_once(
+    make: Make, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}.items():
+        monkeypatch.setitem(_SIZES, name, value)
+    model = _model(make)
+    take_caches(model)
+    kept = KeptKeys(model, PLENTY)
+    for _ in range(16):  # of several lengths, so that no hole is as large as what comes next
+        _ask(kept.generate, _some(rng, 20, 60), 2)
+    before, taken = kept.counts.kept_bytes, anonymous_bytes()
+    for which in range(15, -1, -2):  # every other one, as clients that come back leave them
+        del kept.conversations[which]
+    _ask(kept.generate, _some(rng, 20, 21), 2)
+    gone = before - kept.counts.kept_bytes
+    assert gone > 3 << 20
+    assert taken - anonymous_bytes() > 0.7 * gone
 
 
 class _Gone(Exception):

@@ -109,13 +109,13 @@ class Admission:
         self._on_cpu = model.device.type == "cpu"
 
     def free_bytes(self) -> int:
-        """For keys and values, with what pools that give way to others would give up."""
+        """For keys and values, with what pools that give way to others would give up. Less than 0 where the reserve is used already."""
         free = left_bytes() - RESERVE_BYTES
         for pool in self._pools:
             if pool.guarded:
                 size = pool.engine.describe_size()
                 free += (size["slots"] - size["least_slots"]) * size["record_bytes"]
-        return max(0, free)
+        return free
 
     def check(self, prompt: int, new: int, *, known: int, held: int) -> None:
         """Raises RequestTooLongError for a prompt of so many tokens and ``new`` ones to generate that cannot be.
@@ -125,7 +125,7 @@ class Admission:
         check_positions(self.needs.positions, prompt, new)
         if not self._on_cpu:
             return
-        free = self.free_bytes() + held
+        free = max(0, self.free_bytes() + held)
         peak = self.needs.peak
         needed = peak(prompt - known, prompt, prompt + new)
         if needed <= free:

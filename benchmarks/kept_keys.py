@@ -1,0 +1,102 @@
+"""Claim: what torch-mesh serve takes for the keys of conversations stays within --keep-keys.
+
+Four clients hold conversations of all lengths with examples/mesh-tiny, over loopback. Anonymous memory of the server without what it counts as kept
+after half of the time is what it takes for everything else; what it has beyond that at the end is compared with the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import harness
+from harness import Report, Row
+
+from torch_mesh.values import parse_size
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "mesh-tiny"
+CLIENTS = 4
+LENGTH = 3000  # characters of a conversation, at which the next begins: within the model's positions
+
+
+def complete(address: str, prompt: str, tokens: int) -> str:
+    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def converse(address: str, seed: int, seconds: float) -> int:
+    """Requests of one client until the time is over."""
+    draw = random.Random(seed)
+    words = (MODEL / "README.md").read_text().split()
+    end, text, requests = time.monotonic() + seconds, "", 0
+    while time.monotonic() < end:
+        text += " ".join(draw.choices(words, k=draw.randint(5, 120)))
+        text += complete(address, text, draw.randint(2, 40))
+        requests += 1
+        if len(text) > LENGTH or draw.random() < 0.2:
+            text = ""
+    return requests
+
+
+def look(server: int, address: str) -> dict[str, int]:
+    """Bytes that the process has, and that it counts as kept."""
+    with urllib.request.urlopen(address.removesuffix("/v1") + "/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    kept = next(line.split()[1] for line in lines if line.startswith("torch_mesh_kept_keys_bytes "))
+    status = Path(f"/proc/{server}/status").read_text().splitlines()
+    memory = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
+    return {"memory": int(memory) << 10, "kept": round(float(kept))}
+
+
+def measure(limit: str, seconds: float) -> list[dict[str, int]]:
+    """Looks at a server of so much for kept keys: after each quarter of the time, with the requests so far."""
+    command = [sys.executable, "-m", "torch_mesh.cli", "serve", str(MODEL), "--resident", "0.5"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--keep-keys", limit, "--log-level", "error"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of a model this small more threads only wait
+    looks = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[3].removesuffix(",")
+            requests = 0
+            for quarter in range(4):
+                with ThreadPoolExecutor(CLIENTS) as clients:
+                    seeds = range(quarter * CLIENTS, (quarter + 1) * CLIENTS)
+                    requests += sum(clients.map(lambda seed: converse(address, seed, seconds / 4), seeds))
+                looks.append(look(server.pid, address) | {"requests": requests})
+        finally:
+            server.terminate()
+    return looks
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--keep-keys", default="20MiB")
+    arguments.add_argument("--seconds", type=float, default=50, help="that clients ask")
+    options = arguments.parse_args()
+    limit = parse_size(options.keep_keys, "--keep-keys")
+    looks = measure(options.keep_keys, options.seconds)
+    rest = looks[1]["memory"] - looks[1]["kept"]
+    report = Report("Memory of kept keys")
+    for when, found in zip(("a quarter", "half", "three quarters", "the end"), looks, strict=True):
+        at_most = 1.2 if when == "the end" else None
+        taken = (found["memory"] - rest) / 1e6
+        report.add(Row(f"taken at {when}", taken, "MB", "--keep-keys", limit / 1e6, at_most=at_most))
+        report.notes.append(f"counted at {when}: {found['kept'] / 1e6:.1f} MB, after {found['requests']} requests")
+    report.details["looks"] = looks
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
