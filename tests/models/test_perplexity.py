@@ -43,7 +43,14 @@ def expected(original: PreTrainedModel, documents: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("weights", "tolerance"),
-    [("bf16", 0.0005), ("int8", 0.002), ("int4", 0.01), ("lut4", 0.01), ("tcq3", 0.1), ("tcq2", 0.5)],
+    [
+        ("bf16", 0.0005),
+        pytest.param("int8", 0.002, marks=pytest.mark.slow),
+        ("int4", 0.01),
+        pytest.param("lut4", 0.01, marks=pytest.mark.slow),
+        pytest.param("tcq3", 0.1, marks=pytest.mark.slow),
+        pytest.param("tcq2", 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_perplexity_stays(
     original: PreTrainedModel, documents: list[torch.Tensor], expected: float, weights: str, tolerance: float

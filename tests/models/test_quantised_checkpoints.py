@@ -69,7 +69,13 @@ def _assert_close(model: PreTrainedModel, expected: tuple[torch.Tensor, Routes],
         assert by_token(_logits(model), logits).median() <= most
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# The values of each kind are compared in tests/store/test_sources.py.
+QUICK = ("fp8", "awq", "bnb_nf4")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
+)
 def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     values = write_quantised(tmp_path / "raw", made)
