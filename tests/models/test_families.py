@@ -80,17 +80,6 @@ def test_families_md_is_what_the_models_say() -> None:
     assert tool["PAGE"].read_text() == tool["page"](), "run tools/families_page.py"
 
 
-@all_families
-def test_pages_say_how_many_families_there_are() -> None:
-    marked = len({family for family, _ in decorated_classes()})
-    root = Path(__file__).parents[2]
-    for page, words in (
-        ("README.md", "common layout, {} ("),
-        ("docs/models.md", "`use_experts_implementation`, {}, with"),
-    ):
-        assert words.format(marked) in (root / page).read_text(), f"{page} has another number than {marked}"
-
-
 # What looks for experts in the sources of transformers finds these, too, and why they are none of ours.
 _NO_EXPERTS = {
     "bamba": "it has one feed-forward layer, in a variable of that name",
