@@ -36,6 +36,7 @@ OWN = (
 ON_LARGE_FILES = (
     "whole_model.py",
     "busy_machine.py",
+    "fill.py",
     "load.py",
     "cold_decode.py",
     "prefill_cold.py",

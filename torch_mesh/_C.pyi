@@ -365,6 +365,7 @@ class Engine:
         early_layers: int = 0,
         early_experts: int = 0,
         elsewhere: list[bool] = [],  # of layers * experts: neither warmed nor pinned
+        fill_empty: bool = False,  # reads experts into empty slots while the disk is idle
         lendable: bool = False,  # its slots lie in shared memory, for a Lender
         lender: str
         | None = None,  # a socket at which a Lender lends slots: as many as it gives, whatever ``slots`` says

@@ -174,6 +174,12 @@ class ResidencyFields:
         'first. `"auto"`: on for `resident="auto"`. Several models in a process, or several layers alone, give up and take back the same '
         "share of what each had.",
     )
+    fill: str = _field(
+        "on",
+        one_of("on", "off"),
+        "Whether experts are read into empty slots while the disk is idle, those that `profile` names first. A model that "
+        "fits then decodes at full speed seconds after it was opened. Reads that a forward waits for go first.",
+    )
     timeout: float = _field(30.0, values.seconds, "Seconds that a read or a wait for a slot may take.")
 
 

@@ -158,6 +158,7 @@ class ExpertPool:
             early_layers=config.residency.early_layers,
             early_experts=config.residency.early_experts,
             elsewhere=[] if elsewhere is None else elsewhere.flatten().tolist(),
+            fill_empty=config.residency.fill == "on" and config.shared is None,
             lender=config.shared,
         )
         self.slots = self.engine.describe_size()["slots"]

@@ -96,6 +96,7 @@ PoolOptions pool_options_from(Keywords& given, int64_t record_bytes) {
   const auto early_layers = given.take<int32_t>("early_layers", 0);
   options.kept = kept_options(profile, pins, early_layers, given.take<int32_t>("early_experts", 0));
   options.kept.elsewhere = given.take<std::vector<bool>>("elsewhere", {});
+  options.kept.fill = given.take<bool>("fill_empty", false);
   options.verify = verify_from(given.take<std::string>("verify"));
   options.timeout =
       milliseconds_from(given.take<double>("timeout"), "timeout", /*none_allowed=*/false);

@@ -533,6 +533,7 @@ Shape random_shape(std::mt19937_64& random) {
     shape.kept.early_layers = between(0, shape.layers);
     shape.kept.early_experts = between(0, 3);
   }
+  shape.kept.fill = random() % 2 == 0;
   return shape;
 }
 

@@ -254,6 +254,26 @@ TEST(Warm, NothingIsGivenUpForIt) {
   EXPECT_TRUE(std::equal(here.end() - 3, here.end(), Ids{9, 10, 11}.begin()));
 }
 
+TEST(Warm, APoolThatIsToBeFullReadsAnEqualNumberOfEachLayer) {
+  const TestStore store(2, 12);
+  for (const int32_t slots : {9, 24}) {
+    Pool pool(options_of(slots, {.fill = true}), {}, store.source(), nullptr);
+    pool.drain();
+    pool.validate();
+    EXPECT_EQ(std::ssize(resident(pool, 0)), (slots + 1) / 2);
+    EXPECT_EQ(std::ssize(resident(pool, 1)), slots / 2);
+  }
+  // The hottest of a profile come first, and what is elsewhere not at all.
+  KeptOptions kept{.profile = falling(2, 12), .elsewhere = std::vector<bool>(24), .fill = true};
+  kept.elsewhere[11] = true;
+  Pool pool(options_of(24, kept), {}, store.source(), nullptr);
+  pool.warm_up();
+  pool.drain();
+  pool.validate();
+  EXPECT_EQ(std::ssize(resident(pool, 0)), 11);
+  EXPECT_EQ(std::ssize(resident(pool, 1)), 12);
+}
+
 TEST(Warm, ReadsThatFailReachNoForward) {
   const TestStore store(2, 12);
   PoolOptions options = options_of(8, {.profile = falling(2, 12), .pins = .5});

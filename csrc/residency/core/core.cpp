@@ -128,7 +128,9 @@ void Core::read_ahead() {
     const auto reserve = [this](ExpertId id) { return residents_.reserve(id, expected_phase_); };
     int32_t slot = expected_.reserve_next(residents_.slots(), reserve);
     const Phase phase = slot < 0 ? Phase::kNone : expected_phase_;
-    if (slot < 0 && warming_) slot = kept_.reserve_warm();
+    // Nothing asks for these: they are read while the disk has nothing else to do.
+    const bool idle = slots.loading() == residents_.prefetching();
+    if (slot < 0 && warming_ && idle) slot = kept_.reserve_warm();
     if (slot < 0) return;
     residents_.read(slot, Urgency::kPrefetch, phase);
   }

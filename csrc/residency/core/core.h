@@ -130,7 +130,7 @@ class Core {
   void begin_forward(ClaimState& claim);
   void learn(ClaimState& claim);
   void read_next_layer(const ClaimState& claim);
-  // Begins as many of the expected reads as shall be under way, then those of a profile.
+  // Begins as many of the expected reads as shall be under way, then those that warm the pool.
   void read_ahead();
 
   const CoreOptions options_;
@@ -139,7 +139,7 @@ class Core {
   Residents residents_;
   Kept kept_;
   ModelUse use_;
-  bool warming_;                    // reads what a profile names
+  bool warming_;                    // see Kept::reserve_warm()
   std::vector<Phase> last_phase_;   // by layer, of the last claim that was a forward's
   std::vector<int64_t> last_rows_;  // by layer, of the last forward that has ended
   Expected expected_;

@@ -55,6 +55,20 @@ Kept::Kept(const KeptOptions& options, int32_t layers, int32_t experts, SlotTabl
   resize();
   warm_ = hottest(options.profile, static_cast<int32_t>(reasons_.size()), options.elsewhere);
   std::stable_partition(warm_.begin(), warm_.end(), [&](ExpertId id) { return reasons_[id] != 0; });
+  if (options.fill) append_others(options.elsewhere);
+}
+
+void Kept::append_others(const std::vector<bool>& elsewhere) {
+  std::vector<bool> named = elsewhere;
+  named.resize(reasons_.size());
+  for (const ExpertId id : warm_) named[id] = true;
+  const auto layers = static_cast<int32_t>(reasons_.size()) / experts_;
+  for (int32_t expert = 0; expert < experts_; ++expert) {
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      const ExpertId id = layer * experts_ + expert;
+      if (!named[id]) warm_.push_back(id);
+    }
+  }
 }
 
 void Kept::tick(int32_t layer, std::span<const int32_t> chosen, std::span<const int64_t> ids,

@@ -24,8 +24,9 @@ class Kept {
   // The limit of the slot table has changed.
   void resize();
 
-  // An empty slot, reserved for the hottest expert of the profile that has none; -1: no slot is
-  // empty, or none is left to read. What is kept comes first. Each is named once.
+  // An empty slot, reserved for the next expert to read before it is used; -1: no slot is empty, or
+  // none is left to read. What is kept comes first, then the hottest of the profile, then, to fill
+  // the pool, the others: an equal number of each layer. Each is named once.
   int32_t reserve_warm();
 
  private:
@@ -33,6 +34,7 @@ class Kept {
 
   void keep(ExpertId id, Reason reason, bool kept);
   void keep_early(int32_t layer);
+  void append_others(const std::vector<bool>& elsewhere);
 
   const int32_t experts_;
   const int32_t early_layers_, most_early_;

@@ -13,6 +13,8 @@ struct KeptOptions {
   // [layers * experts]: something else is to hold them, so that they are neither warmed nor pinned,
   // and warming waits for Pool::warm_up(). Or empty: none.
   std::vector<bool> elsewhere = {};
+  // What the profile does not name is read too while slots are empty.
+  bool fill = false;
   double pins = 0;            // share of the slots, in [0, .5], for the profile's hottest
   int32_t early_layers = 0;   // of so many first layers
   int32_t early_experts = 0;  // so many experts are kept
