@@ -123,6 +123,7 @@ OF_THIS_MACHINE = {
     "io": "threads",
     "profile": "/etc/passwd",
     "pins": 0.25,
+    "fill": "off",
     "guard": "off",
     "deferred_experts": 1,
     "routing_bias": 0.5,
