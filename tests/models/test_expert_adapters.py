@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.model import LoraModel
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, UNMARKED_MODELS, inputs_for, output_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -197,6 +200,197 @@ def test_several_adapters(ids: torch.Tensor) -> None:
         assert torch.equal(_logits(adapted, ids), first)
     for found, expected in zip(both["patched"], both["plain"], strict=True):
         assert _agree(found, expected, base)
+
+
+# Adapters in files: their rank and lora_alpha.
+FILES = {"first": (4, 6), "scaled": (4, 24), "narrower": (2, 6), "wider": (7, 9)}
+
+
+class Adapters:
+    """Of one model: adapters in files, and what plain PEFT makes of each."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._plain = _build(name, torch.float32)
+        self.folder = folder
+        self.ids = inputs_for(self._plain)["input_ids"]
+        self.base = _logits(self._plain, self.ids)
+        self.expected = {}
+        for seed, (key, (rank, alpha)) in enumerate(FILES.items()):
+            model = _adapted(copy.deepcopy(self._plain), seed, r=rank, lora_alpha=alpha, target_modules=["q_proj"])
+            model.save_pretrained(folder / key)
+            self.expected[key] = _logits(model, self.ids)
+
+    def loaded(self, patched: bool) -> PeftModel:
+        """A new model with the first adapter."""
+        model = copy.deepcopy(self._plain)
+        if patched:
+            torch_mesh.patch(model, resident=0.3, weights="bf16", dense="none", attention="model")
+        return PeftModel.from_pretrained(model, self.folder / "first")
+
+    def swap(self, model: PeftModel, key: str) -> None:
+        hotswap_adapter(model, self.folder / key, "default", torch_device="cpu")
+
+
+@pytest.fixture(scope="module", params=[QWEN, GPT_OSS])
+def adapters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(request.param, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize(
+    "swaps", [["scaled"], ["wider"], ["narrower"], ["wider", "first"], ["narrower", "wider"]], ids=lambda x: "-".join(x)
+)
+def test_an_adapter_that_was_swapped_in_is_the_one_in_its_file(adapters: Adapters, swaps: list[str]) -> None:
+    """PEFT itself mixes the experts of one that has a lower rank: the reference is a model that it was loaded into."""
+    model = adapters.loaded(patched=True)
+    for key in swaps:
+        _logits(model, adapters.ids)
+        adapters.swap(model, key)
+    assert _agree(_logits(model, adapters.ids), adapters.expected[swaps[-1]], adapters.base)
+
+
+def test_a_rank_that_was_swapped_in_trains_and_is_told(adapters: Adapters) -> None:
+    model = adapters.loaded(patched=True)
+    adapters.swap(model, "wider")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    assert "down_proj with rank 7 in" in torch_mesh.describe_training(model)
+    losses = _train(model, adapters.ids)
+    assert min(losses[1:]) < losses[0]
+
+
+def test_a_compiled_layer_takes_a_rank_that_was_swapped_in(adapters: Adapters, fresh_dynamo: None) -> None:
+    model = adapters.loaded(patched=True)
+    layer = find_experts(model)[0]
+    weights, ids = torch.rand(9, layer.num_experts).softmax(-1).topk(2)
+    inputs = torch.randn(9, layer.hidden), ids, weights
+    experts = _experts(model)
+    compiled = torch.compile(experts, backend="eager")
+    with torch.no_grad():
+        for key in ("first", "wider", "narrower"):
+            adapters.swap(model, key)
+            value = compiled(*inputs)  # before the eager one, which may lay the weights out anew
+            assert _error(value, experts(*inputs)) < 1e-4, key
+
+
+def _each_layer(model: PeftModel, method: str, *arguments: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, lora.LoraLayer):
+            getattr(module, method)(*arguments)
+
+
+def _load_over(adapters: Adapters, model: PeftModel) -> None:
+    model.load_adapter(adapters.folder / "scaled", "default")
+
+
+def _load_over_as_it_lies(adapters: Adapters, model: PeftModel) -> None:
+    model.load_adapter(adapters.folder / "scaled", "default", low_cpu_mem_usage=True)
+
+
+def _load_what_fits(adapters: Adapters, model: PeftModel) -> None:
+    model.load_adapter(adapters.folder / "wider", "default", ignore_mismatched_sizes=True)
+
+
+def _scale_anew(adapters: Adapters, model: PeftModel) -> None:
+    _each_layer(model, "set_scale", "default", 0.5)
+
+
+def _scale(adapters: Adapters, model: PeftModel) -> None:
+    _each_layer(model, "scale_layer", 4.0)
+    _each_layer(model, "unscale_layer", 2.0)
+
+
+def _unscale(adapters: Adapters, model: PeftModel) -> None:
+    _each_layer(model, "scale_layer", 4.0)
+    _each_layer(model, "unscale_layer")
+
+
+def _scale_by_a_tensor(adapters: Adapters, model: PeftModel) -> None:
+    for module in model.modules():
+        if isinstance(module, lora.LoraLayer):
+            module.scaling["default"] = torch.tensor(2.0)  # as PEFT does before a swap without compiling anew
+
+
+def _scale_what_was_swapped_in(adapters: Adapters, model: PeftModel) -> None:
+    adapters.swap(model, "wider")
+    _each_layer(model, "set_scale", "default", 0.5)
+
+
+def _delete_the_active_one(adapters: Adapters, model: PeftModel) -> None:
+    model.load_adapter(adapters.folder / "wider", "second")
+    model.delete_adapter("default")
+
+
+def _delete_and_load_again(adapters: Adapters, model: PeftModel) -> None:
+    model.load_adapter(adapters.folder / "scaled", "second")
+    model.delete_adapter("default")
+    model.load_adapter(adapters.folder / "wider", "default")
+    model.set_adapter("default")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _load_over,
+        _load_over_as_it_lies,
+        _load_what_fits,
+        _scale_anew,
+        _scale,
+        _unscale,
+        _scale_by_a_tensor,
+        _scale_what_was_swapped_in,
+        _delete_the_active_one,
+        _delete_and_load_again,
+    ],
+)
+def test_an_adapter_changes_in_place_as_in_peft(adapters: Adapters, change: Callable[..., None]) -> None:
+    found = []
+    for patched in (False, True):
+        model = adapters.loaded(patched)
+        before = _logits(model, adapters.ids)
+        change(adapters, model)
+        found.append(_logits(model, adapters.ids))
+    assert _agree(found[1], found[0], adapters.base)
+    assert change in (_unscale, _load_what_fits) or not _agree(found[1], before, adapters.base)
+
+
+def test_a_scale_for_a_while_is_that_of_peft(adapters: Adapters) -> None:
+    found = []
+    for patched in (False, True):
+        model = adapters.loaded(patched)
+        with rescale_adapter_scale(model, 4.0):
+            found.append(_logits(model, adapters.ids))
+    assert _agree(found[1], found[0], adapters.base)
+    assert not _agree(found[1], _logits(model, adapters.ids), adapters.base)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda adapters, model: model.load_adapter(adapters.folder / "wider", "default"),
+        lambda adapters, model: model.load_adapter(adapters.folder / "wider", "default", low_cpu_mem_usage=True),
+        lambda adapters, model: model.add_weighted_adapter(["default"], [0.5], "other", combination_type="cat"),
+        lambda adapters, model: model.add_weighted_adapter(["default"], [0.5], "other", combination_type="linear"),
+        lambda adapters, model: prepare_model_for_compiled_hotswap(model, target_rank=8),
+    ],
+    ids=["load", "load low_cpu_mem_usage", "add cat", "add linear", "prepare"],
+)
+def test_what_peft_refuses_is_refused_and_changes_nothing(adapters: Adapters, change: Callable[..., None]) -> None:
+    with pytest.raises(Exception) as theirs:  # whatever PEFT raises
+        change(adapters, adapters.loaded(patched=False))
+    model = adapters.loaded(patched=True)
+    with pytest.raises(theirs.type):
+        change(adapters, model)
+    assert _agree(_logits(model, adapters.ids), adapters.expected["first"], adapters.base)
+
+
+def test_weights_of_other_experts_are_refused(ids: torch.Tensor) -> None:
+    model = _adapted(torch_mesh.patch(_build(), resident=0.3))
+    weight = _experts(model).lora_A["default"].weight
+    whole = weight.data
+    for rows, message in ((whole[:-1], "multiple of its"), (whole[: len(whole) // 2], "they must be equal")):
+        weight.data = rows
+        with pytest.raises(MeshError, match=message):
+            _logits(model, ids)
 
 
 def test_adapters_in_bf16_train(ids: torch.Tensor) -> None:

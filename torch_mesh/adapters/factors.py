@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from ..errors import MeshError
 from ..expert_parallel import Share
 from ..families import ExpertsLayer
 from .ranks import own_experts
@@ -22,10 +24,38 @@ class Factors(NamedTuple):
     scaling: float
 
 
+def rank_of(weight: torch.Tensor, experts: int, *, second: bool, where: str) -> int:
+    """The rank of PEFT's weight for ``experts``: lora_A [rank * experts, in], or, if ``second``, lora_B [out, rank * experts].
+
+    PEFT notes a rank when it makes an adapter, and hotswap_adapter puts weights of another one there. Raises MeshError,
+    which names ``where``, for weights that are not of so many experts.
+    """
+    ranks = weight.size(1 if second else 0)
+    if ranks % experts:
+        what = "columns in lora_B" if second else "rows in lora_A"
+        raise MeshError(
+            f"{where} has an adapter with {ranks} {what}, which must be a multiple of its {experts} experts. Load an "
+            "adapter that was made for this model."
+        )
+    return ranks // experts
+
+
+def widened(lora_a: torch.Tensor, experts: int, rank: int, where: str) -> torch.Tensor:
+    """``lora_a`` [own rank * experts, in] as [rank * experts, in], with zeros behind the rows of each expert.
+
+    It stays as it is where its own rank is not below ``rank``. Raises MeshError as ``rank_of`` does.
+    """
+    own = rank_of(lora_a, experts, second=False, where=where)
+    if own >= rank:
+        return lora_a
+    by_expert = lora_a.reshape(experts, own, -1)
+    return nn.functional.pad(by_expert, (0, 0, 0, rank - own)).flatten(0, 1)
+
+
 def factors_of(
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
-    rank: int,
+    experts: int,
     scaling: float,
     *,
     layer: ExpertsLayer,
@@ -38,8 +68,16 @@ def factors_of(
     Of lora_a [rank * experts, in] an expert's rows stand together, of lora_b [out, rank * experts] its columns are ``experts`` apart. ``swapped``:
     PEFT took the parameter for [experts, out, in]. If it is not, what PEFT trains as the first factor is the second one, and so the other way round.
     Of a rank the weights are of all experts, and what comes back is of those of its ``share``.
+    Raises MeshError for weights that are not of ``experts`` experts, or of different ranks.
     """
-    experts = lora_b.size(1) // rank
+    where = f"{layer.path}.{parameter}"
+    rank = rank_of(lora_a, experts, second=False, where=where)
+    other = rank_of(lora_b, experts, second=True, where=where)
+    if rank != other:
+        raise MeshError(
+            f"{where} has an adapter of which lora_A has the rank {rank} and lora_B the rank {other}: they must be "
+            "equal. Load both from one file."
+        )
     by_expert = lora_a.view(experts, rank, -1)
     by_rank = lora_b.t().view(rank, experts, -1).transpose(0, 1)
     if share is not None:

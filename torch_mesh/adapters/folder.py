@@ -209,7 +209,7 @@ def _factors(folder: Path, module: Any, layer: ExpertsLayer) -> Factors:
     return factors_of(
         lora_a,
         lora_b,
-        module.r[_NAME],
+        module.num_experts,
         module.scaling[_NAME],
         layer=layer,
         parameter=module.parameter_name,

@@ -1,13 +1,15 @@
 """Makes PEFT put our wrapper around experts that are in a pool, whoever wrote the LoraConfig and when.
 
 PEFT's extension point is ``LoraConfig._register_custom_module``, a mapping that belongs to one config and is not saved with it. It is filled in
-where a config meets such experts. What refuses a merge is asked before the first layer is merged.
+where a config meets such experts. What refuses a merge is asked before the first layer is merged. An adapter of a lower
+rank that is swapped in gets zeros behind each expert's rows, where PEFT has them behind those of the last one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from packaging.version import Version
@@ -39,6 +41,10 @@ def register() -> None:
     check = getattr(lora_model, "_check_merge_allowed", None)
     if check is not None:
         lora_model._check_merge_allowed = _with_refusal(check)
+    hotswap: Any = importlib.import_module("peft.utils.hotswap")
+    swap = getattr(hotswap, "hotswap_adapter_from_state_dict", None)
+    if swap is not None:
+        hotswap.hotswap_adapter_from_state_dict = _widening(swap)
 
 
 def _with_refusal(check: Any) -> Any:
@@ -57,6 +63,31 @@ def _with_refusal(check: Any) -> Any:
         return check(model, *args, **kwargs)
 
     return check_merge_allowed
+
+
+def _widening(swap: Any) -> Any:
+    """PEFT's exchange of weights in place, which copies a lora_A of fewer rows to the first rows of what is there."""
+
+    @functools.wraps(swap)
+    def hotswap_adapter_from_state_dict(
+        model: Any, state_dict: Mapping[str, Any], adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        from ..modules import MeshExperts
+
+        if any(isinstance(module, MeshExperts) for module in model.modules()):
+            state_dict = {key: _widened(model, key, adapter_name, weight) for key, weight in state_dict.items()}
+        return swap(model, state_dict, adapter_name, *args, **kwargs)
+
+    return hotswap_adapter_from_state_dict
+
+
+def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
+    path, *name = key.rsplit(".", 3)  # lora_A, the adapter, "weight"
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:  # which PEFT refuses
+        return weight
+    return module.widened(name[0], adapter, weight) if isinstance(module, _wrapper().ParamWrapper) else weight
 
 
 def _check_version() -> None:

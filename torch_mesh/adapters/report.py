@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import MeshError
 from ..modules import MeshExperts, patched_modules
+from .factors import rank_of
 
 
 def describe_training(model: nn.Module) -> str:
@@ -33,7 +34,8 @@ def describe_training(model: nn.Module) -> str:
                 continue
             of_experts += sum(weight.numel() for weight in own)
             name = "" if adapter == "default" else f" ({adapter})"
-            trained.setdefault(f"{parameter} with rank {wrapper.r[adapter]}{name}", set()).add(id(experts))
+            rank = rank_of(own[0], wrapper.num_experts, second=False, where=str(parameter))
+            trained.setdefault(f"{parameter} with rank {rank}{name}", set()).add(id(experts))
     everything = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
     others = sum(everything.values()) - of_experts
     base = ", ".join(dict.fromkeys(module._mesh_pool.weights for module in layers))

@@ -17,7 +17,7 @@ from ..expert_parallel import past_dispatch
 from ..families import ExpertsLayer
 from ..modules import MeshExperts
 from ..packed_weight import PackedExpertsWeight
-from .factors import Factors, factors_of, together
+from .factors import Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 
 # The others begin with values of the base weight, or change it.
@@ -50,6 +50,8 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         _check(self._experts, self.parameter_name, config)
+        # Read once: torch.compile guards what it reads of a packed weight, and such a guard keeps the pool in memory.
+        self._layer = _layer_of(self._experts)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
         self._lay_out(adapter_name)
         self._compared = False
@@ -60,6 +62,10 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
     @property
     def _experts(self) -> MeshExperts:
         return cast(MeshExperts, self.get_base_layer())
+
+    @property
+    def _where(self) -> str:
+        return f"{self._layer.path}.{self.parameter_name}"
 
     def _lay_out(self, adapter: str) -> None:
         """The same values in the same parameter: an optimiser that has it keeps it."""
@@ -90,7 +96,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
             return
         weights = [pair[name].weight for name in active for pair in (self.lora_A, self.lora_B)]
         if any(weight.requires_grad for weight in weights):
-            check_same(f"{_layer_of(self._experts).path}.{self.parameter_name}", x, cast(list[torch.Tensor], weights))
+            check_same(self._where, x, cast(list[torch.Tensor], weights))
             self._compared = True
 
     def _factors(self, adapter: str) -> Factors:
@@ -98,23 +104,33 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         return factors_of(
             lora_a,
             lora_b,
-            self.r[adapter],
+            self.num_experts,
             self.scaling[adapter],
-            layer=_layer_of(self._experts),
+            layer=self._layer,
             parameter=self.parameter_name,
             swapped=self._did_swap_in_out_features,
             share=self._experts._mesh_pool.share,
         )
 
+    def widened(self, name: str, adapter: str, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` for ``adapter``'s lora_A or lora_B (``name``), of at least the rank that the adapter has now.
+
+        Raises MeshError for a lora_A that is not of these experts.
+        """
+        if name != "lora_A" or adapter not in self.lora_A:
+            return weight  # the columns of lora_B are in the order of ranks: PEFT's zeros behind them are right
+        now: Any = self.lora_A[adapter].weight
+        rank = rank_of(now, self.num_experts, second=False, where=self._where)
+        return widened(weight, self.num_experts, rank, self._where)
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> NoReturn:
         self.refuse_to_merge()
 
     def refuse_to_merge(self, base: str = "") -> NoReturn:
-        path = _layer_of(self._experts).path
         named = repr(base) if base else "base"
         alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
         raise MeshError(
-            f"{path}.{self.parameter_name} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
+            f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
             f"in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then{alone} "
             f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
         )
