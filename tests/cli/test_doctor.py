@@ -109,6 +109,22 @@ def test_table_shows_every_finding(
         assert each.name in printed and each.status in printed
 
 
+def test_what_is_to_be_typed_is_never_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    advice = "start the container with a seccomp profile that allows io_uring_setup, _enter and _register " * 2
+    findings = [
+        doctor.Finding(f"thing [{number}]", "limited", "x " * 60, f"[{number}] {advice}") for number in range(2)
+    ]
+    monkeypatch.setattr(doctor, "report", lambda folder: [*findings, doctor.Finding("fine", "ok", "works")])
+    for columns in ("40", "80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(Path(), as_json=False) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [f"  {each.name}: {each.advice}" for each in findings] == lines[-2:]
+    monkeypatch.setattr(doctor, "report", lambda folder: [doctor.Finding("fine", "ok", "works")])
+    assert run(Path(), as_json=False) == 0
+    assert "What to change" not in capsys.readouterr().out
+
+
 def test_command_line(engine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)

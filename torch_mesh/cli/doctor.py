@@ -108,12 +108,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(findings: list[Finding], usable: bool) -> None:
-    table = Table("", "status", "found", "what to change", title="torch_mesh on this machine", title_justify="left")
+    table = Table("", "status", "found", title="torch_mesh on this machine", title_justify="left")
     for finding in findings:
         style = _STATUS_STYLE[finding.status]
-        table.add_row(finding.name, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice))
+        table.add_row(finding.name, f"[{style}]{finding.status}[/]", escape(finding.found))
     console = Console()
     console.print(table)
+    if advised := [finding for finding in findings if finding.advice]:
+        console.print("What to change:")
+    for finding in advised:  # a line each, whatever the terminal's width: a cell would cut commands in two
+        console.print(f"  {finding.name}: {finding.advice}", markup=False, highlight=False, soft_wrap=True)
     if not usable:
         console.print("[red]torch_mesh cannot work here until what is missing above is there.[/]")
 
