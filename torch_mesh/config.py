@@ -424,6 +424,16 @@ class MeshConfig(QuantizationConfigMixin):
         return arguments
 
 
+def with_fields(config: MeshConfig | None, fields: Mapping[str, Any]) -> MeshConfig:
+    """``config``, or the default one, with ``fields`` in the place of its own. TypeError for another type."""
+    if config is not None and not isinstance(config, MeshConfig):
+        raise TypeError(
+            f"config={config!r:.80} is no MeshConfig: give torch_mesh.MeshConfig(...), or fields by name, such as "
+            "resident=0.5."
+        )
+    return (config or MeshConfig()).replace(**fields)
+
+
 def pins_without_profile(pins: float) -> str:
     """What is wrong with it. The environment may name pins, and whoever uses the config the profile."""
     return f"residency.pins={pins!r} needs to know which experts are hottest: give profile=, a file of torch_mesh.save_profile."

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 
 from .activation import FUNCTIONS, Gate, gate_named
 from .assembling import OfRecords, assemble, check
-from .config import MeshConfig
+from .config import MeshConfig, with_fields
 from .families import find_experts
 from .modules import MeshExperts
 from .other_format import Records
@@ -92,7 +92,7 @@ class Experts(nn.Module):
                 f"{store} names no activation: its experts have a gate of their model's own, or it was converted by a build that did "
                 "not know theirs. Open the model instead, or convert the checkpoint again (torch-mesh convert --force)."
             )
-        config = (config or MeshConfig()).replace(**fields)
+        config = with_fields(config, fields)
         _check_single_layer(config)
         config = config.replace(prefill="off")  # would read the next layer, which nobody asks for
         self = cls.__new__(cls)

@@ -298,6 +298,15 @@ class InPool:
     """Base of the classes that patched experts modules have: what says that a layer's weights are in a pool."""
 
 
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no loaded model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{model!r:.80} is no loaded model (torch.nn.Module) but of type {type(model).__name__}: open a folder or "
+            "a model id with from_pretrained(..., quantization_config=torch_mesh.MeshConfig(...))."
+        )
+
+
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
 
@@ -307,6 +316,7 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
     cannot be supported.
     """
+    check_model(model)
     layers = list(_all_layers(model))
     if not layers:
         raise UnsupportedModelError(_no_experts_message(model))

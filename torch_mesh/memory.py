@@ -120,9 +120,10 @@ def resident_slots(
         return min(every, max(top_k, budget // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes
     if slots < top_k:
+        unit = " A number without a unit is of bytes." if str(resident).strip().isdigit() else ""
         raise ValueError(
             f"resident={resident!r} holds {slots} experts of {record_bytes:,} bytes, but every token needs {top_k}: "
-            f"give at least {top_k * record_bytes:,} bytes."
+            f"give at least {top_k * record_bytes:,} bytes.{unit}"
         )
     slots = min(every, slots)
     return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .adapters.factors import Factors
-from .families import ExpertsLayer, InPool, apply_gate
+from .families import ExpertsLayer, InPool, apply_gate, check_model
 from .foresight.lookahead import NextLayer
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
@@ -285,6 +285,7 @@ _mesh_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
+    check_model(model)
     return (module for module in model.modules() if isinstance(module, MeshExperts))
 
 

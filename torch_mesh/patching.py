@@ -15,10 +15,10 @@ from .announce import withdraw
 from .assembling import Origin, assemble, check
 from .cache import unnamed_folder
 from .compiled_steps import undo_compile
-from .config import MeshConfig
+from .config import MeshConfig, with_fields
 from .dense import packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
-from .families import WEIGHT_DTYPES, ExpertsLayer, find_experts
+from .families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from .growing_cache import undo_caches
 from .lossy import undo_lossy
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
@@ -51,9 +51,11 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     patched, and a warning says that.
 
     Raises UnsupportedModelError for a model without supported experts, listing the supported families; MeshError if the
-    model is patched already or its experts hold no weights; ValueError for a wrong field or value.
+    model is patched already or its experts hold no weights; ValueError for a wrong field or value, TypeError for what
+    is no loaded model.
     """
-    config = (config or MeshConfig()).replace(**fields)
+    check_model(model)
+    config = with_fields(config, fields)
     if config.weights.startswith("auto:"):
         raise ValueError(
             f"weights={config.weights!r} compares formats by a checkpoint's files, which a loaded model has none of: give it to from_pretrained, "
@@ -114,6 +116,7 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     int4, or fp16 and fp32 weights that were rounded to bf16), raises MeshError unless ``lossy``: then they get the rounded ones.
     They come back in the dtype to which the model was cast meanwhile, as by ``model.float()``. After an error or Ctrl-C the same call goes on.
     """
+    check_model(model)
     if not _is_patched(model):
         raise MeshError(f"{type(model).__name__} is not patched: there is nothing to undo.")
     _check_not_adapted(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
 import threading
 import warnings
@@ -51,11 +52,18 @@ def pool_slots(
     if config.shared is not None:
         return stored_layers * layers[0].num_experts
     share = layers[0].share
+    needed, every = least_slots(layers), stored_layers * layers[0].num_experts
+    if isinstance(config.resident, float) and config.resident * every < needed:
+        warnings.warn(
+            f"resident={config.resident!r} of {every} experts is less than a token needs in one layer, so {needed} "
+            f"stay resident: give at least {math.ceil(1e5 * needed / every) / 1e5:g}, or a size.",
+            stacklevel=1,  # one place for all that open a pool, so that it is said once
+        )
     return resident_slots(
         config.resident,
         layers=stored_layers,
         experts=layers[0].num_experts,
-        top_k=least_slots(layers),
+        top_k=needed,
         record_bytes=record_bytes(layers, weights, group_size),
         reserved=config.workspace_bytes + staging,
         freed=freed,

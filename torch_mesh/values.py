@@ -130,10 +130,14 @@ def resident(name: str, value: Any) -> str | float:
         return value
     if isinstance(value, str) and re.fullmatch(r"[01]?\.\d+|[01]", value.strip()):
         value = float(value)
+    if isinstance(value, str) and (percent := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value.strip())):
+        fraction = min(1.0, float(percent[1]) / 100)
+        raise ValueError(f"{name}={value!r} is in percent: give a fraction of all experts in (0, 1], {fraction:g}.")
     if isinstance(value, float) or (value == 1 and not isinstance(value, bool)):
         if 0 < value <= 1:
             return float(value)
-        raise ValueError(f"{name}={value!r} is not a fraction of all experts: it must be in (0, 1].")
+        size = f" Bytes are given as a whole number: {int(value)}." if value > 1 and value.is_integer() else ""
+        raise ValueError(f"{name}={value!r} is not a fraction of all experts: it must be in (0, 1].{size}")
     try:
         parse_size(value, name)
     except ValueError as error:

@@ -263,6 +263,33 @@ def test_fraction_is_a_floor_of_the_decimal_that_was_written() -> None:
         slots(3 * 4096)
 
 
+@pytest.mark.parametrize(
+    ("resident", "said"),
+    [
+        (1e12, "Bytes are given as a whole number: 1000000000000"),
+        (1.5, r"must be in \(0, 1\]\.$"),
+        (float("inf"), r"must be in \(0, 1\]\.$"),
+        (float("nan"), r"must be in \(0, 1\]\.$"),
+        ("50%", "in percent: give a fraction of all experts in .0, 1., 0.5"),
+        (" 12.5 %", "0.125"),
+        ("250%", r"in \(0, 1\], 1\.$"),
+    ],
+)
+def test_a_resident_that_is_no_fraction_says_what_may_have_been_meant(resident: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MeshConfig(resident=resident)
+
+
+@pytest.mark.parametrize("resident", [2, "8", 1])
+def test_a_number_without_a_unit_is_bytes(resident: Any) -> None:
+    sizes = {"layers": 10, "experts": 10, "top_k": 4, "record_bytes": 4096}
+    if resident == 1:  # all of them
+        assert resident_slots(MeshConfig(resident=resident).resident, **sizes) == 100
+        return
+    with pytest.raises(ValueError, match="at least 16,384 bytes. A number without a unit is of bytes"):
+        resident_slots(MeshConfig(resident=resident).resident, **sizes)
+
+
 @pytest.mark.parametrize("resident", ["2GiB", 0.5])
 def test_more_than_there_is_left_is_refused(monkeypatch: pytest.MonkeyPatch, resident: str | float) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 30)

@@ -303,7 +303,7 @@ def test_an_adapter_of_a_base_of_other_sizes_or_of_tied_weights_is_refused(
 def test_what_is_there_already_is_kept(tmp_path: Path, base_and_adapter: tuple[Path, Path]) -> None:
     base, adapter = base_and_adapter
     convert(base, tmp_path / "store", "int8")
-    with pytest.raises(StoreError, match="holds another store.*--force"):
+    with pytest.raises(StoreError, match="holds another store.*remove this one"):
         merge(base, adapter, tmp_path / "store")
     for folder in (base, adapter):
         with pytest.raises(ValueError, match="which it is made of"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -9,7 +10,9 @@ import pickle
 import pkgutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +79,64 @@ def test_patch_twice_and_unpatch_twice_name_the_way_out() -> None:
     for function in (torch_mesh.stats, torch_mesh.reset_stats):
         with pytest.raises(MeshError, match="is not patched"):
             function(model)
+
+
+@pytest.mark.parametrize("model", ["folder", Path("folder"), None])
+def test_what_is_no_loaded_model_is_called_so(model: Any, tmp_path: Path) -> None:
+    calls: list[Callable[[Any], object]] = [
+        torch_mesh.patch,
+        torch_mesh.unpatch,
+        torch_mesh.stats,
+        torch_mesh.reset_stats,
+        torch_mesh.describe_training,
+        torch_mesh.place_experts,
+        torch_mesh.synchronize,
+        lambda model: torch_mesh.save_profile(model, tmp_path / "profile"),
+        lambda model: torch_mesh.record_trace(model, tmp_path / "trace").__enter__(),
+        lambda model: torch_mesh.watch(model).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="is no loaded model.*from_pretrained"):
+            call(model)
+
+
+@pytest.mark.parametrize("config", ["8GiB", {"resident": 0.5}, 0.5])
+def test_what_is_no_config_is_called_so(config: Any) -> None:
+    model = _build()
+    with pytest.raises(TypeError, match="is no MeshConfig.*such as resident=0.5"):
+        torch_mesh.patch(model, config)
+    with pytest.raises(TypeError, match="is no MeshConfig"):
+        torch_mesh.Experts(torch.ones(2, 64, 64), torch.ones(2, 64, 32), config=config)
+
+
+def test_a_fraction_below_what_a_token_needs_is_not_taken_in_silence() -> None:
+    least, every = 3, 24
+    for resident in (0.0001, 0.1249):
+        with pytest.warns(UserWarning, match=rf"resident={resident} of {every} experts.*give at least 0.125"):
+            model = torch_mesh.patch(_build(), resident=resident)
+        assert next(patched_modules(model))._mesh_pool.slots == least
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_mesh.patch(_build(), resident=0.125)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_unpatch_is_as_the_quickstart_says(dtype: torch.dtype) -> None:
+    model = _build().to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    exact = dtype == torch.bfloat16
+    with contextlib.nullcontext() if exact else pytest.warns(UserWarning, match="rounded to bf16"):
+        model = torch_mesh.patch(model, resident=0.5)
+    if not exact:
+        with pytest.raises(MeshError, match="lossy=True"):
+            torch_mesh.unpatch(model)
+    model = torch_mesh.unpatch(model, lossy=not exact)
+    for name, value in model.state_dict().items():
+        rounded = before[name].to(torch.bfloat16).to(dtype)
+        assert value.dtype == dtype
+        assert torch.equal(value, rounded if ".experts." in name else before[name])
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    assert "torch_mesh.unpatch(model, lossy=True)" in page
 
 
 def test_wrong_field_leaves_the_model_as_it_was() -> None:

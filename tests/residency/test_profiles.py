@@ -132,6 +132,13 @@ def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> 
         load_profile(tmp_path / "none.json")
 
 
+def test_a_missing_file_is_said_with_what_writes_one(mesh_tiny: Path, tmp_path: Path) -> None:
+    for profile in (tmp_path / "nope.json", tmp_path / "profile" / "nope.json"):
+        with pytest.raises(FileNotFoundError, match="torch_mesh.save_profile.*leave profile out") as caught:
+            AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=MeshConfig(profile=profile))
+        assert caught.value.filename == str(profile)
+
+
 def test_what_a_model_uses_is_saved_and_adds_up(open_model: Open, saved: Path, tmp_path: Path) -> None:
     profile = load_profile(saved)
     assert (profile.layers, profile.experts, profile.top_k) == (6, 32, 4)

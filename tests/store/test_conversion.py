@@ -127,7 +127,7 @@ def test_same_conversion_is_not_repeated(tmp_path: Path, mesh_tiny: Path, monkey
 
 def test_another_conversion_needs_force(tmp_path: Path, mesh_tiny: Path) -> None:
     convert(mesh_tiny, tmp_path / "store", "int8")
-    with pytest.raises(StoreError, match="--force"):
+    with pytest.raises(StoreError, match="remove this one"):
         convert(mesh_tiny, tmp_path / "store", "int4")
     assert open_store(tmp_path / "store").manifest.weights == "int8"
     assert convert(mesh_tiny, tmp_path / "store", "int4", force=True).store.manifest.weights == "int4"

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torch_mesh.cli.options import positive
-from torch_mesh.cli.stores import add_store_arguments, said_of_store
+from torch_mesh.cli.stores import add_store_arguments, naming_force, said_of_store
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.manifest import OF_CODES, WEIGHTS
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
         raise ValueError("--calibrate-tokens is of a text: give --calibrate TEXT with it")
     folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
-    with progress_bar(f"{arguments.weights} store") as progress:
+    with naming_force(), progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
             folder,
             arguments.destination,

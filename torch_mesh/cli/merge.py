@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from torch_mesh.cli.stores import add_store_arguments, said_of_store
+from torch_mesh.cli.stores import add_store_arguments, naming_force, said_of_store
 from torch_mesh.store.manifest import WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Merges; returns the exit code."""
     from torch_mesh.adapters.merging import merge  # which needs PEFT
 
-    with progress_bar("merged store") as progress:
+    with naming_force(), progress_bar("merged store") as progress:
         written = merge(
             arguments.base,
             arguments.adapter,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
 from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
+from torch_mesh.errors import StoreError
+from torch_mesh.store.folders import OtherStoreError
 from torch_mesh.store.manifest import GROUP_SIZES
 from torch_mesh.store.writer import Written
 
@@ -30,6 +34,15 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
     )
     parser.add_argument("--force", action="store_true", help="replace another store at the destination")
     parser.set_defaults(interrupted="interrupted; the same command continues where it stopped")
+
+
+@contextlib.contextmanager
+def naming_force() -> Iterator[None]:
+    """Within, an error about another store at the destination names the option that replaces it."""
+    try:
+        yield
+    except OtherStoreError as error:
+        raise StoreError(f"{error}, or give --force to replace it") from error
 
 
 def said_of_store(written: Written, destination: str, what: str) -> str:

@@ -80,7 +80,11 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Reads and checks a profile. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
     path = Path(path)
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        advice = "name a file that torch_mesh.save_profile or torch-mesh profile has written, or leave profile out"
+        raise OSError(error.errno, f"{error.strerror}: {advice}", os.fspath(path)) from error
     if size > _LARGEST_FILE:
         raise MeshError(f"{path} has {size} bytes; a profile has at most {_LARGEST_FILE}.")
     try:

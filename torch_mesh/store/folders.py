@@ -30,6 +30,10 @@ _LOG = logging.getLogger(__name__)
 _SPARE_BYTES = 16 << 20  # for the manifest, the journal and the file system's own needs
 
 
+class OtherStoreError(StoreError):
+    """A store of something else is where one is to be written."""
+
+
 def real_folder(folder: str | os.PathLike[str]) -> Path:
     """``folder`` without links. Raises ``StoreError`` for one that leads nowhere."""
     real = Path(os.path.realpath(folder))
@@ -74,8 +78,9 @@ def existing_store(folder: Path, plan: StorePlan, force: bool) -> Store | None:
     held = store.manifest
     raise store_error(
         folder,
-        f"holds another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from another version of "
-        "it): choose another folder, or --force to replace it",
+        f"holds another store ({held.weights}, group size {held.group_size}, made from {held.source_name}, or from "
+        "another version of it): choose another folder, or remove this one",
+        kind=OtherStoreError,
     )
 
 

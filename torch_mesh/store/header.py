@@ -86,9 +86,11 @@ class Header:
     file_bytes: int
 
 
-def store_error(path: str | os.PathLike[str], problem: str, offset: int | None = None) -> StoreError:
+def store_error(
+    path: str | os.PathLike[str], problem: str, offset: int | None = None, kind: type[StoreError] = StoreError
+) -> StoreError:
     """A ``StoreError`` about one file, with ``file`` and ``offset`` set."""
-    error = StoreError(f"{os.fspath(path)}: {problem}")
+    error = kind(f"{os.fspath(path)}: {problem}")
     error.file = os.fspath(path)
     error.offset = offset
     return error
