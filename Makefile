@@ -19,7 +19,7 @@ BOOTSTRAP := tools/bootstrap.sh
 FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 28)" -le 28 ] || echo setarch "$$(uname -m)" -R)
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-slow test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-thorough test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,14 +43,13 @@ demo: build ## generate text with a quarter of a small model's experts resident
 notebooks: build-test ## execute the notebooks in examples/ and store their outputs in them
 	$(RUN) tools/run_notebooks.py
 
-test: build-dev engine-tests ## what a change usually breaks: the Python tests but the slow ones, in two processes, and the engine's C++ tests
-	$(BESIDE_ENGINE) $(RUN) -m pytest -m 'not slow' $(IN_TWO) $(PYTEST)
+test: build-dev engine-tests ## what a change usually breaks: the quick Python tests, in two processes, and the engine's C++ tests
+	$(BESIDE_ENGINE) $(RUN) -m pytest -m 'not slow and not thorough' $(IN_TWO) $(PYTEST)
 
-test-slow: build-dev ## the Python tests that make test leaves out
-	@$(BOOTSTRAP) --wheel
-	$(RUN) -m pytest -m slow $(IN_TWO) $(PYTEST)
+test-thorough: build-dev ## the Python tests that repeat with other values what those show
+	$(RUN) -m pytest -m 'thorough and not slow' $(IN_TWO) $(PYTEST)
 
-test-all: build-dev engine-tests ## all of them
+test-all: build-dev engine-tests ## all of them, the slow ones too
 	@$(BOOTSTRAP) --wheel
 	$(BESIDE_ENGINE) $(RUN) -m pytest $(IN_TWO) $(PYTEST)
 

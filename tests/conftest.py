@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
         elif item.get_closest_marker("device") and not item.get_closest_marker("smoke"):
-            item.add_marker(pytest.mark.slow)  # Triton's interpreter takes seconds for a kernel
+            item.add_marker(pytest.mark.thorough)  # Triton's interpreter takes seconds for a kernel
 
 
 @pytest.hookimpl(wrapper=True)

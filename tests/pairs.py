@@ -26,11 +26,11 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[index] for axis, index in zip(axes, product, strict=True)) for product in chosen]
 
 
-def all_but_pairs_slow(*axes: Sequence[Any]) -> list[Any]:
+def all_but_pairs_thorough(*axes: Sequence[Any]) -> list[Any]:
     """All combinations as parameters of a test; the quick ones hold each pair of values."""
     quick = pairwise(*axes)
     return [
-        pytest.param(*values, marks=[] if values in quick else [pytest.mark.slow])
+        pytest.param(*values, marks=[] if values in quick else [pytest.mark.thorough])
         for values in itertools.product(*axes)
     ]
 
@@ -38,7 +38,7 @@ def all_but_pairs_slow(*axes: Sequence[Any]) -> list[Any]:
 def each_once_quick(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     """All combinations of two axes; the quick ones hold each value of ``first`` once, and those of ``second`` by turns."""
     return [
-        pytest.param(one, other, marks=[] if index % len(second) == place else [pytest.mark.slow])
+        pytest.param(one, other, marks=[] if index % len(second) == place else [pytest.mark.thorough])
         for index, one in enumerate(first)
         for place, other in enumerate(second)
     ]

@@ -67,7 +67,7 @@ def _parameter(page: Path) -> object:
     # else may stand there.
     words = {words for language, words, _ in blocks(page) if language == "python"}
     assert words <= {"", "gpu", "ranks", "server"}, f"{page}: {words}"
-    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.slow] * (page.stem not in QUICK)
+    marks = [pytest.mark.gpu] * ("gpu" in words) + [pytest.mark.thorough] * (page.stem not in QUICK)
     return pytest.param(page, id=page.stem, marks=marks)
 
 

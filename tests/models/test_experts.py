@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import all_but_pairs_slow
+from pairs import all_but_pairs_thorough
 from tiny_models import TINY_MODELS
 
 import torch_mesh
@@ -60,7 +60,7 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "swigluoai", "swiglu(gate=
 
 
 @pytest.mark.parametrize(
-    ("activation", "format", "resident"), all_but_pairs_slow(_ACTIVATIONS, list(_BOUNDS), (1.0, 0.5))
+    ("activation", "format", "resident"), all_but_pairs_thorough(_ACTIVATIONS, list(_BOUNDS), (1.0, 0.5))
 )
 def test_layer_from_tensors(weights, routed, activation: str, format: str, resident: float) -> None:
     layer = torch_mesh.Experts(*weights, activation=activation, top_k=2, weights=format, resident=resident)

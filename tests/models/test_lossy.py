@@ -281,7 +281,7 @@ def test_some_families_selection_can_lean(rng: np.random.Generator) -> None:
         _check_selection(str(name))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_every_family_selection_can_lean(name: str) -> None:
     _check_selection(name)

@@ -45,11 +45,11 @@ def expected(original: PreTrainedModel, documents: list[torch.Tensor]) -> float:
     ("weights", "tolerance"),
     [
         ("bf16", 0.0005),
-        pytest.param("int8", 0.002, marks=pytest.mark.slow),
+        pytest.param("int8", 0.002, marks=pytest.mark.thorough),
         ("int4", 0.01),
-        pytest.param("lut4", 0.01, marks=pytest.mark.slow),
-        pytest.param("tcq3", 0.1, marks=pytest.mark.slow),
-        pytest.param("tcq2", 0.5, marks=pytest.mark.slow),
+        pytest.param("lut4", 0.01, marks=pytest.mark.thorough),
+        pytest.param("tcq3", 0.1, marks=pytest.mark.thorough),
+        pytest.param("tcq2", 0.5, marks=pytest.mark.thorough),
     ],
 )
 def test_perplexity_stays(

@@ -74,7 +74,7 @@ QUICK = ("fp8", "awq", "bnb_nf4")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.thorough]) for kind in KINDS]
 )
 def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()

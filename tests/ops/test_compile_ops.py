@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 LAYERS = 12
 SPEC = Spec(layers=LAYERS, experts=4, weights="bf16")
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

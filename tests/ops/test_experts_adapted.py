@@ -234,7 +234,7 @@ def test_wrong_factors_are_named(open_pool: OpenPool, change, message: str) -> N
         _run(pool, torch.randn(2, spec.hidden), ids, weights, change(_adapters(spec)))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_a_training_step_compiles_as_one_graph(open_pool: OpenPool, backend: str) -> None:
     spec = Spec(weights="bf16")
     pool = open_pool(spec, slots=4)

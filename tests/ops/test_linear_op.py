@@ -132,7 +132,7 @@ def test_gradients_are_those_of_the_packed_weight(kind: str, group: int) -> None
     assert not ops.linear(x.detach(), packed, None, *about).requires_grad
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_compiled_with_gradients_it_is_the_same(backend: str) -> None:
     torch._dynamo.reset()
     packed, about = _packed(torch.randn(70, 72), "int8", 64)

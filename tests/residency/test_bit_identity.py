@@ -131,7 +131,7 @@ def source_of(
     return source_of
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.thorough)])
 def test_drawn_combinations_equal_the_fully_resident_run(
     count: int,
     experts: dict[str, TinyExperts | RawExperts],

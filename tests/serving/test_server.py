@@ -511,7 +511,7 @@ def test_eight_clients_for_minutes(serving: Callable[..., Any], folder: Path, sa
     server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_servers_have_one_pool(folder: Path, tmp_path: Path, says: Callable[..., str]) -> None:
     socket_path = tmp_path / "pool.socket"
     pool = SharedPool(open_store(folder), socket_path, 0.5, workers=2)
