@@ -9,8 +9,6 @@ from torch_mesh.values import shown
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 _HEAD = """\
 # MeshConfig
-`python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them.
-
 ```python
 import torch_mesh
 
@@ -20,6 +18,9 @@ config.resident, config.gpu.experts
 Fields of a group are given as a mapping, and read as attributes. An argument beats the environment, that beats the checkpoint's config, that beats the
 default. A checkpoint's config.json may set what is marked so, and no other field: those are of this machine, and a file that names one is warned
 of. There a group's field has the name of its variable: `early_layers`. So have the options of `torch-mesh`: `--gpu-experts 8`.
+"""
+_TAIL = """
+<!-- `python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them. -->
 """
 
 
@@ -36,7 +37,7 @@ def page() -> str:
                 cells = [f"`{field.name}`", field.values.words, shown(field.default), f"`{field.variable}`"]
                 cells += ["may set it" if field.of_checkpoint else "", field.sentence]
                 parts.append(f"| {' | '.join(cells)} |\n")
-    return "".join(parts)
+    return "".join([*parts, _TAIL])
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def assemble(
         if placement.needs_pool(origin.weights):
             with origin.records(placement.weights) as others:
                 gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
-        pool = _open_pool(layers, for_pool, origin, placement, slots, stand_ins)
+        pool = _open_pool(model, layers, for_pool, origin, placement, slots, stand_ins)
         for layer, place in zip(layers, origin.places, strict=True):
             device = device_of(layer.module)
             if pool.in_memory:
@@ -186,6 +186,7 @@ def _choose_slots(
 
 
 def _open_pool(
+    model: nn.Module,
     layers: Sequence[ExpertsLayer],
     config: MeshConfig,
     origin: Origin,
@@ -199,6 +200,7 @@ def _open_pool(
         "group_size": origin.group_size,
         "exact": origin.exact,
         "least_slots": least_slots(layers),
+        "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
     }
     geometry = common_geometry(layers)
     if origin.stays_in_memory(slots):

@@ -191,7 +191,9 @@ class StatsFields:
         None,
         path("file"),
         "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time`, `forward`, "
-        "which experts are resident and who has the memory; `torch-mesh report` sums them up. Each model needs a file of its own, and a [rank](scaleout.md) takes `NAME.rank0.jsonl` for `NAME.jsonl`. A write that fails is warned of once and disturbs nothing.",
+        "which experts are resident, who has the memory, and the model, format, policy and machine that it is of; "
+        "`torch-mesh report` sums them up. Each model needs a file of its own, and a [rank](scaleout.md) takes "
+        "`NAME.rank0.jsonl` for `NAME.jsonl`. A write that fails is warned of once and disturbs nothing.",
     )
     every: int = _field(
         100,

@@ -24,8 +24,9 @@ from .guard import MemoryGuard
 from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
 from .statistics.log import StatsLog
+from .statistics.machine import describe_machine
 from .store.convert import pack_expert
-from .store.manifest import Store
+from .store.manifest import Store, has_chosen_groups
 
 if TYPE_CHECKING:
     from .expert_parallel import Share
@@ -92,7 +93,7 @@ class ExpertPool:
     ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
     those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
     ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now. ``share``: of the model's
-    experts, where this pool is one rank's.
+    experts, where this pool is one rank's. ``model``: its name, for statistics.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class ExpertPool:
         elsewhere: torch.Tensor | None = None,
         store: Store | None = None,
         share: Share | None = None,
+        model: str = "",
     ) -> None:
         if config.shared is not None and source is None:
             raise ValueError(
@@ -178,7 +180,8 @@ class ExpertPool:
                 last = layers - 1 if places is None else places[-1]
                 low = None if fallback is None else fallback.engine
                 file = config.stats.file if share is None else share.own_file(config.stats.file)
-                log = StatsLog(self.engine, low, last, config.stats.every, file, config.lossy.modes, share)
+                every, modes = config.stats.every, config.lossy.modes
+                log = StatsLog(self.engine, low, last, every, file, modes, share, self._about(model))
             if guard is not None:
                 guard.add(self.engine, 1 if share is None else share.neighbours)
         except BaseException:  # such as no thread for one of them
@@ -239,6 +242,17 @@ class ExpertPool:
         share = "" if self.share is None else f"{self.share}, "
         choice = f", chosen as {self.choice}" if self.choice else ""
         return f"{share}weights={self.weights}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
+
+    def _about(self, model: str) -> dict[str, str]:
+        """For statistics, which outlive the model."""
+        group = f", groups of {self.group_size}" if has_chosen_groups(self.weights) else ""
+        policy = str(self.engine.describe()["policy"])
+        return {
+            "model": model,
+            "format": f"{self.weights}{group}",
+            "policy": policy,
+            "machine": describe_machine(),
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self

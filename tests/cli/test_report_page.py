@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import json
 import re
 import shutil
@@ -16,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from torch_mesh import MeshError
+from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.statistics.counters import Counters, LayerCounters, Stats
+from torch_mesh.statistics.counters import HEADINGS, Counters, LayerCounters, Stats
 from torch_mesh.statistics.live import LivePage
 from torch_mesh.statistics.page import STRETCHES, read_plan, render_page
 from torch_mesh.statistics.report import StatsFile, read_report
@@ -67,6 +70,41 @@ def test_the_page_has_what_the_lines_say(tmp_path: Path, rng: np.random.Generato
     assert set(run["waiting"]) == {0.225} and set(run["read"]) == {7.5e6} and set(run["steps"]) == {0.25}
     assert data_of(render_page([read_report(file, STRETCHES)]))["live"] is False  # asks nobody, whoever serves it
     assert run["summary"]["peak_bytes"] == 10**9 + 29 and run["summary"]["tokens_per_second"] == 0.25
+
+
+def test_the_page_says_what_ran_and_what_its_words_mean(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"model": HOSTILE, "format": "int4, groups of 64", "policy": "heat", "machine": "2 processors"}
+    file = write(tmp_path / "s.jsonl", [line(1, rng), line(2, rng, about=about | {"more": 5}), line(3, rng)])
+    growing = write(tmp_path / "t.jsonl", [line(1, rng), line(2, rng, about=about | {"more": 5})])
+    page = render_page([read_report(growing, STRETCHES)])
+    [run] = data_of(page)["runs"]
+    assert run["about"] == about | {"model": HOSTILE.replace("\ud800", "?")}
+    assert data_of(render_page([read_report(file, STRETCHES)]))["runs"][0]["about"] == {}
+    assert page.count("<script") == 2 and "<img" not in page
+    for heading, meaning in HEADINGS.items():
+        assert f"<dt>{heading}</dt><dd>{html.escape(meaning)}</dd>" in page
+    assert Stats().table()[0] == tuple(HEADINGS)
+    assert main(["report", str(growing)]) == 0
+    assert "format: int4, groups of 64\npolicy: heat\nmachine: 2 processors" in capsys.readouterr().out
+
+
+def test_a_model_writes_what_it_is(mesh_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "s.jsonl"
+    config = MeshConfig(resident=0.5, weights="int8", policy="lru", stats={"file": str(file), "every": 1})
+    model = AutoModelForCausalLM.from_pretrained(mesh_tiny, quantization_config=config)
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.tensor([[1, 2, 3]]))
+    until = time.monotonic() + 60
+    while not file.exists() or not file.read_bytes().endswith(b"\n"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    about = read_report(file).runs[0].about
+    assert about["model"] == str(mesh_tiny) and about["format"] == "int8, groups of 64" and about["policy"] == "lru"
+    assert f"torch {torch.__version__}" in about["machine"] and "processors" in about["machine"]
 
 
 def test_lines_of_earlier_versions_have_curves_and_no_residency(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -117,6 +155,8 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path, rng: np.random.Generat
         ({"resident": ["ffff", "ffff", 3]}, "its resident has other bits"),
         ({"resident": ["ffff", "ffff", "ff"]}, "its resident has other bits"),
         ({"resident": ["ffff", "ffff", "<b>!"]}, "its resident has other bits"),
+        ({"about": []}, "its about is no text"),
+        ({"about": {"model": 5}}, "its about is no text"),
         ({"memory": []}, "its memory is not in bytes"),
         ({"memory": {"process": 1, "pool": 1, "budget": 1}}, "its memory is not in bytes"),
         ({"memory": {"process": 1, "pool": 1, "budget": 1, "left": 1.5}}, "its memory is not in bytes"),

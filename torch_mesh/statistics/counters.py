@@ -207,7 +207,7 @@ class Stats(PhaseCounters):
 
     def table(self) -> list[tuple[str, ...]]:
         """Headings, then a row for each layer, for each phase that there was, and for all together."""
-        rows = [_HEADINGS, *(_row(str(index), counters) for index, counters in enumerate(self.per_layer))]
+        rows = [tuple(HEADINGS), *(_row(str(index), counters) for index, counters in enumerate(self.per_layer))]
         rows += [_row(name, getattr(self, name)) for name in PHASES if getattr(self, name).accesses]
         return [*rows, _row("all", self)]
 
@@ -323,27 +323,28 @@ def _error_dict(error: Exception | None) -> dict[str, Any] | None:
     return {"type": type(error).__name__, "message": str(error), **place}
 
 
-_HEADINGS = (
-    "layer",
-    "hit rate",
-    "hits",
-    "cold",
-    "in flight",
-    "deferred",
-    "prefetched",
-    "used",
-    "wasted",
-    "read",
-    "stalled",
-    "deciding",
-    "promoted",
-    "evicted",
-)
+# Of the table, and what each means to a reader who does not know the cache.
+HEADINGS = {
+    "layer": "a MoE layer of the model, prefill (prompts: forwards of more than 16 rows), decode, or all together",
+    "hit rate": "hits, of all times that a layer asked for an expert",
+    "hits": "the expert was in memory when its layer asked",
+    "cold": "it had to be read from the disk",
+    "in flight": "it was being read already, mostly by a prefetch, and the layer waited for the rest of that read",
+    "deferred": "it was read while the model went on, and added one MoE layer later (a lossy mode)",
+    "prefetched": "reads that were begun before any layer asked",
+    "used": "of the prefetched experts that were asked for or evicted, those that were asked for",
+    "wasted": "bytes of prefetched experts that were evicted before any layer asked",
+    "read": "bytes that were read from the disk",
+    "stalled": "time in which a layer had nothing left to compute and waited for the disk",
+    "deciding": "time spent choosing which expert to evict and which to read, under the pool's lock",
+    "promoted": "experts that a read made resident",
+    "evicted": "experts that lost their place in memory to others",
+}
 
 
 def _row(name: str, counters: Counters) -> tuple[str, ...]:
     if not any(getattr(counters, counter) for counter in _NAMES):
-        return (name, *("-" for _ in _HEADINGS[1:]))
+        return (name, *("-" for _ in range(len(HEADINGS) - 1)))
     return (
         name,
         percent(counters.hit_rate),

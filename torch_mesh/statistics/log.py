@@ -6,6 +6,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import _C
@@ -38,6 +39,7 @@ class StatsLog:
         path: str,
         lossy: str,
         share: Share | None = None,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
         self._stand_ins = stand_ins
@@ -46,6 +48,7 @@ class StatsLog:
         self._path = path
         self._lossy = lossy
         self._share = share
+        self._about = about
         self._warned = False
         self._cut_short = False  # the last line is not whole
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
@@ -66,7 +69,7 @@ class StatsLog:
                         share=self._share,
                     )
                     counted = stats.to_dict(experts=False)
-                    now = look(self._engine, self._stand_ins, len(stats.per_layer)).to_dict()
+                    now = look(self._engine, self._stand_ins, len(stats.per_layer), self._about).to_dict()
                     self._write({"time": time.time(), "forward": ended} | now | counted)
         except PoolClosedError:
             pass

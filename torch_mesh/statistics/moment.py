@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ _READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
 _LARGEST = 1 << 63
 _MOST_EXPERTS = 1 << 16  # of a layer
 MEMORY = ("process", "pool", "budget", "left")
+ABOUT = ("model", "format", "policy", "machine")
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,26 @@ class Moment:
     the first digit; what the last digits have beyond is 0.
 
     ``memory`` is in bytes: ``process``, anonymous, the pools' among it; ``pool``, what experts and stand-ins have now; ``budget``, the
-    most that they may have; ``left``, what could still be taken. None: not known.
+    most that they may have; ``left``, what could still be taken. None: not known. ``about`` says in words what ran, and
+    on what.
     """
 
     experts: int = 0  # of a layer; 0: not known, as in lines of earlier versions
     resident: tuple[str, ...] = ()
     memory: Mapping[str, int] | None = None
+    about: Mapping[str, str] = field(default_factory=dict)  # of ``ABOUT``, what is known
 
     def to_dict(self) -> dict[str, Any]:
         memory = None if self.memory is None else dict(self.memory)
-        return {"experts": self.experts, "resident": list(self.resident), "memory": memory}
+        return {
+            "experts": self.experts,
+            "resident": list(self.resident),
+            "memory": memory,
+            "about": dict(self.about),
+        }
 
 
-def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int) -> Moment:
+def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None) -> Moment:
     """Raises PoolClosedError for an engine that is closed."""
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
@@ -46,6 +54,7 @@ def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int) -> Moment:
         len(states[0]),
         tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
         _memory(engine, stand_ins),
+        about or {},
     )
 
 
@@ -76,7 +85,12 @@ def parse_moment(table: Mapping[str, Any], layers: int) -> Moment:
         if not isinstance(memory, Mapping) or not all(_is_bytes(memory.get(name)) for name in MEMORY):
             raise ValueError("its memory is not in bytes")
         memory = {name: memory[name] for name in MEMORY}
-    return Moment(experts, tuple(resident), memory)
+    about = table.get("about", {})
+    if not isinstance(about, Mapping) or not all(isinstance(about.get(name, ""), str) for name in ABOUT):
+        raise ValueError("its about is no text")
+    # JSON may name half a character, which nothing can print.
+    about = {name: about[name].encode(errors="replace").decode() for name in ABOUT if name in about}
+    return Moment(experts, tuple(resident), memory, about)
 
 
 def _is_bits(value: Any, experts: int) -> bool:

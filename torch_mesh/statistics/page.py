@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MeshError
+from .counters import HEADINGS
 from .moment import MEMORY
 from .report import Report, Run, Stretch, path_text
 
@@ -30,9 +31,10 @@ def render_page(reports: Sequence[Report], plan: dict[str, Any] | None = None, l
     """
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     # Split and not replaced: what goes in may have either mark in it.
-    (begin, rest), tables = page.split(_TABLES), "".join(_table(name, run) for name, run in _runs(reports))
+    begin, rest = page.split(_TABLES)
+    tables = "".join(_table(name, run) for name, run in _runs(reports))
     middle, end = rest.split(_DATA)
-    return begin + tables + middle + render_data(reports, plan, live) + end
+    return begin + _meanings() + tables + middle + render_data(reports, plan, live) + end
 
 
 def render_data(reports: Sequence[Report], plan: dict[str, Any] | None = None, live: bool = False) -> str:
@@ -96,6 +98,7 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
     return {
         "name": name,
         "span": run.span,
+        "about": dict(run.about),
         "lossy": run.total.lossy,
         "layers": len(run.total.per_layer),
         "experts": experts if remembered else 0,
@@ -145,6 +148,11 @@ def _share_of_waiting(stretches: Sequence[Stretch]) -> float | None:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _meanings() -> str:
+    entries = (f"<dt>{html.escape(name)}</dt><dd>{html.escape(meaning)}</dd>" for name, meaning in HEADINGS.items())
+    return f"<dl>{''.join(entries)}</dl>"
 
 
 def _table(name: str, run: Run) -> str:

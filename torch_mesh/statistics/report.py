@@ -44,6 +44,7 @@ class Run:
     stretches: tuple[Stretch, ...]  # between lines, in order
     peak_bytes: int | None  # of the process, the most of any line; None: no line says it
     budget_bytes: int | None  # of experts, likewise
+    about: Mapping[str, str]  # what ran, and on what, by the last line; empty for lines of earlier versions
 
     @property
     def span(self) -> str:
@@ -199,6 +200,7 @@ class StatsFile:
             stretches=tuple(parts),
             peak_bytes=max((place.process for place in places if place.process is not None), default=None),
             budget_bytes=max((place.budget for place in places if place.budget is not None), default=None),
+            about=seen[-1][1].about,
         )
 
 
