@@ -21,8 +21,8 @@ from tiny_models import TINY_MODELS, UNMARKED_MODELS, Tiny
 
 _HEAD = f"""\
 # Families
-`python tools/families_page.py` writes this page from tiny random models of transformers {transformers.__version__}, in `tests/models/tiny_models.py`; a test compares them. Other tests compare
-every one of these models patched and unpatched, and fail for a family that is neither there nor among those refused below.
+The families of transformers {transformers.__version__} that torch_mesh runs. Tests compare a tiny random model of each patched
+and unpatched, and fail for a family that is neither here nor among those refused below.
 
 Each takes every format: bf16, int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
 
@@ -52,6 +52,10 @@ Their experts do not follow the layout that transformers marks with `use_experts
 |---|---|
 """
 
+_TAIL = """
+<!-- `python tools/families_page.py` writes this page from `tests/models/tiny_models.py`; a test compares them. -->
+"""
+
 # What no tiny model shows; tests/models/test_left_alone.py and test_families.py do.
 _BESIDES = {
     "DiffusionGemmaTextExperts": "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`",
@@ -66,7 +70,8 @@ def page() -> str:
     models = TINY_MODELS | {name: UNMARKED_MODELS[unmarked.family] for name, unmarked in UNMARKED.items()}
     rows = sorted((tiny.family, name) for name, tiny in models.items())
     parts = [_HEAD, *(_line(_row(name, models[name])) for _, name in rows)]
-    return "".join([*parts, _REFUSED, *(_line([family, UNDECORATED[family]]) for family in sorted(UNDECORATED))])
+    refused = (_line([family, UNDECORATED[family]]) for family in sorted(UNDECORATED))
+    return "".join([*parts, _REFUSED, *refused, _TAIL])
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from torch_mesh.cli import COMMANDS, _parser
 
@@ -126,6 +127,17 @@ def _run_command(words: list[str]) -> None:
         return
     with open(output, "w") if output else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):
         assert parsed.run(parsed) == 0, words
+
+
+def test_the_template_for_chats_is_chatml(mesh_tiny: Path) -> None:
+    [template] = [code for language, _, code in blocks(REPOSITORY / "docs" / "serving.md") if language == "jinja"]
+    tokenizer = AutoTokenizer.from_pretrained(mesh_tiny)
+    tokenizer.chat_template = template
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    text = tokenizer.apply_chat_template(said, tokenize=False)
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+    prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert prompt == text + "<|im_start|>assistant\n"
 
 
 @pytest.fixture

@@ -35,6 +35,12 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert "automodule:: torch_mesh.errors" in reference
 
 
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_begins_with_its_subject(page: Path) -> None:
+    """And not with the script that writes it, which readers of the site do not have."""
+    assert not re.search(r"tools/\w+\.py", re.sub("<!--.*?-->", "", page.read_text()[:2000], flags=re.DOTALL))
+
+
 def test_the_commands_page_is_up_to_date() -> None:
     tool = runpy.run_path(str(REPOSITORY / "tools" / "commands_page.py"))
     assert tool["PAGE"].read_text() == tool["page"](), "run tools/commands_page.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -332,6 +333,16 @@ def test_experts_are_never_materialised(tmp_path: Path) -> None:
         [sys.executable, "-c", _PEAK, str(tmp_path)], check=True, capture_output=True, text=True, timeout=300
     )
     assert int(peak.stdout.split()[-1]) << 10 < bytes_of_experts / 2
+
+
+@pytest.mark.parametrize("folder", ["/nvme/does-not-exist", "./does-not-exist", "does/not/exist"])
+def test_a_missing_folder_is_explained(folder: str) -> None:
+    """transformers says what it says before torch_mesh is asked, and of ids: troubleshooting says what is meant."""
+    with pytest.raises(OSError, match="Repo id must") as caught:
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MeshConfig())
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"`(Repo id must [^`]*)`", page)
+    assert any(str(caught.value).startswith(quote) for quote in quoted)
 
 
 def test_auto_leaves_room_for_the_buffers_of_raw_records(mesh_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

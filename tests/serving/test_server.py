@@ -424,7 +424,8 @@ def test_a_model_without_a_template_says_so(
     serving: Callable[..., Any], mesh_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", str(mesh_tiny), "--resident", "0.3", "--log-level", "error"]) == 2
-    assert f"{mesh_tiny} has no template for chats" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{mesh_tiny} has no template for chats" in said and "for Qwen's models ChatML" in said
     server = serving(mesh_tiny, MeshConfig(resident=0.25))
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for stream in (False, True):

@@ -55,8 +55,9 @@ GRACE = 5.0  # seconds that requests have to end when the server is to end
 _CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
 
 _NO_TEMPLATE = (
-    "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that were not made for them: "
-    "put one beside its tokenizer, or ask a server for /v1/completions."
+    "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that "
+    "were not made for them: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or ask "
+    "a server for /v1/completions."
 )
 
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
