@@ -46,7 +46,9 @@ def _listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out)["stores"]
 
 
-def test_what_is_there_is_listed(two: list[str], stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_listed(
+    two: list[str], stores: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = _listed(capsys)
     assert [each["name"] for each in listed] == two
     for each, weights in zip(listed, ("int8", "int4"), strict=True):
@@ -54,8 +56,10 @@ def test_what_is_there_is_listed(two: list[str], stores: Path, capsys: pytest.Ca
         assert each["bytes"] == held > 1e6
         assert "6 x 32 experts of mesh-tiny" in each["about"] and weights in each["about"]
     assert 9.9 < (time.time() - listed[1]["used"]) / 86400 < 10.1
+    monkeypatch.setenv("COLUMNS", "40")  # names are whole all the same: they are typed
     assert main(["cache", "ls"]) == 0
-    assert "2 stores" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 stores" in said and all(name in said for name in two)
 
 
 def test_an_empty_cache_is_no_error(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:

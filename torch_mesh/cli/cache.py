@@ -9,12 +9,14 @@ from collections.abc import Iterable
 
 from rich.console import Console
 from rich.filesize import decimal as format_bytes
-from rich.table import Table
+from rich.table import Column, Table
 
 from torch_mesh.cache import cache_folder
 from torch_mesh.cached_stores import CachedStore, cached_stores, remove
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import MeshError
+
+_OTHER_COLUMNS = 48  # characters, at least, that a table has beside the names of stores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +46,13 @@ def _list(arguments: argparse.Namespace) -> int:
         rows = [{"name": each.name, "bytes": each.bytes, "used": each.used, "about": each.about} for each in stores]
         print(json.dumps({"folder": str(cache_folder()), "stores": rows}))
         return 0
-    table = Table("name", "bytes", "days since used", "holds", title=str(cache_folder()), title_justify="left")
+    name = Column("name", no_wrap=True)  # which `cache rm` takes
+    table = Table(name, "bytes", "days since used", "holds", title=str(cache_folder()), title_justify="left")
     for each in stores:
         table.add_row(each.name, format_bytes(each.bytes), f"{each.days:.0f}", each.about)
-    Console().print(table, markup=False)
+    console = Console()
+    least = max((len(each.name) for each in stores), default=0) + _OTHER_COLUMNS
+    console.print(table, markup=False, width=max(console.width, least), crop=False)
     print(f"{len(stores)} stores, {format_bytes(sum(each.bytes for each in stores))}")
     return 0
 
