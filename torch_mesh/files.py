@@ -9,12 +9,13 @@ import fcntl
 import os
 import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+FILE_MODE = 0o666  # of new files, as open() has it: the umask says who may read and write them
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none, some of the network's
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -22,18 +23,39 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Opens a file that takes the name ``path`` when the block ends; when it raises, nothing is left. Links are followed."""
+    """Opens a file that takes the name ``path`` when the block ends; when it raises, nothing is left.
+
+    Links are followed. The permissions are those that the umask gives to any new file.
+    """
     path = Path(os.path.realpath(path))
-    with tempfile.NamedTemporaryFile(mode, dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
+    with open(descriptor, mode) as file:
         try:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # as files are that hold no secrets; a temporary one is its owner's alone
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
+            os.fsync(descriptor)
+            os.replace(unfinished, path)
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(unfinished)
             raise
+
+
+def new_file_mode(folder: Path) -> int:
+    """The permission bits that a new file in ``folder`` gets: of the umask, or of what the folder says instead."""
+    path, descriptor = _unnamed_file(folder, ".torch_mesh-mode-")
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+
+
+def _unnamed_file(folder: Path, prefix: str) -> tuple[Path, int]:
+    """A new file under a name that no other has, and its descriptor, to read and write."""
+    while True:
+        path = folder / f"{prefix}{secrets.token_hex(4)}"
+        with contextlib.suppress(FileExistsError):
+            return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
 
 @contextmanager
@@ -44,7 +66,7 @@ def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
     made, as of a link in its place.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         try:
             _lock(descriptor, on_wait)
         except BaseException:

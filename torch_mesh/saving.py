@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import shutil
+import stat
 import tempfile
 import types
 import warnings
@@ -32,7 +33,7 @@ from .announce import patched_models
 from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .families import ExpertsLayer, find_experts, layers_left_alone
-from .files import scratch_folder
+from .files import new_file_mode, scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved
@@ -53,6 +54,8 @@ from .store.rest import mesh_config, plain_config
 from .store.writer import write_store
 
 _COPY_BYTES = 64 << 20
+_READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+_WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _STAGING_PREFIX = ".torch_mesh-saving-"
 _ASIDE_PREFIX = ".torch_mesh-replaced-"
 
@@ -249,6 +252,9 @@ def _write_folder(
 def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
     """Puts all records of ``pool`` into ``staging``: as hard links where the store is at hand and that can be, else as copies.
 
+    A link has the permissions of the store's file. Where a new file would have other readers, or fewer that may write, it
+    is a copy.
+
     ``beside``: bytes that will be written beside them.
     """
     store = _store_of(model, pool)
@@ -257,7 +263,8 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
     manifest = store.manifest
     sources = [(store.folder / file.name).resolve() for file in manifest.record_files]
     targets = [staging / file.name for file in manifest.record_files]
-    if all(map(_link, sources, targets)):
+    mode = new_file_mode(staging)
+    if all(_link(source, target, mode) for source, target in zip(sources, targets, strict=True)):
         check_free_space(staging, beside)
     else:
         for target in targets:
@@ -309,8 +316,12 @@ def _record(module: Any, expert: int) -> torch.Tensor:
     return torch.from_numpy(module._mesh_pool.engine.read_record(module._mesh_layer, expert))
 
 
-def _link(source: Path, target: Path) -> bool:
+def _link(source: Path, target: Path, mode: int) -> bool:
+    """Whether ``target`` is a link now; not where ``source`` has other readers than ``mode``, or more that may write."""
     try:
+        own = source.stat().st_mode
+        if (own ^ mode) & _READABLE or own & ~mode & _WRITABLE:
+            return False
         os.link(source, target)
     except OSError:  # another file system, one without hard links, a file of another user's
         return False

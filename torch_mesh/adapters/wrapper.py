@@ -130,8 +130,8 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         named = repr(base) if base else "base"
         alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
         raise MeshError(
-            f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into it "
-            f"in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then{alone} "
+            f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into "
+            f"it in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then{alone} "
             f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
         )
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..files import FILE_MODE
+
 _STATE = "calibration.json"
 _ALIGNMENT = 8  # of a row, for the types in it
 
@@ -78,7 +80,7 @@ class RowFiles:
     def complete(self, folder: Path, sequences: int) -> None:
         """Says that the rows of so many sequences are there, which outlasts a kill and a loss of power."""
         for layer in range(self.layers):
-            descriptor = os.open(folder / self._name(layer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            descriptor = os.open(folder / self._name(layer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             try:
                 os.fsync(descriptor)
             finally:

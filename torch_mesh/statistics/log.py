@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .. import _C
 from ..background import BackgroundThread
 from ..errors import PoolClosedError
+from ..files import FILE_MODE
 from .counters import engine_stats
 from .moment import look
 
@@ -78,7 +79,7 @@ class StatsLog:
         text = ("\n" if self._cut_short else "") + json.dumps(line) + "\n"
         data = text.encode()
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             try:
                 written = os.write(file, data)
             finally:

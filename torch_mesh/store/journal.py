@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_mesh.files import FILE_MODE
 from torch_mesh.store.header import parse_json
 from torch_mesh.store.manifest import OtherFile
 
@@ -25,7 +26,7 @@ class Journal:
         self.files: dict[str, OtherFile] = {}
         self.resumed = False
         kept = self._load(path, identity)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115  # open as long as the conversion
         self._file.truncate(kept)
         self._file.seek(kept)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.background import TaskThreads
+from torch_mesh.files import FILE_MODE
 from torch_mesh.store.contents import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
@@ -108,7 +109,8 @@ class UnfinishedStore:
 
     def _open_record_files(self) -> None:
         for file, header in self._files:
-            descriptor = os.open(self._folder / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self._folder / file.name, flags, FILE_MODE)
             self._descriptors.append(descriptor)
             _write_all(descriptor, header, 0)
             os.ftruncate(descriptor, file.bytes)
