@@ -9,8 +9,10 @@ from torch_mesh.config import FIELDS
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _HEAD = """\
 # The command line
-`torch-mesh --version` says which, `torch-mesh --debug COMMAND ...` where an error comes from. The exit status is 0, 1 for a failure, 2 for wrong
-usage, 130 after Ctrl-C. Where a command takes fields of `MeshConfig`, they are those of [options](config.md): `--group-size`, `--gpu-experts`.
+`python -m torch_mesh` is `torch-mesh` where that is not on the path. `torch-mesh --version` says which,
+`torch-mesh --debug COMMAND ...` where an error comes from. The exit status is 0, 1 for a failure, 2 for
+wrong usage, 130 after Ctrl-C. Where a command takes fields of `MeshConfig`, they are those of
+[options](config.md): `--group-size`, `--gpu-experts`.
 """
 _TAIL = """
 <!-- `python tools/commands_page.py` writes this page from the parser of `torch-mesh`; a test compares them. -->
