@@ -46,7 +46,7 @@ class PoolClosedError(MeshError):
 
 
 class ForkedProcessError(MeshError):
-    """The pool was used in a forked child of the process that opened it."""
+    """The pool was used in a forked child of the process that opened it. Start the child with the spawn method."""
 
 
 class LostRankError(MeshError):

@@ -11,11 +11,17 @@
 
 namespace torch_mesh {
 
+// Loading the model in the child is no way out: torch's OpenMP does not survive a fork either, and
+// its first parallel product would hang.
+inline constexpr const char* kSpawnInstead =
+    "start the child with the spawn method, as multiprocessing.get_context('spawn') does, and load "
+    "the model there";
+
 [[noreturn]] inline void throw_forked(const char* what) {
   throw Error(ErrorKind::kForked,
               std::string(what) +
-                  " belongs to the process that opened it and cannot be used in a forked child; "
-                  "load the model in the child, or start it with the spawn method");
+                  " belongs to the process that opened it and cannot be used in a forked child; " +
+                  kSpawnInstead);
 }
 
 // Asked several times in every forward, so it counts forks: getpid() is a system call, up to a

@@ -16,8 +16,9 @@ void check_process() {
   if (!owner.forked()) return;
   throw Error(
       ErrorKind::kForked,
-      "this process was forked from the one that computed with torch_mesh, whose threads it "
-      "does not have; load the model in the child, or start it with the spawn method");
+      std::string("this process was forked from the one that computed with torch_mesh, whose "
+                  "threads it does not have; ") +
+          kSpawnInstead);
 }
 
 }  // namespace torch_mesh
