@@ -267,10 +267,18 @@ void pack_fp8(const PackedMatrix& matrix, const CodesView& view, const RowOffset
 
 }  // namespace
 
-void check_codes(const PackedMatrix& matrix, const CodesView& view) {
-  if (matrix.format == Format::kBf16 || matrix.format == Format::kLut4) {
-    refuse(matrix.format, "the codes of another format");
+void check_has_codes(Format format) {
+  if (has_codes_of_weights(format)) return;
+  std::string allowed;
+  for (int other = 0; other < kFormats; ++other) {
+    if (!has_codes_of_weights(static_cast<Format>(other))) continue;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(format_name(static_cast<Format>(other)));
   }
+  refuse(format, "the codes of another format; allowed for codes: " + allowed);
+}
+
+void check_codes(const PackedMatrix& matrix, const CodesView& view) {
+  check_has_codes(matrix.format);
   check_scales(matrix, view);
   for (int64_t i = 0; view.zeros != nullptr && i < view.zeros_bytes; ++i) {
     if (static_cast<uint8_t>(view.zeros[i]) != view.zero)

@@ -78,6 +78,10 @@ constexpr bool is_made_of_codes(Format format) {
   return format > Format::kLut4 && format < Format::kTcq2;
 }
 constexpr bool is_trellis(Format format) { return format >= Format::kTcq2; }
+// Have a code for each weight, beside scales: records can be made of a checkpoint's own codes.
+constexpr bool has_codes_of_weights(Format format) {
+  return format == Format::kInt8 || format == Format::kInt4 || is_made_of_codes(format);
+}
 
 inline constexpr int32_t kBlockColumns = 64;
 inline constexpr int64_t kRecordAlignment = 4096;

@@ -207,6 +207,44 @@ std::string why_refused(Format format, int32_t group,
   return error_of([&] { pack_record(layout, codes, record.data()); }).what();
 }
 
+// Each block of another format is shorter than one of codes would be, or means something else.
+TEST(PackCodes, RefusesFormatsWithoutACodeForEachWeight) {
+  Random random;
+  const auto below = [&](int32_t end) { return random.below(end); };
+  const auto packs = [&](const RecordLayout& layout, Format of_codes) {
+    const int32_t group = groups_of(of_codes).front();
+    const Codes gate(of_codes, group, layout.intermediate, layout.hidden, below);
+    const Codes down(of_codes, group, layout.hidden, layout.intermediate, below);
+    ExpertCodes codes;
+    codes.gate = codes.up = gate.view();
+    codes.down = down.view();
+    const Bytes record(layout.bytes, 0x5a), before(layout.bytes, 0x5a);
+    try {
+      pack_record(layout, codes, record.data());
+      return true;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+      EXPECT_NE(std::string(error.what()).find("allowed for codes: int8, int4, int8_fp16"),
+                std::string::npos)
+          << error.what();
+      EXPECT_TRUE(record == before) << "nothing is written";
+      return false;
+    }
+  };
+  for (Format format : kAllFormats) {
+    SCOPED_TRACE(format_name(format));
+    const bool holds = std::ranges::find(kOfCodes, format) != std::end(kOfCodes);
+    EXPECT_EQ(has_codes_of_weights(format), holds);
+    const int32_t group = holds ? groups_of(format).front() : 32;
+    const auto layout = RecordLayout::make(format, group, 96, 80, true, false);
+    EXPECT_EQ(packs(layout, holds ? format : Format::kInt4), holds);
+  }
+  const RecordFormats two(Format::kTcq2, Format::kTcq3);
+  EXPECT_FALSE(packs(RecordLayout::make(two, 32, 96, 80, true, false), Format::kInt4));
+  // As much room as codes of a byte want.
+  EXPECT_FALSE(packs(RecordLayout::make(Format::kTcq3, 128, 96, 80, true, false), Format::kInt8));
+}
+
 TEST(PackCodes, RefusesWhatStandsForNoNumber) {
   const auto first_scale = [](std::initializer_list<int> bytes) {
     return [bytes](Codes& codes, CodesView&) {

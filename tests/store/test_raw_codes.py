@@ -125,7 +125,8 @@ def test_what_makes_no_sense_is_refused(path: tuple[str, ...], value: Any, probl
         _pack(sizes, views)
 
 
-@pytest.mark.parametrize("format", ["bf16", "lut4"])
+@pytest.mark.parametrize("format", ["bf16", "lut4", "tcq2", "tcq3", "tcq2+tcq3"])
 def test_codes_are_no_other_format(format: str) -> None:
-    with pytest.raises(ValueError, match=f"{format} cannot hold the codes of another format"):
+    first = format.partition("+")[0]
+    with pytest.raises(ValueError, match=f"{first} cannot hold the codes of another format.*allowed for codes: int8"):
         _pack(*_views(), format)
