@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 
 namespace torch_mesh {
 namespace {
@@ -30,8 +30,7 @@ void Freeing::begin(std::unique_ptr<Engine> engine) noexcept {
     const std::lock_guard lock(mutex_);
     stage_ = Stage::kFreeing;
     changed_.notify_all();
-    const SignalsBlocked guard;
-    thread_ = std::thread([self = shared_from_this(), last] {
+    thread_ = start_thread("the thread that frees", [self = shared_from_this(), last] {
       pthread_setname_np(pthread_self(), "mesh-free");
       delete last;
       self->end(Stage::kFreed);

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 #include "gpu/live_engine.h"
 
 namespace torch_mesh {
@@ -90,8 +90,7 @@ Mover::Mover(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
   for (ExpertId id = 0; id < every && wanted_count_ < capacity_; ++id) {
     if (slots_of_[id] >= 0 && options.moving[id / experts_]) want(id);
   }
-  const SignalsBlocked guard;
-  worker_ = std::thread([this] { work(); });
+  worker_ = start_thread("the thread that reads experts for the device", [this] { work(); });
 }
 
 Mover::~Mover() {

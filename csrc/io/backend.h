@@ -33,7 +33,8 @@ struct ChunkResult {
 // All members but wake() are called on the reader's I/O thread.
 class Backend {
  public:
-  virtual ~Backend() = default;  // after stop(), or when start() threw
+  // After stop(), or when start() threw: gives back what start() had taken by then.
+  virtual ~Backend() = default;
 
   // Throws Error(kInvalid) when this backend cannot work here, with the reason.
   virtual void start() = 0;
@@ -45,14 +46,14 @@ class Backend {
   // From any thread: ends the current wait(), or the next one if none is under way.
   virtual void wake() = 0;
   // Memory that reads may go into from now on, or no more: a backend that pins memory pins it, or
-  // lets go of it. Nothing may be under way into it. std::bad_alloc: there was no memory for a
-  // note.
+  // lets go of it. Nothing may be under way into it. Must not throw: a note that there is no memory
+  // for is lost.
   virtual void register_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   virtual void unregister_buffer(const MemoryRegion& buffer) { static_cast<void>(buffer); }
   // The reader closes, and waits for what is under way. A backend that waits for others, and not
   // for the kernel, ends it now. May be called again.
   virtual void cancel() {}
-  // Gives everything back; nothing may be under way.
+  // Gives everything back; nothing may be under way. May be called again.
   virtual void stop() = 0;
 
   virtual const char* name() const = 0;

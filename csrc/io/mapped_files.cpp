@@ -18,8 +18,8 @@ namespace torch_mesh {
 
 // Found by the handler through a list that only grows, at any time and on any thread.
 struct MappedFiles::Guarded {
-  uintptr_t begin;
-  uintptr_t end;
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
   Guarded* next = nullptr;
   std::atomic<bool> alive{true};
   std::atomic<int64_t> losses{0};
@@ -123,6 +123,7 @@ bool populate_read_works() {
 MappedFiles::MappedFiles(std::span<const File> files)
     : files_(std::make_shared<const FileTable>(files, /*direct=*/false)), begin_(files.size()) {
   SigbusHandler::install();
+  auto guarded = std::make_unique<Guarded>();  // before what would have to be given back without it
   for (const File& file : files) reserved_bytes_ += round_up_to(file.bytes + 1, kHugePage);
   reserved_bytes_ += kHugePage;
   void* reserved =
@@ -147,8 +148,9 @@ MappedFiles::MappedFiles(std::span<const File> files)
                     "; use io=\"auto\", which reads it",
                 {.file = files[file].path}, error);
   }
-  const auto begin = reinterpret_cast<uintptr_t>(reserved_);
-  guarded_ = new Guarded{.begin = begin, .end = begin + reserved_bytes_};
+  guarded->begin = reinterpret_cast<uintptr_t>(reserved_);
+  guarded->end = guarded->begin + reserved_bytes_;
+  guarded_ = guarded.release();
   SigbusHandler::add(guarded_);
 }
 

@@ -11,14 +11,13 @@
 #include <mutex>
 #include <new>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "base/owner_process.h"
 #include "base/short_slices.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 #include "io/backend.h"
 #include "io/chunk_scheduler.h"
 #include "io/file_table.h"
@@ -55,15 +54,7 @@ class IoLoop {
     inbox_.hastened.reserve(kReservedMessages);
     taken_.requests.reserve(kReservedMessages);
     taken_.hastened.reserve(kReservedMessages);
-    const SignalsBlocked guard;
-    try {
-      thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error& error) {
-      throw Error(ErrorKind::kMemory,
-                  std::string("cannot start the I/O thread: ") + error.what() +
-                      "; raise the limit of processes (ulimit -u, pids.max)",
-                  {}, error.code().value());
-    }
+    thread_ = start_thread("the I/O thread", [this] { run(); });
   }
 
   ~IoLoop() {
@@ -163,10 +154,7 @@ class IoLoop {
       life_changed_.notify_all();
       return;
     }
-    {
-      const std::lock_guard lock(mutex_);
-      notes_ = backend_->notes();
-    }
+    copy_notes();
     set_life(Life::kRunning);
     for (;;) {
       const bool closing = take_messages();
@@ -225,19 +213,23 @@ class IoLoop {
   }
 
   void carry_out(const BufferChange& change) {
+    if (change.comes) {
+      backend_->register_buffer(change.buffer);
+    } else {
+      backend_->unregister_buffer(change.buffer);
+    }
+    copy_notes();
+    change.then();
+  }
+
+  // Where there is no memory for them the earlier ones stay.
+  void copy_notes() {
     try {
-      if (change.comes) {
-        backend_->register_buffer(change.buffer);
-      } else {
-        backend_->unregister_buffer(change.buffer);
-      }
       std::vector<std::string> notes = backend_->notes();
       const std::lock_guard lock(mutex_);
       notes_ = std::move(notes);
     } catch (const std::bad_alloc&) {
-      // It is done, and only the note of it is lost.
     }
-    change.then();
   }
 
   void start_chunks() {

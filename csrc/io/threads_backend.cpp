@@ -9,11 +9,10 @@
 #include <functional>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 
-#include "base/error.h"
+#include "base/start_thread.h"
 #include "io/backend.h"
 #include "io/mapped_files.h"
 
@@ -57,18 +56,12 @@ class ThreadsBackend final : public Backend {
         capacity_(std::min(threads, depth)),
         waiting_(capacity_),
         completed_(capacity_) {}
+  ~ThreadsBackend() override { stop(); }
 
   void start() override {
-    try {
-      for (int32_t thread = 0; thread < capacity_; ++thread) {
-        threads_.emplace_back([this] { work(); });
-      }
-    } catch (const std::system_error& error) {
-      stop();
-      throw Error(ErrorKind::kMemory,
-                  "cannot start " + std::to_string(capacity_) + " reader threads: " + error.what() +
-                      "; raise the limit of processes (ulimit -u, pids.max) or ask for fewer",
-                  {}, error.code().value());
+    threads_.reserve(static_cast<size_t>(capacity_));
+    for (int32_t thread = 0; thread < capacity_; ++thread) {
+      threads_.push_back(start_thread("a reader thread", [this] { work(); }));
     }
   }
 

@@ -31,6 +31,7 @@ std::unique_ptr<Backend> make_uring_backend(std::shared_ptr<const FileTable>,
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -146,7 +147,10 @@ class UringBackend final : public Backend {
     }
   }
 
-  ~UringBackend() override { ::close(wake_descriptor_); }
+  ~UringBackend() override {
+    stop();
+    ::close(wake_descriptor_);
+  }
 
   void start() override {
     // One entry more for the poll: at most depth_ + 1 completions exist, so neither queue
@@ -155,9 +159,12 @@ class UringBackend final : public Backend {
       throw Error(ErrorKind::kInvalid, "io_uring cannot be used: " + why_no_ring(refusal), {},
                   refusal.error);
     }
+    made_ = true;
     if ((ring_.flags & IORING_SETUP_DEFER_TASKRUN) == 0) {
-      notes_.push_back(
-          "this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU time");
+      note([] {
+        return "this kernel's io_uring does not know DEFER_TASKRUN, so completions cost more CPU "
+               "time";
+      });
     }
     register_files();
     register_buffers();
@@ -196,6 +203,7 @@ class UringBackend final : public Backend {
   }
 
   void stop() override {
+    if (!std::exchange(made_, false)) return;
     // Done here and not by the exit, which gives the pages back some time later.
     if (buffers_registered_) io_uring_unregister_buffers(&ring_);
     if (files_registered_) io_uring_unregister_files(&ring_);
@@ -227,10 +235,11 @@ class UringBackend final : public Backend {
     const int error =
         -io_uring_register_files(&ring_, files.data(), static_cast<unsigned>(files.size()));
     files_registered_ = error == 0;
-    if (!files_registered_) {
-      notes_.push_back("io_uring did not register " + std::to_string(files.size()) + " files (" +
-                       std::strerror(error) + "); naming them in every read");
-    }
+    if (files_registered_) return;
+    note([&] {
+      return "io_uring did not register " + std::to_string(files.size()) + " files (" +
+             std::strerror(error) + "); naming them in every read";
+    });
   }
 
   void register_buffers() {
@@ -243,14 +252,13 @@ class UringBackend final : public Backend {
                                                        static_cast<unsigned>(buffers_.size()));
     buffers_registered_ = error == 0;
     if (buffers_registered_) return;
-    std::string note = "io_uring did not register " + std::to_string(bytes) +
-                       " bytes of buffers (" + std::strerror(error) +
-                       "), so reads cost more CPU time";
     // Both are the answer of a kernel whose limit of locked memory is too low.
-    if (error == ENOMEM || error == EPERM) {
-      note += "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size";
-    }
-    notes_.push_back(note);
+    const bool locked = error == ENOMEM || error == EPERM;
+    note([&] {
+      return "io_uring did not register " + std::to_string(bytes) + " bytes of buffers (" +
+             std::strerror(error) + "), so reads cost more CPU time" +
+             (locked ? "; raise the memlock limit (ulimit -l, LimitMEMLOCK) above that size" : "");
+    });
   }
 
   void change(const MemoryRegion& region, bool comes) {
@@ -295,15 +303,29 @@ class UringBackend final : public Backend {
     }
     io_uring_unregister_buffers(&ring_);
     buffers_registered_ = false;
-    notes_.push_back(std::string("io_uring cannot unregister one buffer (") + strerror(-error) +
-                     "), so all were when the pool shrank, and reads cost more CPU time");
+    note([&] {
+      return std::string("io_uring cannot unregister one buffer (") + strerror(-error) +
+             "), so all were when the pool shrank, and reads cost more CPU time";
+    });
   }
 
   void note_refusal(size_t bytes, const char* what, const char* which, int error,
                     const char* consequence) {
-    const std::string note = std::string("io_uring did not ") + what + " " + std::to_string(bytes) +
-                             " bytes that " + which + " (" + strerror(error) + "), " + consequence;
-    if (std::find(notes_.begin(), notes_.end(), note) == notes_.end()) notes_.push_back(note);
+    note([&] {
+      return std::string("io_uring did not ") + what + " " + std::to_string(bytes) +
+             " bytes that " + which + " (" + strerror(error) + "), " + consequence;
+    });
+  }
+
+  // A note that there is no memory for is lost: nothing that it is about may end half-way.
+  template <typename Text>
+  void note(const Text& text) {
+    try {
+      std::string words = text();
+      if (std::find(notes_.begin(), notes_.end(), words) != notes_.end()) return;
+      notes_.push_back(std::move(words));
+    } catch (const std::bad_alloc&) {
+    }
   }
 
   // The registered buffer that holds all of the chunk; -1 when there is none.
@@ -371,6 +393,7 @@ class UringBackend final : public Backend {
   std::vector<Registration> registrations_;  // by buffer
   int wake_descriptor_ = -1;
   io_uring ring_{};
+  bool made_ = false;  // the ring
   bool files_registered_ = false;
   bool buffers_registered_ = false;
   std::vector<std::string> notes_;

@@ -9,10 +9,9 @@
 #include <exception>
 #include <new>
 #include <string>
-#include <system_error>
 #include <utility>
 
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 #include "residency/core/slots.h"
 #include "store/record.h"
 
@@ -259,10 +258,9 @@ bool Loader::hand_to_finisher(const ReadResult& result) {
     const Lock lock(mutex_);
     if (--with_reader_ == 0 || !works || no_finisher_) return false;
     if (!finisher_.joinable()) {
-      const SignalsBlocked guard;
       try {
-        finisher_ = std::thread([this] { run_finisher(); });
-      } catch (const std::system_error&) {
+        finisher_ = start_thread("the thread that packs", [this] { run_finisher(); });
+      } catch (const Error&) {
         no_finisher_ = true;
         return false;
       } catch (const std::bad_alloc&) {

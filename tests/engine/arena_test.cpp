@@ -3,9 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <new>
 #include <string>
 
+#include "allocations.h"
 #include "error_of.h"
 
 namespace torch_mesh {
@@ -34,6 +39,40 @@ TEST(Arena, SaysWhatItCannotHave) {
   EXPECT_EQ(error.kind(), ErrorKind::kMemory);
   EXPECT_NE(std::string(error.what()).find("1073741824 MiB"), std::string::npos) << error.what();
   EXPECT_EQ(error_of([] { Arena arena(1, 1000); }).kind(), ErrorKind::kInvalid);
+}
+
+// Of this process: addresses that are mapped.
+int64_t mapped_bytes() {
+  std::ifstream file("/proc/self/status");
+  long long kib = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (std::sscanf(line.c_str(), "VmSize: %lld kB", &kib) == 1) break;
+  }
+  return int64_t{kib} << 10;
+}
+
+TEST(Arena, EveryAllocationMayFail) {
+  constexpr int64_t kSegment = int64_t{4} << 20, kSegments = 8;
+  const Topology topology = Topology::of_this_process();
+  const auto descriptors = [] {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  };
+  for (const Sharing sharing : {Sharing::kPrivate, Sharing::kShared}) {
+    const auto attempt = [&] {
+      try {
+        Arena(kSegments, kSegment, topology, kSegment, sharing);
+      } catch (const std::bad_alloc&) {
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kMemory) << error.what();
+      }
+    };
+    attempt();  // what threads and the allocator keep
+    const int64_t mapped = mapped_bytes(), open = descriptors();
+    EXPECT_GT(with_each_allocation_failing(attempt), 1);
+    EXPECT_LT(mapped_bytes() - mapped, kSegments * kSegment) << "an arena is still there";
+    EXPECT_EQ(descriptors(), open);
+  }
 }
 
 }  // namespace

@@ -3,18 +3,15 @@
 #include "engine/engine.h"
 
 #include <gtest/gtest.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <map>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -23,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "base/error.h"
 #include "engine/grouping.h"
 #include "engine/task_queue.h"
@@ -30,32 +28,6 @@
 #include "kernels/convert.h"
 #include "residency/policies/policy.h"
 #include "topology_fixture.h"
-
-namespace {
-thread_local int64_t allocations = 0;
-std::atomic<bool> io_starves = false;
-
-bool on_io_thread() {
-  std::array<char, 16> name{};
-  pthread_getname_np(pthread_self(), name.data(), name.size());
-  return std::string_view(name.data()) == "mesh-io";
-}
-}  // namespace
-
-// Counts what the code under test allocates on this thread; gives the I/O threads nothing while
-// they starve.
-void* operator new(std::size_t bytes) {
-  ++allocations;
-  if (io_starves && on_io_thread()) throw std::bad_alloc();
-  if (void* memory = std::malloc(bytes)) return memory;
-  throw std::bad_alloc();
-}
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  ++allocations;
-  return std::malloc(bytes);
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace torch_mesh {
 namespace {

@@ -6,11 +6,15 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "claim_fixture.h"
 #include "error_of.h"
 #include "pool_fixture.h"
@@ -149,6 +153,32 @@ TEST(Pool, TheInterruptHookEndsAWait) {
             ErrorKind::kInterrupted);
   EXPECT_EQ(pool.pinned(), 0);
   pool.validate();
+}
+
+TEST(Pool, EveryAllocationMayFail) {
+  const TestStore store(2, 4);
+  const auto descriptors = [] {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  };
+  const std::vector<int32_t> experts = all_of(4);
+  for (const char* backend : {"threads", "auto", "mmap"}) {
+    PoolOptions options = options_of(3);
+    options.reader.backend = backend;
+    const auto before = descriptors();
+    const int64_t allocations = with_each_allocation_failing([&] {
+      try {
+        Pool pool(options, {}, store.source(), nullptr);
+        pool.promote(1, experts);
+        pool.validate();
+      } catch (const std::bad_alloc&) {
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kMemory) << error.what();
+      }
+    });
+    EXPECT_GT(allocations, 50) << backend;
+    EXPECT_EQ(descriptors(), before) << backend;
+  }
 }
 
 TEST(Pool, CloseRefusesNewClaimsAndLetsOthersEnd) {

@@ -11,7 +11,9 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
+#include "allocations.h"
 #include "reader_fixture.h"
 
 namespace torch_mesh {
@@ -158,6 +160,30 @@ TEST_P(ReaderFaultsTest, FileThatCannotBeOpened) {
     open_reader(options(), files, {&none, 1}, reports_.done());
   });
   ::unlink(pipe.c_str());
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+// Threads that have started by then, and the ring, are given back.
+TEST_P(ReaderFaultsTest, EveryAllocationOfOpeningMayFail) {
+  const TempFile file(kChunk, seed_);
+  const Memory memory(kChunk);
+  const ReaderOptions chosen = options();
+  const File files[] = {file.file()};
+  const MemoryRegion regions[] = {memory.region()};
+  const int64_t before = open_descriptors();
+  for (const bool all : {false, true}) {
+    const int64_t allocations = with_each_allocation_failing(
+        [&] {
+          try {
+            open_reader(chosen, files, regions, [](const ReadResult&) {});
+          } catch (const std::bad_alloc&) {
+          } catch (const Error& error) {
+            EXPECT_EQ(error.kind(), ErrorKind::kMemory) << error.what();
+          }
+        },
+        all);
+    EXPECT_GT(allocations, chosen.threads);
+  }
   EXPECT_EQ(open_descriptors(), before);
 }
 

@@ -13,13 +13,14 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <new>
 #include <string>
-#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 
 namespace torch_mesh {
 namespace {
@@ -97,9 +98,12 @@ int populate(std::span<const MemoryRegion> segments) {
   std::vector<std::thread> others;
   const size_t threads = std::min<size_t>(segments.size(), std::thread::hardware_concurrency());
   try {
-    const SignalsBlocked blocked;
-    while (others.size() + 1 < threads) others.emplace_back(work);
-  } catch (const std::system_error&) {  // those that there are will do
+    if (threads > 1) others.reserve(threads - 1);
+    while (others.size() + 1 < threads) {
+      others.push_back(start_thread("a thread that prepares memory", work));
+    }
+  } catch (const Error&) {  // those that there are will do
+  } catch (const std::bad_alloc&) {
   }
   work();
   for (std::thread& thread : others) thread.join();
@@ -128,7 +132,7 @@ std::byte* map_aligned(size_t bytes, int descriptor) {
 }
 
 // Of arguments that are yet to be checked.
-int64_t pieces_per_segment(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
+int64_t fitting_pieces(int64_t count, int64_t bytes, int32_t nodes, int64_t segment_bytes) {
   const int64_t fit = bytes > 0 ? segment_bytes / bytes : 1;
   const int64_t share = count / nodes + (count % nodes != 0);
   return std::max<int64_t>(1, std::min(fit, share));
@@ -140,12 +144,11 @@ void unmap(std::span<const MemoryRegion> segments) {
 
 }  // namespace
 
+// Makes an arena without memory first: whatever ends this one gives back what it has by then.
 Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t segment_bytes,
              Sharing sharing)
-    : count_(count),
-      piece_bytes_(bytes),
-      pieces_per_segment_(pieces_per_segment(count, bytes, topology.nodes(), segment_bytes)),
-      nodes_(topology.nodes()) {
+    : Arena(count, bytes, fitting_pieces(count, bytes, topology.nodes(), segment_bytes),
+            topology.nodes()) {
   if (count < 0 || bytes < 1 || bytes % static_cast<int64_t>(kPage) != 0) {
     throw Error(ErrorKind::kInvalid,
                 "an arena holds pieces of a multiple of 4096 bytes, and no fewer than none; got " +
@@ -184,6 +187,9 @@ Arena::Arena(int64_t count, int64_t bytes, const Topology& topology, int64_t seg
   }
 }
 
+Arena::Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t nodes)
+    : count_(count), piece_bytes_(bytes), pieces_per_segment_(pieces_per_segment), nodes_(nodes) {}
+
 Arena::~Arena() { release(); }
 
 // Sealed: nobody can cut off what others have mapped, and nobody else can write to it.
@@ -196,7 +202,6 @@ void Arena::share(int64_t bytes) {
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | kSealFutureWrite | F_SEAL_SEAL;
   if (shared_.data != nullptr && fcntl(descriptor_, F_ADD_SEALS, kSeals) == 0) return;
   const int error = errno;
-  release();
   throw Error(ErrorKind::kMemory,
               "no shared memory of " + mebibytes(bytes) + ": " + strerror(error) +
                   "; it takes memfd_create with seals, of Linux 5.1 or newer",
@@ -209,7 +214,9 @@ void Arena::release() {
   } else {
     unmap(segments_);
   }
-  if (descriptor_ >= 0) close(descriptor_);
+  shared_ = {nullptr, 0};
+  segments_.clear();
+  if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
 }
 
 std::byte* Arena::piece(int64_t index) const {

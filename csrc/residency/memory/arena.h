@@ -52,6 +52,8 @@ class Arena {
   int descriptor() const { return descriptor_; }  // of the memfd; -1: private
 
  private:
+  Arena(int64_t count, int64_t bytes, int64_t pieces_per_segment, int32_t nodes);
+
   void share(int64_t bytes);
   void release();
 
