@@ -37,7 +37,7 @@ struct Runtime {
   bool few_rows = false;
 
   // True when the caller should stop waiting (a pending Ctrl-C). Called about ten times a second
-  // by a thread that waits, never by an I/O thread.
+  // by a thread that waits, never by an I/O thread, and never with a lock held (base/interrupts.h).
   bool (*interrupted)() = nullptr;
 };
 

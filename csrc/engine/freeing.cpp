@@ -8,14 +8,13 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "base/start_thread.h"
 
 namespace torch_mesh {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::milliseconds kWaitSlice{100};  // between looks for Ctrl-C
 
 }  // namespace
 
@@ -71,14 +70,8 @@ void Freeing::wait(std::chrono::milliseconds timeout, const Runtime& runtime) {
                             " ms; what they read into is freed when they end. Is the disk healthy "
                             "and is the file on a local disk?");
     }
-    changed_.wait_until(lock, std::min(deadline, now + kWaitSlice));
-    if (stage_ == Stage::kFreed || runtime.interrupted == nullptr) continue;
-    lock.unlock();  // the hook may take a lock of its own, such as Python's
-    const bool interrupted = runtime.interrupted();
-    lock.lock();
-    if (interrupted) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while a closed engine is freed");
-    }
+    changed_.wait_until(lock, std::min(deadline, now + kInterruptSlice));
+    if (stage_ != Stage::kFreed) check_interrupted(runtime, "a closed engine is freed", lock);
   }
   std::thread ended = std::move(thread_);
   lock.unlock();

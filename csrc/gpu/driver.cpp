@@ -5,24 +5,22 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 
 namespace torch_mesh {
 namespace {
 
 constexpr auto kPoll = std::chrono::microseconds(20);
-constexpr auto kLook = std::chrono::milliseconds(100);
 
 }  // namespace
 
 void wait_for(Driver& driver, Event event, const Runtime& runtime, const char* what) {
-  auto look = std::chrono::steady_clock::now() + kLook;
+  auto look = std::chrono::steady_clock::now() + kInterruptSlice;
   while (!driver.done(event)) {
     std::this_thread::sleep_for(kPoll);
     if (std::chrono::steady_clock::now() < look) continue;
-    look += kLook;
-    if (runtime.interrupted != nullptr && runtime.interrupted()) {
-      throw Error(ErrorKind::kInterrupted, std::string("interrupted while waiting for ") + what);
-    }
+    look += kInterruptSlice;
+    check_interrupted(runtime, std::string("waiting for ") + what);
   }
 }
 

@@ -71,8 +71,9 @@ std::shared_ptr<Driver> open_cuda_driver(int32_t device, const char* library = n
 // process can use CUDA; touches no device.
 std::string describe_cuda_driver(const char* library = nullptr);
 
-// Polls until `event` is done, without the driver's locks, which a host node may be behind. Looks
-// for Ctrl-C meanwhile: Error(kInterrupted) says what `what` was waited for.
+// Polls until `event` is done, without the driver's locks, which a host node may be behind. Asks
+// the interrupt hook meanwhile, so the caller holds no lock: Error(kInterrupted) says what `what`
+// was waited for.
 void wait_for(Driver& driver, Event event, const Runtime& runtime, const char* what);
 // All that `stream` has been given. A device that is lost has nothing under way.
 void drain(Driver& driver, Stream stream) noexcept;

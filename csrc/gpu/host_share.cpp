@@ -1,6 +1,7 @@
 #include "gpu/host_share.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include "base/error.h"
@@ -24,14 +25,13 @@ HostShare::~HostShare() { work_->forget_used(); }
 Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
   work_->check();
   const auto engine = live_engine(work_->engine());
-  const std::lock_guard lock(submitting_);
   const bool capturing = driver_->capturing(stream);
   const int32_t hidden = engine->layout().hidden;
   const int64_t token_bytes = hidden * (sizeof(float) + scalar_bytes(call.x_type)) +
                               call.top_k * (sizeof(int64_t) + sizeof(float));
   const auto most =
       static_cast<int32_t>(std::clamp<int64_t>(block_bytes_ / token_bytes, 1, INT32_MAX));
-  Ticket ticket = 0, first = -1;
+  Ticket ticket = -1;
   try {
     for (int32_t begin = 0; begin < call.tokens; begin += most) {
       DeviceCall part = call;
@@ -40,19 +40,38 @@ Ticket HostShare::submit(const DeviceCall& call, Stream stream) {
       part.ids += int64_t{begin} * call.top_k * sizeof(int64_t);
       part.weights += int64_t{begin} * call.top_k * sizeof(float);
       part.out += int64_t{begin} * hidden * sizeof(float);
-      ticket = capturing ? captured_.take(part) : ring_.take(part, *engine);
-      if (first < 0) first = ticket;
-      HostCall& next = called(ticket);
-      next.call = part;
-      next.hidden = hidden;
-      next.timed = false;
-      next.first = first;
-      next.failure = nullptr;
-      enqueue(next, *engine, stream, capturing);
+      ticket = submit_part(part, ticket, *engine, stream, capturing);
       if (capturing) break;
     }
   } catch (...) {
-    // Nobody may read or write the caller's tensors once it has given them up.
+    // The caller's tensors are not read or written once it has given them up.
+    if (ticket >= 0) drain(*driver_, side_);
+    throw;
+  }
+  return ticket;
+}
+
+// Waits for a ticket without the lock: what the interrupt hook runs may join other calls. Calls
+// that it or other threads submit meanwhile come between a prompt's parts.
+Ticket HostShare::submit_part(const DeviceCall& call, Ticket part_before, Engine& engine,
+                              Stream stream, bool capturing) {
+  std::unique_lock lock(submitting_);
+  while (!capturing && ring_.next().busy) {
+    const HostCall& next = ring_.next();
+    lock.unlock();
+    next.wait_until_idle(engine.runtime());
+    lock.lock();
+  }
+  const Ticket ticket = capturing ? captured_.take(call) : ring_.take(call, engine);
+  HostCall& taken = called(ticket);
+  taken.call = call;
+  taken.hidden = engine.layout().hidden;
+  taken.timed = false;
+  taken.part_before = part_before;
+  taken.failure = nullptr;
+  try {
+    enqueue(taken, engine, stream, capturing);
+  } catch (...) {
     drain(*driver_, capturing ? captured_side_ : side_);
     throw;
   }
@@ -113,18 +132,16 @@ void HostShare::join(Ticket ticket, Stream stream) {
 
 void HostShare::wait(Ticket ticket) {
   const auto engine = live_engine(work_->engine());
-  HostCall* call = nullptr;
-  Ticket part = 0;
+  std::vector<HostCall*> parts;  // the last one first
   {
     const std::lock_guard lock(submitting_);
-    call = &called(ticket);
-    part = call->first;
+    for (Ticket part = ticket; part >= 0 && std::ssize(parts) < kInFlight;) {
+      parts.push_back(&called(part));
+      part = parts.back()->part_before;
+    }
   }
-  call->wait_until_idle(engine->runtime());
-  if (TicketRing::names(ticket)) {
-    for (; part != ticket; part = TicketRing::after(part)) work_->check(ring_[part]);
-  }
-  work_->check(*call);
+  parts.front()->wait_until_idle(engine->runtime());
+  for (HostCall* part : parts | std::views::reverse) work_->check(*part);
 }
 
 void HostShare::follow_inputs(Stream stream) { driver_->wait(stream, inputs_); }

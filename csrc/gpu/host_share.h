@@ -68,6 +68,8 @@ class HostShare {
 
  private:
   HostCall& called(Ticket ticket);
+  Ticket submit_part(const DeviceCall& call, Ticket part_before, Engine& engine, Stream stream,
+                     bool capturing);
   void enqueue(HostCall& call, Engine& engine, Stream stream, bool capturing);
 
   const std::shared_ptr<Driver> driver_;

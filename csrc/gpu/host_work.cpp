@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "engine/grouping.h"
 #include "gpu/live_engine.h"
 
@@ -16,7 +17,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPoll = std::chrono::microseconds(50);
-constexpr auto kLook = std::chrono::milliseconds(100);  // for Ctrl-C and a device that is lost
 constexpr int64_t kAlignment = 64;
 
 // Where what follows `count` values of T begins.
@@ -44,15 +44,13 @@ HostCall::HostCall(std::shared_ptr<HostWork> work)
       arrived(this->work->driver(), /*timed=*/true) {}
 
 void HostCall::wait_until_idle(const Runtime& runtime) const {
-  auto look = Clock::now() + kLook;
+  auto look = Clock::now() + kInterruptSlice;
   while (busy.load(std::memory_order_acquire)) {
     std::this_thread::sleep_for(kPoll);
     if (Clock::now() < look) continue;
-    look = Clock::now() + kLook;
+    look = Clock::now() + kInterruptSlice;
     static_cast<void>(work->driver().done(done));  // throws where the device is lost
-    if (runtime.interrupted != nullptr && runtime.interrupted()) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while waiting for the device");
-    }
+    check_interrupted(runtime, "waiting for the device");
   }
 }
 

@@ -74,7 +74,8 @@ class HostWork;
 struct HostCall {
   explicit HostCall(std::shared_ptr<HostWork> work);
 
-  // Until its node has ended. Throws where the device is lost, and Error(kInterrupted).
+  // Until its node has ended. Asks the interrupt hook, so the caller holds no lock. Throws where
+  // the device is lost, and Error(kInterrupted).
   void wait_until_idle(const Runtime& runtime) const;
 
   const std::shared_ptr<HostWork> work;
@@ -82,7 +83,7 @@ struct HostCall {
   CallBuffers* buffers = nullptr;
   int32_t hidden = 0;
   int64_t bytes_down = 0, bytes_up = 0;
-  Ticket first = 0;                // of a prompt's parts, up to this one
+  Ticket part_before = -1;         // of the same prompt; -1: this is the first
   std::exception_ptr failure;      // under the lock of `work`
   std::atomic<bool> busy = false;  // its node is in the stream and has not ended
   bool timed = false;              // joined, by a stream that was not captured

@@ -1,20 +1,18 @@
 #include "gpu/mover.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "base/start_thread.h"
 #include "gpu/live_engine.h"
 
 namespace torch_mesh {
 namespace {
-
-constexpr auto kLook = std::chrono::milliseconds(100);  // for Ctrl-C
 
 [[noreturn]] void invalid(const std::string& message) { throw Error(ErrorKind::kInvalid, message); }
 
@@ -153,16 +151,18 @@ void Mover::forget(ExpertId id) {
 }
 
 int32_t Mover::step(Stream compute) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);  // move() holds it while it reads
+  const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock() || driver_->capturing(compute)) return 0;
   switch (state_) {
     case State::kIdle:
       choose();
       return 0;
     case State::kFetching:
+    case State::kMoving:
       return 0;
     case State::kFetched:
       send(compute);
+      state_ = State::kCopying;
       return 0;
     case State::kCopying:
       if (!driver_->done(copied_) || !driver_->done(switched_)) return 0;
@@ -246,7 +246,7 @@ size_t Mover::fetch(std::exception_ptr& failure) {
   return fetched;
 }
 
-// mutex_ is held, and the slots that are written to are nobody's.
+// up_ into its slots, which no forward reads. By step(), or in a move.
 void Mover::send(Stream compute) {
   try {
     // What `compute` was given before may still read what lay in them.
@@ -262,7 +262,6 @@ void Mover::send(Stream compute) {
     drain(*driver_, copy_);  // staging is free for the next batch
     throw;
   }
-  state_ = State::kCopying;
 }
 
 // mutex_ is held, the records have arrived, and no copy of the table is under way.
@@ -276,7 +275,7 @@ int32_t Mover::enter(Stream compute) {
   driver_->copy_up(options_.table, table_.data(),
                    static_cast<int64_t>(next.size() * sizeof(int32_t)), compute);
   // From here on it has happened, whatever fails.
-  state_ = State::kIdle;
+  if (state_ == State::kCopying) state_ = State::kIdle;
   spare_.resize(spare_.size() - up_.size());
   for (const ExpertId id : down_) spare_.push_back(slots_of_[id]);
   slots_of_ = std::move(next);
@@ -300,27 +299,29 @@ int32_t Mover::enter(Stream compute) {
   return entered;
 }
 
-void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
-  if (driver_->capturing(compute)) {
-    invalid("experts are to move while a graph is captured: move them before, or between replays");
-  }
-  const auto engine = live_engine(engine_);
+// Waits until no records are fetched. A batch that was on its way is given up: it would find other
+// slots taken.
+void Mover::begin_move(const Runtime& runtime) {
+  const auto self = std::this_thread::get_id();
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLook, [this] { return state_ != State::kFetching; })) {
-    lock.unlock();  // the hook may take a lock of its own, such as Python's
-    const auto interrupted = engine->runtime().interrupted;
-    if (interrupted != nullptr && interrupted()) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while experts are read for the device");
-    }
-    lock.lock();
+  if (state_ == State::kMoving && moving_ == self) {
+    invalid(
+        "experts are to move while this thread moves some: a signal handler has interrupted it; "
+        "move them when the handler has returned");
   }
-  // A batch that was on its way is given up: it would find other slots taken.
-  state_ = State::kIdle;
-  const auto wait = [&](Event event) {
-    wait_for(*driver_, event, engine->runtime(), "experts on their way to the device");
-  };
-  wait(copied_);
+  wait_interruptibly(lock, changed_, runtime, "experts are read for the device",
+                     [this] { return state_ != State::kFetching && state_ != State::kMoving; });
+  state_ = State::kMoving;
+  moving_ = self;
+}
 
+void Mover::end_move() {
+  const std::lock_guard lock(mutex_);
+  state_ = State::kIdle;
+  changed_.notify_all();
+}
+
+void Mover::check_named(std::span<const ExpertId> up, std::span<const ExpertId> down) const {
   const auto every = static_cast<ExpertId>(slots_of_.size());
   std::vector<bool> named(slots_of_.size(), false);
   const auto check = [&](ExpertId id, bool there) {
@@ -340,6 +341,24 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
     invalid(std::to_string(up.size()) + " experts are to move to the device, which has room for " +
             std::to_string(room) + ": name more that leave it");
   }
+}
+
+// Waits and reads without the lock: what the interrupt hook runs may ask where experts are.
+void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute) {
+  if (driver_->capturing(compute)) {
+    invalid("experts are to move while a graph is captured: move them before, or between replays");
+  }
+  const auto engine = live_engine(engine_);
+  begin_move(engine->runtime());
+  struct End {
+    Mover& mover;
+    ~End() { mover.end_move(); }
+  } const end{*this};
+  const auto wait = [&](Event event) {
+    wait_for(*driver_, event, engine->runtime(), "experts on their way to the device");
+  };
+  wait(copied_);
+  check_named(up, down);
 
   // All that go make room in the first batch; the others come a batch at a time.
   std::span<const ExpertId> going = down;
@@ -354,14 +373,12 @@ void Mover::move(std::span<const ExpertId> up, std::span<const ExpertId> down, S
     std::exception_ptr failure;
     fetch(failure);
     if (failure != nullptr) std::rethrow_exception(failure);
-    try {
-      send(compute);
-      wait(copied_);
-      wait(switched_);
+    send(compute);
+    wait(copied_);
+    wait(switched_);
+    {
+      const std::lock_guard lock(mutex_);
       enter(compute);
-    } catch (...) {
-      state_ = State::kIdle;
-      throw;
     }
     // Or the next step would undo it.
     const std::lock_guard wanted(wanted_mutex_);

@@ -67,16 +67,18 @@ class Mover {
   // many experts were entered.
   int32_t step(Stream compute);
 
-  // Now, and waited for: `up` go to the device and `down` leave it. Error(kInvalid) for experts
-  // that are where they should go, and for more than the slots hold. When a read fails, what came
-  // before it has moved.
+  // Now, and waited for: `up` go to the device and `down` leave it. Other threads' moves come
+  // before or after it. Error(kInvalid) for experts that are where they should go, for more than
+  // the slots hold, and within a move of the same thread, which a signal handler interrupted. When
+  // a read fails, what came before it has moved.
   void move(std::span<const ExpertId> up, std::span<const ExpertId> down, Stream compute);
 
   std::vector<int32_t> slots_of() const;
   MoverStats stats() const;
 
  private:
-  enum class State : uint8_t { kIdle, kFetching, kFetched, kCopying };
+  // kMoving: of move(), which works without the lock; the batch and the slots are its own.
+  enum class State : uint8_t { kIdle, kFetching, kFetched, kCopying, kMoving };
 
   void want(ExpertId id);
   void forget(ExpertId id);
@@ -86,6 +88,9 @@ class Mover {
   size_t fetch(std::exception_ptr& failure);
   void send(Stream compute);
   int32_t enter(Stream compute);
+  void begin_move(const Runtime& runtime);
+  void end_move();
+  void check_named(std::span<const ExpertId> up, std::span<const ExpertId> down) const;
 
   std::shared_ptr<Driver> driver_;
   std::weak_ptr<Engine> engine_;  // computes what is not on the device
@@ -112,6 +117,7 @@ class Mover {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kIdle;
+  std::thread::id moving_;  // the thread of the move under way
   bool ending_ = false;
   std::vector<ExpertId> up_, down_;  // of the batch under way
   std::vector<int32_t> into_;        // the slot of each of up_

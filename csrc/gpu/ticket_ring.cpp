@@ -35,17 +35,14 @@ TicketRing::~TicketRing() {
 
 Ticket TicketRing::take(const DeviceCall& call, Engine& engine) {
   const Ticket ticket = std::exchange(next_, after(next_));
-  HostCall& next = *calls_[ticket];
-  next.wait_until_idle(engine.runtime());
   if (buffers_ == nullptr || buffers_->tokens < call.tokens || buffers_->top_k < call.top_k) {
     work_->driver().synchronize(stream_);  // copies from and to the smaller ones
-    // Of a prompt's parts the first is the longest, so that this does not happen within it.
     const int32_t tokens = std::max(call.tokens, buffers_ ? buffers_->tokens : 0);
     const int32_t top_k = std::max(call.top_k, buffers_ ? buffers_->top_k : 0);
     buffers_.reset();  // first: there may not be room for both
     buffers_ = std::make_unique<CallBuffers>(work_->driver(), engine, tokens, top_k);
   }
-  next.buffers = buffers_.get();
+  calls_[ticket]->buffers = buffers_.get();
   return ticket;
 }
 

@@ -24,8 +24,10 @@ class TicketRing {
   static Ticket after(Ticket ticket) { return (ticket + 1) % kInFlight; }
   HostCall& operator[](Ticket ticket) { return *calls_[ticket]; }
 
-  // Whose turn it is, with buffers that `call` fits in. Waits for the call that had the ticket
-  // before, and for all of them where those were too small.
+  // The call whose turn it is, which may still be busy.
+  HostCall& next() { return *calls_[next_]; }
+  // Its ticket, with buffers that `call` fits in: next() has to be idle. Waits for all calls where
+  // the buffers were too small.
   Ticket take(const DeviceCall& call, Engine& engine);
 
   // Adds how long the device waited for those that are known to have ended.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
 #include "gpu/live_engine.h"
 
 namespace torch_mesh {
@@ -34,6 +35,7 @@ Uplift::Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
                std::array<DeviceAddress, 2> buffers, int32_t batch)
     : driver_(std::move(driver)),
       engine_(std::move(engine)),
+      runtime_(live_engine(engine_)->runtime()),
       batch_(batch),
       record_bytes_(live_engine(engine_)->layout().bytes),
       copy_(*driver_),
@@ -42,16 +44,53 @@ Uplift::Uplift(std::shared_ptr<Driver> driver, std::weak_ptr<Engine> engine,
 
 Uplift::~Uplift() { drain(*driver_, copy_); }  // staging goes
 
-Uplift::Turn::Turn(Uplift& uplift, Stream compute)
-    : uplift_(uplift), compute_(compute), lock_(uplift.turn_) {}
+void Uplift::begin_turn() {
+  const auto self = std::this_thread::get_id();
+  std::unique_lock lock(mutex_);
+  wait_interruptibly(lock, turn_ended_, runtime_, "waiting for another prompt's way to the device",
+                     [&] { return turns_ == 0 || owner_ == self; });
+  owner_ = self;
+  ++turns_;
+}
+
+void Uplift::end_turn() {
+  const std::lock_guard lock(mutex_);
+  --turns_;
+  turn_ended_.notify_all();
+}
+
+int32_t Uplift::take_side() {
+  const std::lock_guard lock(mutex_);
+  const int32_t side = sides_[next_].taken ? 1 - next_ : next_;
+  if (sides_[side].taken) {
+    throw Error(ErrorKind::kInvalid,
+                "both buffers of the way to the device are in use by prompts that signal handlers "
+                "have interrupted; run no prompt in a handler that interrupts another one");
+  }
+  sides_[side].taken = true;
+  next_ = 1 - side;
+  return side;
+}
+
+void Uplift::give_back(int32_t side) {
+  const std::lock_guard lock(mutex_);
+  sides_[side].taken = false;
+}
+
+Uplift::Turn::Turn(Uplift& uplift, Stream compute) : uplift_(uplift), compute_(compute) {
+  uplift.begin_turn();
+}
 
 Uplift::Turn::~Turn() {
-  if (last_ < 0) return;
-  try {  // whoever is next, on whatever stream, waits for these products
-    uplift_.driver_->record(uplift_.sides_[last_].used, compute_);
-  } catch (const Error&) {
-    drain(*uplift_.driver_, compute_);
+  if (last_ >= 0) {
+    try {  // the next turn, on whatever stream, waits for these products
+      uplift_.driver_->record(uplift_.sides_[last_].used, compute_);
+    } catch (const Error&) {
+      drain(*uplift_.driver_, compute_);
+    }
+    uplift_.give_back(last_);
   }
+  uplift_.end_turn();
 }
 
 int32_t Uplift::Turn::bring(int32_t layer, std::span<const int32_t> experts) {
@@ -63,13 +102,22 @@ int32_t Uplift::Turn::bring(int32_t layer, std::span<const int32_t> experts) {
                                          " experts are to come up; allowed: 1 to " +
                                          std::to_string(uplift_.batch_));
   }
-  if (last_ >= 0) driver.record(uplift_.sides_[last_].used, compute_);
-  last_ = -1;
-  const int32_t buffer = std::exchange(uplift_.next_, 1 - uplift_.next_);
-  Side& side = uplift_.sides_[buffer];
-  wait_for(driver, side.copied, engine->runtime(), "a copy to the device");
+  if (last_ >= 0) {
+    driver.record(uplift_.sides_[last_].used, compute_);
+    uplift_.give_back(std::exchange(last_, -1));
+  }
+  struct Taken {
+    Uplift& uplift;
+    const int32_t buffer = uplift.take_side();
+    bool filled = false;
+    ~Taken() {
+      if (!filled) uplift.give_back(buffer);
+    }
+  } taken{uplift_};
+  Side& side = uplift_.sides_[taken.buffer];
+  wait_for(driver, side.copied, uplift_.runtime_, "a copy to the device");
   driver.wait(uplift_.copy_, side.used);
-  std::byte* staging = uplift_.staging_.data() + buffer * uplift_.batch_ * bytes;
+  std::byte* staging = uplift_.staging_.data() + taken.buffer * uplift_.batch_ * bytes;
   try {
     engine->visit(layer, experts, [&](int32_t expert, const std::byte* record) {
       const int64_t at = (std::ranges::find(experts, expert) - experts.begin()) * bytes;
@@ -82,10 +130,11 @@ int32_t Uplift::Turn::bring(int32_t layer, std::span<const int32_t> experts) {
     throw;
   }
   driver.wait(compute_, side.copied);
-  last_ = buffer;
+  taken.filled = true;
+  last_ = taken.buffer;
   uplift_.bytes_up_.fetch_add(static_cast<int64_t>(experts.size()) * bytes,
                               std::memory_order_relaxed);
-  return buffer;
+  return last_;
 }
 
 }  // namespace torch_mesh

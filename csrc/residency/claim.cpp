@@ -148,7 +148,7 @@ void Claim::wait_for_slots(Pool::Impl& impl, Pool::Impl::Lock& lock) {
       continue;
     }
     if (state_.joined > 0) return;
-    if (!impl.wait(lock, impl.freed, patience)) {
+    if (!impl.wait(lock, impl.freed, patience, &state_)) {
       throw Error(
           ErrorKind::kTimeout,
           "no slot became free for layer " + std::to_string(state_.layer) + " in " +

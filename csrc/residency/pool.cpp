@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/interrupts.h"
 #include "residency/lending/loan.h"
 #include "residency/pool_impl.h"
 #include "store/record.h"
@@ -14,9 +15,6 @@ namespace torch_mesh {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// How long a waiting thread goes without asking the interrupt hook.
-constexpr std::chrono::milliseconds kWaitSlice{100};
 
 [[noreturn]] void throw_invalid(const std::string& message) {
   throw Error(ErrorKind::kInvalid, message);
@@ -309,21 +307,27 @@ void Pool::Impl::cool_dropped() {
 
 Pool::Impl::Patience Pool::Impl::patience() const {
   const auto now = Clock::now();
-  return {now + options.timeout, now + kWaitSlice};
+  return {now + options.timeout, now + kInterruptSlice};
 }
 
-bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& patience) const {
+bool Pool::Impl::wait(Lock& lock, std::condition_variable& condition, Patience& patience,
+                      ClaimState* queued) const {
   if (Clock::now() >= patience.deadline) return false;
   condition.wait_until(lock, std::min(patience.deadline, patience.ask));
   // Not only after a slice without news: those who wait on a busy pool are woken all the time.
   const auto now = Clock::now();
   if (now < patience.ask) return true;
-  patience.ask = now + kWaitSlice;
-  if (runtime.interrupted == nullptr) return true;
-  lock.unlock();  // the hook may take a lock of its own, such as Python's
-  const bool interrupted = runtime.interrupted();
-  lock.lock();
-  if (interrupted) throw Error(ErrorKind::kInterrupted, "interrupted while waiting for experts");
+  patience.ask = now + kInterruptSlice;
+  struct PassedOver {
+    ClaimState* claim;
+    explicit PassedOver(ClaimState* queued) : claim(queued) {
+      if (claim != nullptr) claim->passed_over = true;
+    }
+    ~PassedOver() {
+      if (claim != nullptr) claim->passed_over = false;
+    }
+  } const passed_over(queued);
+  check_interrupted(runtime, "waiting for experts", lock);
   return true;
 }
 

@@ -70,8 +70,9 @@ struct Pool::Impl {
   };
   Patience patience() const;
   // Waits on `condition` for 100 ms at most, asking the interrupt hook as often. False once the
-  // deadline has passed.
-  bool wait(Lock& lock, std::condition_variable& condition, Patience& patience) const;
+  // deadline has passed. `queued`: the claim that waits for slots, if one does.
+  bool wait(Lock& lock, std::condition_variable& condition, Patience& patience,
+            ClaimState* queued = nullptr) const;
 
   // Of a mapped store, whose records the kernel may take back. With the lock: what it took of these
   // experts counts as given up, so that the reader brings it back, ahead of those who compute and

@@ -12,10 +12,12 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "gpu_fixture.h"
+#include "interrupts_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -209,6 +211,97 @@ TEST_F(HostShareTest, WhoWaitsForACallGetsItsOwnError) {
   share.join(third, {});
   EXPECT_EQ(error_of([&] { share.synchronize(); }).kind(), ErrorKind::kInvalid);
   EXPECT_EQ(error_of([&] { share.wait(third); }).kind(), ErrorKind::kInvalid) << "all the same";
+}
+
+// As a copy into it would have been: for calls behind a stream that stands still.
+void write_inputs(DeviceBatch& on_device) {
+  on_device.x = on_device.source_x;
+  on_device.ids = on_device.source_ids;
+  on_device.weights = on_device.source_weights;
+}
+
+// Python's signal handlers, and its garbage collector, which joins calls that were dropped.
+TEST_F(HostShareTest, WhatTheInterruptHookRunsMayUseTheShare) {
+  const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
+  const auto device = make_stand_in();
+  HostShare share(device, asking);
+  const OwnedStream compute(*device);
+  Gate gate(*device, compute);
+  const Batch batch = batch_of(2, random());
+  std::vector<std::unique_ptr<DeviceBatch>> batches;
+  std::vector<Ticket> tickets;
+  const auto submit = [&] {
+    batches.push_back(std::make_unique<DeviceBatch>(batch));
+    write_inputs(*batches.back());
+    tickets.push_back(share.submit(batches.back()->call(0), compute));
+  };
+  for (Ticket i = 0; i < HostShare::kInFlight; ++i) submit();
+  {
+    Beside beside;
+    int32_t asked = 0;
+    const Hook hook([&] {
+      if (asked++ > 0) return false;
+      const bool free = beside.ends([&] {
+        share.join(tickets[0], compute);
+        static_cast<void>(share.stats());
+      });
+      EXPECT_TRUE(free) << "the share's lock is held while the hook runs";
+      if (free) share.join(tickets[1], compute);
+      gate.open();
+      return false;
+    });
+    submit();  // when the first has ended
+    EXPECT_GT(asked, 0);
+  }
+  for (size_t i = 2; i < tickets.size(); ++i) share.join(tickets[i], compute);
+  device->synchronize(compute);
+  for (const auto& each : batches) EXPECT_EQ(each->out, batch.run(*engine, 0));
+}
+
+TEST_F(HostShareTest, AnInterruptedSubmitWaitsForNothingElse) {
+  const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
+  const auto device = make_stand_in();
+  HostShare share(device, asking);
+  const OwnedStream compute(*device);
+  DeviceBatch on_device(batch_of(1, random()));
+  write_inputs(on_device);
+  Gate gate(*device, compute);
+  for (Ticket i = 0; i < HostShare::kInFlight; ++i) share.submit(on_device.call(0), compute);
+  const Hook hook([] { return true; });
+  const Error error = error_of([&] { share.submit(on_device.call(0), compute); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInterrupted);
+  gate.open();
+  share.synchronize();  // who reads and writes `on_device`
+}
+
+TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
+  const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
+  const auto device = make_stand_in();
+  HostShare share(device, asking, nullptr, /*block_bytes=*/20'000);
+  const OwnedStream compute(*device);
+  const Batch batch = batch_of(70, random());  // three parts of 804 bytes a token
+  DeviceBatch prompt(batch), wrong(batch_of(1, random())), before(batch_of(1, random()));
+  for (DeviceBatch* each : {&prompt, &wrong, &before}) write_inputs(*each);
+  wrong.ids[0] = kExperts;
+  share.join(share.submit(prompt.call(1), compute), compute);  // buffers for the longest part
+  device->synchronize(compute);
+  Gate gate(*device, compute);
+  for (Ticket i = 0; i + 1 < HostShare::kInFlight; ++i) share.submit(before.call(0), compute);
+  Ticket between = -1;
+  bool asked = false;
+  const Hook hook([&] {  // while the second part waits for a ticket
+    if (std::exchange(asked, true)) return false;
+    gate.open();
+    between = share.submit(wrong.call(0), compute);
+    return false;
+  });
+  const Ticket last = share.submit(prompt.call(1), compute);
+  share.join(last, compute);
+  ASSERT_TRUE(asked);
+  share.wait(last);
+  EXPECT_EQ(error_of([&] { share.wait(between); }).kind(), ErrorKind::kInvalid);
+  device->synchronize(compute);
+  EXPECT_EQ(prompt.out, batch.run(*engine, 1));
 }
 
 TEST_F(HostShareTest, WhoWaitsForACapturedCallFindsItWhateverSizesAreSet) {

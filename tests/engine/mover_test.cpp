@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "gpu/host_share.h"
 #include "gpu_fixture.h"
+#include "interrupts_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -313,6 +314,71 @@ TEST_F(MoverTest, AFailedReadGivesUpTheBatchAndNothingElse) {
   EXPECT_EQ(error_of([&] { on.mover->move(up, {}, *on.compute); }).kind(), ErrorKind::kRead);
   on.look();
   EXPECT_EQ(on.there(), kSlots - kBatch);
+}
+
+// Python's signal handlers may ask for statistics, or run the model.
+TEST_F(MoverTest, WhatTheInterruptHookRunsMayAskTheMover) {
+  const std::shared_ptr<Engine> cold = model.open({.slots = 5}, hooked_runtime());
+  MovingDevice on(model, cold);
+  HeldSlots held(cold->pool(), 5);
+  Gate gate(*on.device, *on.compute);
+  Beside beside;
+  int32_t asked = 0;
+  const Hook hook([&] {
+    if (++asked == 1) held.release();  // what the read waits for
+    if (asked == 2) gate.open();       // and what the copies do
+    const bool free = beside.ends([&] {
+      static_cast<void>(on.mover->slots_of());
+      static_cast<void>(on.mover->stats());
+      EXPECT_EQ(on.mover->step(*on.compute), 0);
+    });
+    EXPECT_TRUE(free) << "the mover's lock is held while the hook runs";
+    if (free) {
+      const Error error = error_of([&] { on.mover->move({}, {}, *on.compute); });
+      EXPECT_EQ(error.kind(), ErrorKind::kInvalid) << "it would wait for itself";
+    }
+    return false;
+  });
+  on.mover->move(std::array<ExpertId, 2>{14, 15}, std::array<ExpertId, 1>{0}, *on.compute);
+  EXPECT_GE(asked, 2);
+  on.look();
+  EXPECT_GE(on.seen_table[14], 0);
+  EXPECT_EQ(on.seen_table[0], -1);
+}
+
+TEST_F(MoverTest, AnInterruptedMoveCanBeRepeated) {
+  const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
+  MovingDevice on(model, asking);
+  const std::array<ExpertId, 1> up{14}, down{0};
+  {
+    Gate gate(*on.device, *on.compute);
+    const Hook hook([] { return true; });
+    EXPECT_EQ(error_of([&] { on.mover->move(up, down, *on.compute); }).kind(),
+              ErrorKind::kInterrupted);
+  }
+  on.look();
+  EXPECT_GE(on.seen_table[0], 0);
+  on.mover->move(up, down, *on.compute);
+  on.look();
+  EXPECT_GE(on.seen_table[14], 0);
+}
+
+TEST_F(MoverTest, MovesOfTwoThreadsFollowEachOther) {
+  MovingDevice on(model, engine, {.seed = seed(), .most_delay_us = kDelay});
+  std::vector<std::thread> threads;
+  for (ExpertId thread = 0; thread < 2; ++thread) {
+    threads.emplace_back([&on, thread] {
+      const std::array<ExpertId, 1> one{thread}, other{14 + thread};
+      for (int32_t round = 0; round < 10; ++round) {
+        on.mover->move(other, one, *on.compute);
+        on.mover->move(one, other, *on.compute);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  on.look();
+  EXPECT_EQ(on.there(), kSlots - kBatch);
+  for (int32_t slot = 0; slot < kSlots - kBatch; ++slot) EXPECT_GE(on.seen_table[slot], 0);
 }
 
 // Placement changes while forwards are under way on the host and on the device: every output is

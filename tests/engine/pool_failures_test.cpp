@@ -7,11 +7,14 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "allocations.h"
@@ -153,6 +156,32 @@ TEST(Pool, TheInterruptHookEndsAWait) {
             ErrorKind::kInterrupted);
   EXPECT_EQ(pool.pinned(), 0);
   pool.validate();
+}
+
+// As a signal handler does: the forward that it interrupts waits for slots, and for the handler.
+TEST(Pool, TheInterruptHookMayRunAForward) {
+  const TestStore store(2, 4);
+  PoolOptions options = options_of(2);
+  options.timeout = 5s;
+  static std::function<void()> once;
+  Runtime runtime;
+  runtime.interrupted = [] {
+    if (const auto call = std::exchange(once, nullptr)) call();
+    return false;
+  };
+  Pool pool(options, runtime, store.source(), nullptr);
+  const std::vector<int32_t> experts{0, 1};
+  std::array<Claim::Entry, 2> entries;
+  std::array<ReadyExpert, 2> ready;
+  std::optional<Claim> held(std::in_place, pool, 0, experts, entries);
+  for (int32_t count = 0; count < 2;) count += held->next(ready);
+  once = [&] {
+    held.reset();
+    forward(pool, 1, std::vector<int32_t>{2, 3});
+  };
+  forward(pool, 0, std::vector<int32_t>{2, 3});
+  EXPECT_EQ(once, nullptr);
+  expect_at_rest(pool);
 }
 
 TEST(Pool, EveryAllocationMayFail) {

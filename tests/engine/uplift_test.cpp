@@ -8,10 +8,13 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "gpu_fixture.h"
+#include "interrupts_fixture.h"
 
 namespace torch_mesh {
 namespace {
@@ -65,6 +68,90 @@ TEST_F(UpliftTest, BuffersTakeTurnsAndNobodyReadsAHalfWrittenOne) {
   EXPECT_EQ(uplift.bytes_up(), brought * bytes);
   cold->pool().drain();
   EXPECT_EQ(cold->pool().pinned(), 0);
+}
+
+struct UpliftBuffers {
+  explicit UpliftBuffers(int64_t bytes)
+      : bytes(bytes), first(static_cast<size_t>(bytes)), second(static_cast<size_t>(bytes)) {}
+  std::array<DeviceAddress, 2> addresses() const {
+    return {address(first.data()), address(second.data())};
+  }
+  std::vector<std::byte>& operator[](int32_t buffer) { return buffer == 0 ? first : second; }
+
+  int64_t bytes;
+  std::vector<std::byte> first, second;
+};
+
+// A signal handler that runs the model, within a wait and between two.
+TEST_F(UpliftTest, APromptWithinAnotherOfTheSameThreadHasTheOtherBuffer) {
+  const std::shared_ptr<Engine> cold = model.open({.slots = 5}, hooked_runtime());
+  const auto& expected = [&](int32_t expert) { return model.record(0, expert).data(); };
+  const int64_t bytes = model.record(0, 0).size();
+  UpliftBuffers buffers(bytes);
+  const auto device = make_stand_in({.seed = seed(), .most_delay_us = kDelay});
+  const OwnedStream compute(*device);
+  Uplift uplift(device, cold, buffers.addresses(), 1);
+  std::array<std::vector<std::byte>, 4> seen;
+  seen.fill(std::vector<std::byte>(static_cast<size_t>(bytes)));
+  const auto use = [&](int32_t buffer, int32_t place) {
+    copy(*device, seen[place].data(), buffers[buffer].data(), static_cast<size_t>(bytes), compute);
+  };
+
+  HeldSlots held(cold->pool(), 5);
+  Uplift::Turn outer(uplift, compute);
+  int32_t inner_buffer = -1;
+  const auto inner = [&](int32_t expert, int32_t place) {
+    Uplift::Turn turn(uplift, compute);
+    inner_buffer = turn.bring(0, std::array{expert});
+    use(inner_buffer, place);
+    Uplift::Turn third(uplift, compute);
+    const Error error = error_of([&] { third.bring(0, std::array{expert}); });
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalid);
+  };
+  bool asked = false;
+  const Hook hook([&] {
+    if (std::exchange(asked, true)) return false;
+    held.release();
+    inner(7, 0);
+    return false;
+  });
+  int32_t buffer = outer.bring(0, std::array{8});
+  EXPECT_TRUE(asked);
+  EXPECT_NE(buffer, inner_buffer);
+  inner(9, 1);
+  EXPECT_NE(buffer, inner_buffer);
+  use(buffer, 2);
+  buffer = outer.bring(0, std::array{10});
+  use(buffer, 3);
+  device->synchronize(compute);
+  const std::array<int32_t, 4> experts{7, 9, 8, 10};
+  for (size_t place = 0; place < experts.size(); ++place) {
+    EXPECT_EQ(std::memcmp(seen[place].data(), expected(experts[place]), bytes), 0) << place;
+  }
+}
+
+TEST_F(UpliftTest, AThreadWaitsForAnothersTurnWhichMayEndAnywhere) {
+  const std::shared_ptr<Engine> asking = model.open_resident({}, hooked_runtime());
+  UpliftBuffers buffers(model.record(0, 0).size());
+  const auto device = make_stand_in();
+  Uplift uplift(device, asking, buffers.addresses(), 1);
+  auto turn = std::make_unique<Uplift::Turn>(uplift, Stream{});
+  turn->bring(0, std::array{1});
+  {
+    const Hook hook([] { return true; });
+    std::thread([&] {
+      EXPECT_EQ(error_of([&] { Uplift::Turn(uplift, {}); }).kind(), ErrorKind::kInterrupted);
+    }).join();
+  }
+  // As the garbage collector may end it.
+  std::thread([ended = std::move(turn)]() mutable { ended.reset(); }).join();
+  for (int32_t expert = 2; expert < 6; ++expert) {
+    std::thread([&] {
+      Uplift::Turn next(uplift, {});
+      next.bring(0, std::array{expert});
+    }).join();
+  }
+  EXPECT_EQ(uplift.bytes_up(), 5 * buffers.bytes);
 }
 
 TEST_F(UpliftTest, RefusesWhatDoesNotFitAndOutlivesAFailedRead) {

@@ -28,7 +28,7 @@ void Claims::remove(ClaimState& claim) {
 }
 
 void Claims::reserve(ClaimState& claim, const Window& window) {
-  if (claim.waiting == 0 || (queued() && first_waiting_ != &claim)) return;
+  if (claim.waiting == 0 || is_behind_others(claim)) return;
   join_present(claim);
   const size_t count = claim.entries.size();
   for (size_t i = 0; i < count && claim.waiting > 0; ++i) {
@@ -153,6 +153,12 @@ void Claims::leave_queue(ClaimState& claim) {
   (previous != nullptr ? previous->queue.next : first_waiting_) = next;
   (next != nullptr ? next->queue.previous : last_waiting_) = previous;
   effects_.freed = true;  // the next in line must look
+}
+
+bool Claims::is_behind_others(const ClaimState& claim) const {
+  const ClaimState* first = first_waiting_;
+  while (first != nullptr && first->passed_over) first = first->queue.next;
+  return first != nullptr && first != &claim;
 }
 
 void Claims::validate() const {

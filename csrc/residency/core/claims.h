@@ -36,6 +36,9 @@ struct ClaimState {
   int32_t held = 0;                       // handed out, not released
   int32_t reading = 0;                    // read for this claim or ahead of it, not released
   bool step = false;  // of many sequences: the layer's last forward had as many rows
+  // Its thread runs the interrupt hook: others take slots before it. It would keep a forward of a
+  // signal handler waiting for as long as it waits for the handler.
+  bool passed_over = false;
 
   struct Links {
     ClaimState* next = nullptr;
@@ -77,7 +80,8 @@ class Claims {
   // The first slot that it waits for; -1: none.
   int32_t late_slot(const ClaimState& claim) const;
 
-  // A claim that finds no slot waits in the queue, and leaves it whatever comes of that.
+  // A claim that finds no slot waits in the queue, and leaves it whatever comes of that. It may be
+  // passed over meanwhile.
   void enter_queue(ClaimState& claim);
   void leave_queue(ClaimState& claim);
   bool queued() const { return first_waiting_ != nullptr; }
@@ -89,6 +93,8 @@ class Claims {
   bool reserve_one(ClaimState& claim, size_t index, const Window& window);
   void join(ClaimState& claim, size_t index, int32_t slot, bool read);
   void count(const ClaimState& claim, size_t index, AccessCount how);
+  // Whether others of the queue take slots before it.
+  bool is_behind_others(const ClaimState& claim) const;
   ExpertId id_of(const ClaimState& claim, size_t index) const {
     return claim.layer * experts_ + claim.experts[index];
   }
