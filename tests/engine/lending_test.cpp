@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "error_of.h"
 #include "residency/lending/lender.h"
 #include "residency/lending/loan.h"
@@ -62,6 +63,12 @@ bool eventually(const std::function<bool()>& holds) {
     std::this_thread::sleep_for(1ms);
   }
   return true;
+}
+
+// Descriptors that this process has open.
+ptrdiff_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all));
 }
 
 PoolOptions options_of(int32_t slots) {
@@ -344,6 +351,87 @@ TEST_F(LendingTest, WhoSendsNonsenseIsHeardNoMore) {
   EXPECT_TRUE(forwards(*other, 20, 3));
 }
 
+// Whatever it does but close its connection: it may still look at what it was lent.
+TEST_F(LendingTest, WhatAWorkerWasLentStaysUntilItsConnectionIsClosed) {
+  lend(6, 3);
+  const auto other = borrow();
+  const std::byte* shared = static_cast<const std::byte*>(
+      mmap(nullptr, 6 * kRecord, PROT_READ, MAP_SHARED, owner_->shared_descriptor(), 0));
+  ASSERT_NE(shared, MAP_FAILED);
+  const auto nothing = [](int socket) { EXPECT_EQ(send(socket, nullptr, 0, MSG_NOSIGNAL), 0); };
+  const auto nonsense = [](int socket) { EXPECT_EQ(send(socket, "?", 1, MSG_NOSIGNAL), 1); };
+  const auto end = [](int socket) { EXPECT_EQ(shutdown(socket, SHUT_WR), 0); };
+  const std::vector<std::vector<std::function<void(int)>>> ways{
+      {nothing}, {end}, {nothing, end}, {nonsense, end}, {nothing, nothing, nonsense}};
+  for (size_t way = 0; way < ways.size(); ++way) {
+    SCOPED_TRACE(way);
+    {
+      const Descriptor socket = stranger();
+      const Request good{0, 1, 2};
+      Answer answer;
+      ASSERT_EQ(send(socket.get(), &good, sizeof(good), 0), static_cast<ssize_t>(sizeof(good)));
+      ASSERT_EQ(recv(socket.get(), &answer, sizeof(answer), 0),
+                static_cast<ssize_t>(sizeof(answer)));
+      for (const auto& misbehave : ways[way]) {
+        misbehave(socket.get());
+        EXPECT_TRUE(
+            eventually([&] { return lender_->refused() == static_cast<int64_t>(way) + 1; }));
+      }
+      EXPECT_EQ(recv(socket.get(), &answer, sizeof(answer), MSG_PEEK), 0) << "it is told";
+      EXPECT_TRUE(forwards(*other, 100, static_cast<uint32_t>(way)));
+      EXPECT_EQ(lender_->borrowers(), 2);
+      const auto record = record_of(1, 2);
+      EXPECT_EQ(std::memcmp(shared + answer.offset, record.data(), record.size()), 0);
+    }
+    EXPECT_TRUE(eventually([&] { return lender_->borrowers() == 1; }));
+  }
+  munmap(const_cast<std::byte*>(shared), 6 * kRecord);
+}
+
+TEST_F(LendingTest, GoesOnWithMoreDescriptorsThanMayBeOpenedNow) {
+  lend(8, 4);
+  const auto pool = borrow(), other = borrow();
+  rlimit limits{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limits), 0);
+  rlimit none = limits;
+  none.rlim_cur = 0;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const bool right = forwards(*pool, 20, 1) && forwards(*other, 20, 2);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limits), 0);
+  EXPECT_TRUE(right);
+  EXPECT_TRUE(forwards(*borrow(), 5, 3));
+}
+
+TEST_F(LendingTest, EveryAllocationMayFail) {
+  PoolOptions options = options_of(4);
+  options.sharing = Sharing::kShared;
+  owner_ = std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
+  const std::string at = path();
+  const ptrdiff_t before = open_descriptors();
+  const auto attempt = [](const std::function<void()>& call) {
+    return [&] {
+      try {
+        call();
+      } catch (const std::bad_alloc&) {
+      } catch (const Error&) {
+      }
+    };
+  };
+  const std::function<void()> lend_once = [&] { Lender(*owner_, at, 2); };
+  testing::with_each_allocation_failing([&] {
+    attempt(lend_once)();
+    EXPECT_NE(::access(at.c_str(), F_OK), 0);
+  });
+  EXPECT_EQ(open_descriptors(), before);
+
+  owner_ = std::make_unique<Pool>(options, Runtime{}, store_.source(), nullptr);
+  lender_ = std::make_unique<Lender>(*owner_, at, 2);
+  const std::function<void()> borrow_once = [&] { forwards(*borrow(2s), 1, 1); };
+  testing::with_each_allocation_failing(attempt(borrow_once));
+  expect_no_pins();
+  EXPECT_TRUE(forwards(*borrow(), 20, 2));
+}
+
 TEST_F(LendingTest, WhoAsksTwiceForAPlaceAtOnceIsHeardNoMore) {
   lend(4, 2, 20ms);
   const Descriptor socket = stranger();
@@ -530,12 +618,6 @@ class SilentOwner {
   Descriptor peer_;
   std::thread thread_;
 };
-
-// Descriptors that this process has open.
-ptrdiff_t open_descriptors() {
-  const std::filesystem::directory_iterator all("/proc/self/fd");
-  return std::distance(begin(all), end(all));
-}
 
 TEST_F(LendingTest, AnOwnerThatStandsStillHoldsNoCloseUp) {
   const Descriptor memory = shared_memory(4 * kRecord, true);

@@ -16,13 +16,12 @@
 #include <chrono>
 #include <cstring>
 #include <new>
-#include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
+#include "residency/lending/poller.h"
 #include "residency/lending/protocol.h"
 
 namespace torch_mesh {
@@ -31,12 +30,13 @@ namespace {
 using lending::Address;
 using lending::Answer;
 using lending::Descriptor;
+using lending::Poller;
 using lending::Request;
 using lending::Welcome;
 
 // So that one borrower cannot keep the thread from the others.
 constexpr int kRequestsAtOnce = 64;
-// After the system had no descriptor for a connection: it stays in the queue until then.
+// After the system had no descriptor or memory for a connection: it stays in the queue until then.
 constexpr int kRetryMilliseconds = 100;
 constexpr std::chrono::seconds kLockPatience{10};
 
@@ -61,13 +61,28 @@ struct Lent {
 };
 
 struct Borrower {
+  // What the poller's events are of: one of the two descriptors.
+  struct Watch {
+    Borrower* borrower;
+    bool of_process;
+  };
+
   Descriptor socket;
   Descriptor process;                       // readable when it has ended; none: unknown
   std::vector<std::unique_ptr<Lent>> lent;  // by place
   std::vector<int32_t> pending = {};        // places whose record is not there yet
   bool refused = false;                     // nothing that it sends is heard any more
   bool gone = false;
+  Watch socket_watch{this, false};
+  Watch process_watch{this, true};
 };
+
+// A packet without bytes looks to recv() as the end of a connection does. A worker that only sends
+// no more has not closed its either.
+bool is_closed(const Descriptor& socket) {
+  pollfd polled{socket.get(), 0, 0};
+  return poll(&polled, 1, 0) > 0 && (polled.revents & POLLHUP) != 0;
+}
 
 // What an Answer says of an error.
 int errno_of(const Error& error) {
@@ -140,22 +155,24 @@ struct Lender::Impl {
                .record_bytes = pool.shared_bytes() / pool.most_slots(),
                .pool_bytes = pool.shared_bytes(),
                .fingerprint = lending::fingerprint(pool.source())};
-    // The thread has nobody to throw to.
+    // What the thread throws ends the process.
     all.reserve(static_cast<size_t>(most));
-    polled.reserve(2 + 2 * static_cast<size_t>(most));
+    events.resize(2 + 2 * static_cast<size_t>(most));
     wake_up.reset(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (wake_up.get() < 0) throw_system(path, "make an event for");
     listen_at(Address(path));
-    const SignalsBlocked guard;
     try {
-      thread = std::thread([this] { run(); });
-    } catch (const std::system_error& error) {
+      if (!poller.add(wake_up.get(), EPOLLIN, &wake_up) ||
+          !poller.add(listening.get(), EPOLLIN, &listening)) {
+        throw_system(path, "wait at");
+      }
+      pool.on_progress([this] { wake(); });
+      thread = start_thread("the thread that lends", [this] { run(); });
+    } catch (...) {
+      pool.on_progress({});
       unlink(path.c_str());
-      throw Error(ErrorKind::kMemory, std::string("cannot start the thread that lends: ") +
-                                          error.what() + "; raise the limit of processes");
+      throw;
     }
-    pool.on_progress([this] { wake(); });
-    wake();  // a record may have landed before that, for a worker that was quick
   }
 
   void listen_at(const Address& address) {
@@ -184,37 +201,44 @@ struct Lender::Impl {
   void run() {
     pthread_setname_np(pthread_self(), "mesh-lend");
     while (!closing) {
-      polled.clear();
-      polled.push_back({wake_up.get(), POLLIN, 0});
-      polled.push_back({no_descriptors ? -1 : listening.get(), POLLIN, 0});
-      for (const auto& each : all) {
-        polled.push_back({each->socket.get(), POLLIN, 0});
-        polled.push_back({each->process.get(), POLLIN, 0});
+      const auto ready = poller.wait(events, no_descriptors ? kRetryMilliseconds : -1);
+      if (no_descriptors) poller.change(listening.get(), EPOLLIN, &listening);
+      no_descriptors = false;
+      bool connecting = false;
+      for (const epoll_event& event : ready) {
+        if (event.data.ptr == &wake_up) {
+          uint64_t count;
+          static_cast<void>(!read(wake_up.get(), &count, sizeof(count)));
+        } else if (event.data.ptr == &listening) {
+          connecting = true;
+        } else {
+          hear(*static_cast<const Borrower::Watch*>(event.data.ptr), event.events);
+        }
       }
-      const int timeout = std::exchange(no_descriptors, false) ? kRetryMilliseconds : -1;
-      if (poll(polled.data(), polled.size(), timeout) < 0) continue;  // EINTR, ENOMEM
-      uint64_t count;
-      if (polled[0].revents != 0) {
-        static_cast<void>(!read(wake_up.get(), &count, sizeof(count)));
-      }
-      for (size_t i = 0; i < all.size(); ++i) {
-        if (polled[2 + 2 * i].revents != 0) listen_to(*all[i]);
-        if (polled[3 + 2 * i].revents != 0) all[i]->gone = true;
-      }
-      std::erase_if(all, [](const auto& each) { return each->gone; });
+      std::erase_if(all, [this](const auto& each) {
+        if (each->gone) forget(*each);
+        return each->gone;
+      });
       connected = static_cast<int32_t>(all.size());
       for (const auto& each : all) answer(*each);
-      if (polled[1].revents != 0) welcome_one();
+      if (connecting) welcome_one();
     }
     all.clear();
     connected = 0;
+  }
+
+  void forget(const Borrower& borrower) const {
+    poller.remove(borrower.socket.get());
+    if (borrower.process.get() >= 0) poller.remove(borrower.process.get());
   }
 
   // After those that have gone have left their places.
   void welcome_one() {
     Descriptor socket(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (socket.get() < 0) {
-      no_descriptors = errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS;
+      if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
+      no_descriptors = true;
+      poller.change(listening.get(), 0, &listening);
       return;
     }
     ucred peer{};
@@ -236,32 +260,45 @@ struct Lender::Impl {
       if (peer.pid > 0) {
         borrower->process.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
       }
-      if (!lending::send_with(socket.get(), welcome, shared)) return;
       borrower->socket = std::move(socket);
+      const bool watched = poller.add(borrower->socket.get(), EPOLLIN, &borrower->socket_watch) &&
+                           (borrower->process.get() < 0 ||
+                            poller.add(borrower->process.get(), EPOLLIN, &borrower->process_watch));
+      if (!watched || !lending::send_with(borrower->socket.get(), welcome, shared)) {
+        forget(*borrower);
+        return;
+      }
       all.push_back(std::move(borrower));
       connected = static_cast<int32_t>(all.size());
     } catch (const std::bad_alloc&) {  // it finds the connection closed
     }
   }
 
+  void hear(const Borrower::Watch& watch, uint32_t what) {
+    Borrower& borrower = *watch.borrower;
+    if (watch.of_process || (what & EPOLLHUP) != 0) {
+      borrower.gone = true;
+    } else if (!borrower.refused) {
+      listen_to(borrower);
+    }
+  }
+
   void listen_to(Borrower& borrower) {
-    for (int i = 0; i < kRequestsAtOnce; ++i) {
+    for (int i = 0; i < kRequestsAtOnce && !borrower.refused; ++i) {
       std::array<std::byte, sizeof(Request) + 1> message{};
       const ssize_t count =
           recv(borrower.socket.get(), message.data(), message.size(), MSG_DONTWAIT);
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0 && errno == EAGAIN) return;
-      if (count <= 0) {
-        borrower.gone = true;
-        return;
-      }
-      if (borrower.refused) continue;
+      if (count < 0) return;  // nothing is left, or it is closed, which is an event of its own
       Request request;
       std::memcpy(&request, message.data(), sizeof(request));
-      if (count != sizeof(request) || !makes_sense(borrower, request)) {
-        refuse(borrower);
-      } else {
+      if (count == sizeof(request) && makes_sense(borrower, request)) {
         lend(borrower, request);
+      } else if (count == 0 && is_closed(borrower.socket)) {
+        borrower.gone = true;
+        return;
+      } else {
+        refuse(borrower);
       }
     }
   }
@@ -273,11 +310,13 @@ struct Lender::Impl {
            std::ranges::find(borrower.pending, request.place) == borrower.pending.end();
   }
 
-  // It may be reading what it was lent, which stays until it is gone.
+  // It may be reading what it was lent, which stays until it is gone. A packet without bytes tells
+  // it; shutdown() would hide from is_closed() whether it has closed its own end.
   void refuse(Borrower& borrower) {
     borrower.refused = true;
     ++refusals;
-    shutdown(borrower.socket.get(), SHUT_WR);
+    static_cast<void>(::send(borrower.socket.get(), nullptr, 0, MSG_DONTWAIT | MSG_NOSIGNAL));
+    poller.change(borrower.socket.get(), 0, &borrower.socket_watch);
   }
 
   void lend(Borrower& borrower, const Request& request) {
@@ -317,7 +356,7 @@ struct Lender::Impl {
     const ssize_t sent =
         ::send(borrower.socket.get(), &message, sizeof(message), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent == sizeof(message)) return;
-    if (errno == EPIPE || errno == ECONNRESET) return;  // it has gone, which listen_to() will hear
+    if (errno == EPIPE || errno == ECONNRESET) return;  // it has gone, which is an event of its own
     refuse(borrower);
   }
 
@@ -338,6 +377,7 @@ struct Lender::Impl {
   const int shared;
   int32_t places = 0;
   Welcome welcome;
+  const Poller poller;
   Descriptor wake_up;
   Descriptor listening;
   ino_t inode = 0;
@@ -347,8 +387,8 @@ struct Lender::Impl {
 
   // Of the thread.
   std::vector<std::unique_ptr<Borrower>> all;
-  std::vector<pollfd> polled;
-  bool no_descriptors = false;
+  std::vector<epoll_event> events;
+  bool no_descriptors = false;  // for the next connection
 
   std::thread thread;
 };

@@ -19,6 +19,8 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interrupts.h"
+#include "residency/lending/poller.h"
 #include "store/record.h"
 
 namespace torch_mesh {
@@ -42,9 +44,7 @@ class Patience {
 
   // To be called after each wait of kAskMilliseconds at most.
   void check() const {
-    if (runtime_.interrupted != nullptr && runtime_.interrupted()) {
-      throw Error(ErrorKind::kInterrupted, "interrupted while connecting to " + path_);
-    }
+    check_interrupted(runtime_, "connecting to " + path_);
     if (std::chrono::steady_clock::now() < deadline_) return;
     throw Error(ErrorKind::kTimeout, "the owner of the pool at " + path_ + " did not answer in " +
                                          std::to_string(timeout_.count()) + " ms; is it stopped?");
@@ -212,6 +212,11 @@ class LentBackend final : public Backend {
       throw Error(ErrorKind::kMemory, std::string("cannot make an event: ") + strerror(errno), {},
                   errno);
     }
+    if (!poller_.add(wake_up_.get(), EPOLLIN, nullptr) ||
+        !poller_.add(loan_->socket_.get(), EPOLLIN, loan_.get())) {
+      throw Error(ErrorKind::kMemory, std::string("cannot wait for an owner: ") + strerror(errno),
+                  {}, errno);
+    }
     reads_.resize(static_cast<size_t>(loan_->places()));
     ended_.reserve(kUnderWay);
     for (int32_t id = 0; id < source.layers * source.experts; ++id) {
@@ -238,15 +243,15 @@ class LentBackend final : public Backend {
 
   int32_t wait(std::chrono::microseconds timeout, std::span<ChunkResult> results) override {
     if (ended_.empty()) {
-      std::array<pollfd, 2> polled{
-          {{wake_up_.get(), POLLIN, 0}, {lost_ != 0 ? -1 : loan_->socket_.get(), POLLIN, 0}}};
+      std::array<epoll_event, 2> events;
       const auto milliseconds = static_cast<int>((timeout.count() + 999) / 1000);
-      if (poll(polled.data(), polled.size(), milliseconds) > 0) {
-        uint64_t count;
-        if (polled[0].revents != 0) {
-          static_cast<void>(!::read(wake_up_.get(), &count, sizeof(count)));
+      for (const epoll_event& event : poller_.wait(events, milliseconds)) {
+        if (event.data.ptr != nullptr) {
+          receive();
+          continue;
         }
-        if (polled[1].revents != 0) receive();
+        uint64_t count;
+        static_cast<void>(!::read(wake_up_.get(), &count, sizeof(count)));
       }
     }
     const size_t count = std::min(ended_.size(), results.size());
@@ -322,13 +327,14 @@ class LentBackend final : public Backend {
 
   // What was lent stays: the owner has gone, or ends loans with the connection only.
   void lose(int error) {
-    lost_ = error;
+    if (std::exchange(lost_, error) == 0) poller_.remove(loan_->socket_.get());
     for (int32_t place = 0; place < loan_->places(); ++place) {
       if (reads_[place].chunk >= 0) end(place, -error);
     }
   }
 
   const std::shared_ptr<Loan> loan_;
+  const lending::Poller poller_;
   const Descriptor wake_up_;
   std::unordered_map<Where, Request, Hash> experts_;
   std::vector<UnderWay> reads_;     // by place
