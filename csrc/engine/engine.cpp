@@ -171,11 +171,18 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
   const std::span<const int32_t> left_out = call.deferral.experts;
   grouping.experts.insert(grouping.experts.end(), left_out.begin(), left_out.end());
   Claim claim(*pool_, call.layer, grouping.experts, workspace.entries, forward);
-  if (call.reads_queued != nullptr && claim.placed()) call.reads_queued(call.context);
+  // At once, or when what is computed has made room for the last of its reads.
+  auto reads_queued = call.reads_queued;
+  const auto tell = [&] {
+    if (reads_queued == nullptr || !claim.placed()) return;
+    std::exchange(reads_queued, nullptr)(call.context);
+  };
+  tell();
   std::array<ReadyExpert, kReadyBatch> batch;
   int32_t computed = 0;
   do {
     const std::span<const ReadyExpert> ready(batch.data(), claim.next(batch, options_.threads));
+    tell();
     const Part part{.first = computed == 0,
                     .last = computed + static_cast<int32_t>(ready.size()) == count};
     compute(call, forward.phase, ready, part, workspace);
@@ -188,6 +195,7 @@ void Engine::experts_chunk(const ExpertsCall& call, ForwardPart forward, Workspa
     } else {
       claim.release(ready);
     }
+    tell();
     computed += static_cast<int32_t>(ready.size());
   } while (computed < count);
 }

@@ -70,8 +70,9 @@ struct ExpertsCall {
   bool backwards = false;
   // Of a decode step: distinct experts that are not among `ids`, or that the call is late for.
   Deferral deferral = {};
-  // Called when all of the call's own reads are queued and before it computes: the time for reads
-  // that nobody waits for yet. Not called where reads still wait for slots. nullptr: never.
+  // Called once, when all of the call's own reads are queued: the time for reads ahead. That is
+  // before it computes, or where reads wait for slots, when the last of them has one. nullptr:
+  // never.
   void (*reads_queued)(void* context) = nullptr;
   void* context = nullptr;
 };

@@ -346,7 +346,11 @@ class Replay {
     ClaimState claim{.layer = layer, .part = part, .experts = experts, .entries = entries_};
     core_.begin(claim);
     carry_out();
-    if (claim.waiting == 0) reads_queued();
+    bool told = false;
+    const auto tell = [&] {
+      if (claim.waiting == 0 && !std::exchange(told, true)) reads_queued();
+    };
+    tell();
     std::vector<int32_t> held;
     std::array<HandedOut, 64> ready;
     std::optional<Error> error;  // none: this disk does not fail
@@ -361,11 +365,13 @@ class Replay {
       core_.release(claim, held);
       held.clear();
       carry_out();
+      tell();
       if (claim.joined + claim.held + claim.waiting == 0) break;
       if (claim.joined == 0) {  // all slots are read into for others
         wait_for_one_read();
         core_.advance(claim);
         carry_out();
+        tell();
       }
       queued_at_ = now_;
     }

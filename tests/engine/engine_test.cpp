@@ -293,6 +293,45 @@ TEST(Engine, AnIoThreadWithoutMemoryFailsAReadAndNotTheProcess) {
   pool.validate();
 }
 
+// A step takes few slots at a time from others, and so queues its last read when it has computed
+// some. What it expects of the next layer is read behind that.
+TEST(Engine, TellsWhenAllOfItsReadsAreQueued) {
+  const Model model(small_shape(Format::kInt8));
+  for (const int32_t chosen : {4, kExperts}) {
+    SCOPED_TRACE(chosen);
+    // A window of 8 slots.
+    const std::shared_ptr<Engine> engine = model.open({.slots = kExperts - 2});
+    Batch batch(4, 3, model.shape().hidden, seed());
+    for (size_t i = 0; i < batch.ids.size(); ++i) batch.ids[i] = static_cast<int64_t>(i) % chosen;
+    struct Context {
+      Engine& engine;
+      int32_t told = 0;
+    } context{*engine};
+    std::vector<float> out(static_cast<size_t>(batch.tokens) * batch.hidden);
+    const auto tell = [](void* argument) {
+      auto& context = *static_cast<Context*>(argument);
+      ++context.told;
+      context.engine.pool().expect(1, std::array{3, 7}, Phase::kDecode);
+    };
+    engine->experts({.layer = 0,
+                     .tokens = batch.tokens,
+                     .top_k = batch.top_k,
+                     .x = {batch.x.data(), ScalarType::kFloat32, batch.stride},
+                     .ids = batch.ids.data(),
+                     .weights = batch.weights.data(),
+                     .sentinels = false,
+                     .out = {out.data(), ScalarType::kFloat32, batch.hidden},
+                     .reads_queued = tell,
+                     .context = &context});
+    EXPECT_EQ(context.told, 1);
+    engine->pool().drain();
+    for (const int32_t expert : {3, 7}) {
+      EXPECT_EQ(engine->pool().state(1, expert), SlotState::kReady) << "expert " << expert;
+    }
+    EXPECT_EQ(out, batch.run(*model.open_resident({}), 0));
+  }
+}
+
 TEST(Engine, AllocatesNothingOnceItHasSeenAShape) {
   // A team in turns on this thread, which is the one that is counted.
   Runtime in_turns;
