@@ -149,7 +149,7 @@ class HostShare:
         """What ``stream`` is given from here on finds the host's sum in ``out``."""
 
     def wait(self, ticket: int) -> None:
-        """Waits for the node of one call and raises what it failed with, before 64 others have been submitted."""
+        """Waits for the node of one call and raises what it failed with, before 64 others have been submitted. ValueError for a captured call."""
 
     def synchronize(self) -> None:
         """Waits for the host nodes of calls that were not captured, then as ``check``."""

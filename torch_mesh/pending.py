@@ -27,8 +27,11 @@ class PendingExperts(ABC):
         """The layer's output, [tokens, hidden] in the dtype of ``x``; waits for the CPU. The same at each call.
 
         On a GPU the output belongs to the stream that was current at ``submit``, and ``result`` has to be called with that stream
-        current. Raises what the call failed with, as ``forward`` would, whoever else was told of it meanwhile. On a GPU an error of
-        an earlier forward that nobody has been told of is raised in place of starting this one.
+        current. Raises what the call failed with, as ``forward`` would, even if another call has raised it meanwhile. On a GPU an error
+        of an earlier forward that has not been raised yet is raised in place of starting this one.
+
+        A call that a CUDA graph captures is not waited for: wait for the stream of a replay, then call
+        ``torch_mesh.synchronize(model)``, which raises what the replay failed with.
         """
 
 
@@ -65,6 +68,7 @@ class _OnDevice(PendingExperts):
     def __init__(self, layer: DeviceLayer, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         assert layer.shared is not None
         self._host = layer.shared.host
+        self._captured = layer.shared.capturing()
         self._forward: SplitForward | None = None
         self._output: Tensor | None = None
         self._error: Exception | None = None
@@ -81,7 +85,7 @@ class _OnDevice(PendingExperts):
             try:
                 with torch.no_grad():
                     self._output = forward.finish()
-                if ticket is not None:
+                if ticket is not None and not self._captured:
                     self._host.wait(ticket)
             except _ERRORS as error:
                 self._error = error

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <ranges>
+#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -98,7 +99,7 @@ void HostShare::enqueue(HostCall& call, Engine& engine, Stream stream, bool capt
   driver_->copy_down(buffers.weights(), device.weights, weights_bytes, side);
   driver_->copy_down(buffers.table(), device.table, table_bytes, side);
   if (!capturing) driver_->record(inputs_, side);
-  call.busy = true;
+  call.busy = !capturing;  // of a captured one the graph's launches are not known
   try {
     driver_->launch_host(
         side,
@@ -131,12 +132,18 @@ void HostShare::join(Ticket ticket, Stream stream) {
 }
 
 void HostShare::wait(Ticket ticket) {
+  if (!TicketRing::names(ticket)) {
+    throw Error(ErrorKind::kInvalid,
+                "ticket " + std::to_string(ticket) +
+                    " is of a captured call, or of none: nothing here knows when its graph is "
+                    "launched. Wait for the stream of the launch, then call check()");
+  }
   const auto engine = live_engine(work_->engine());
   std::vector<HostCall*> parts;  // the last one first
   {
     const std::lock_guard lock(submitting_);
     for (Ticket part = ticket; part >= 0 && std::ssize(parts) < kInFlight;) {
-      parts.push_back(&called(part));
+      parts.push_back(&ring_[part]);
       part = parts.back()->part_before;
     }
   }

@@ -43,7 +43,8 @@ class HostShare {
   void join(Ticket ticket, Stream stream);
 
   // Waits until the call's node has ended; throws what the node failed with. Before kInFlight
-  // others are submitted, or it is forgotten.
+  // others are submitted, or it is forgotten. Error(kInvalid) for a captured call, whose node runs
+  // whenever its graph is launched: who launches it waits for the stream, and then asks check().
   void wait(Ticket ticket);
 
   // What `stream` is given from here on comes after all tables and inputs of calls so far have been

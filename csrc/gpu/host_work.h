@@ -85,7 +85,7 @@ struct HostCall {
   int64_t bytes_down = 0, bytes_up = 0;
   Ticket part_before = -1;         // of the same prompt; -1: this is the first
   std::exception_ptr failure;      // under the lock of `work`
-  std::atomic<bool> busy = false;  // its node is in the stream and has not ended
+  std::atomic<bool> busy = false;  // its node has not ended; never of a captured call
   bool timed = false;              // joined, by a stream that was not captured
   const OwnedEvent ready, done;
   const OwnedEvent arrived;  // of the device, at the join

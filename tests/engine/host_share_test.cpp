@@ -304,7 +304,35 @@ TEST_F(HostShareTest, ACallBetweenThePartsOfAPromptIsNoneOfThem) {
   EXPECT_EQ(prompt.out, batch.run(*engine, 1));
 }
 
-TEST_F(HostShareTest, WhoWaitsForACapturedCallFindsItWhateverSizesAreSet) {
+// When a graph is launched nothing here knows of it.
+TEST_F(HostShareTest, ACapturedCallIsNotWaitedFor) {
+  const auto device = make_stand_in();
+  HostShare share(device, engine);
+  share.set_capture_sizes(std::array{1}, kTopK);
+  const Batch batch = batch_of(1, random());
+  DeviceBatch on_device(batch);
+  device->begin_capture({});
+  const Ticket ticket = share.submit(on_device.call(0), {});
+  share.join(ticket, {});
+  const auto graph = device->end_capture({});
+  const auto refuses = [&] {
+    const Error error = error_of([&] { share.wait(ticket); });
+    return error.kind() == ErrorKind::kInvalid &&
+           std::string(error.what()).find("then call check()") != std::string::npos;
+  };
+  EXPECT_TRUE(refuses());
+  for (int32_t launch = 0; launch < 2; ++launch) {
+    Gate gate(*device, {});
+    on_device.fill(*device, {});
+    device->launch(graph, {});
+    EXPECT_TRUE(refuses()) << "its node has not begun";
+    gate.open();
+    device->synchronize({});
+    EXPECT_EQ(on_device.out, batch.run(*engine, 0));
+  }
+}
+
+TEST_F(HostShareTest, ACapturedCallIsJoinedWhateverSizesAreSet) {
   const auto device = make_stand_in();
   HostShare share(device, engine);
   const Batch batch = batch_of(1, random());
@@ -314,16 +342,14 @@ TEST_F(HostShareTest, WhoWaitsForACapturedCallFindsItWhateverSizesAreSet) {
     share.set_capture_sizes(std::array{1}, kTopK);
     device->begin_capture({});
     const Ticket ticket = share.submit(on_device.call(0), {});
-    share.join(ticket, {});
-    const auto graph = device->end_capture({});
-    device->launch(graph, {});
-    std::atomic<bool> waited{false};
+    std::atomic<bool> joined{false};
     std::thread other([&] {
-      while (!waited) share.set_capture_sizes(std::array{1, 2, 3}, kTopK);
+      while (!joined) share.set_capture_sizes(std::array{1, 2, 3}, kTopK);
     });
-    share.wait(ticket);
-    waited = true;
+    share.join(ticket, {});
+    joined = true;
     other.join();
+    device->launch(device->end_capture({}), {});
     device->synchronize({});
     EXPECT_EQ(on_device.out, batch.run(*engine, 0));
   }
@@ -345,10 +371,9 @@ TEST_F(HostShareTest, ATicketOfEarlierSizesNamesNoCallOfLaterOnes) {
     if (capture == 0) device->launch(graph, {});
   }
   ASSERT_NE(tickets[0], tickets[1]);
-  share.wait(tickets[0]);  // and not for what is never launched
   device->synchronize({});
   EXPECT_EQ(on_device.out, batch.run(*engine, 0));
-  EXPECT_EQ(error_of([&] { share.wait(tickets[1] + kLayers); }).kind(), ErrorKind::kInvalid);
+  EXPECT_EQ(error_of([&] { share.join(tickets[1] + kLayers, {}); }).kind(), ErrorKind::kInvalid);
 }
 
 TEST_F(HostShareTest, AClosedPoolIsAnErrorAndNotAHang) {

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -583,6 +584,22 @@ def test_an_embedded_layer_takes_them_too() -> None:
     assert torch.equal(pending[0].result(), out), "as often as one likes"
     layer.submit(x, ids, weights)  # nobody asks for it
     assert torch.equal(layer(x, ids, weights), out)
+
+
+@pytest.mark.usefixtures("card")
+def test_a_submitted_call_that_a_graph_captures_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = torch.randn(4, 80, 72, device=DEVICE) * 0.1, torch.randn(4, 72, 40, device=DEVICE) * 0.1
+    layer = torch_mesh.Experts(gate_up, down, top_k=2, gpu={"experts": 2})
+    x, ids = torch.randn(2, 72, device=DEVICE), torch.randint(0, 4, (2, 2), device=DEVICE)
+    weights = torch.rand(2, 2, device=DEVICE)
+    expected = layer(x, ids, weights)
+    waited: list[int] = []
+    for captured in (False, True):
+        monkeypatch.setattr(devices.SharedDevice, "capturing", lambda shared, captured=captured: captured)
+        call = layer.submit(x, ids, weights)
+        monkeypatch.setattr(call, "_host", SimpleNamespace(wait=waited.append))
+        assert torch.equal(call.result(), expected)
+        assert len(waited) == 1, "of a captured call nothing says when its graph is launched"
 
 
 @pytest.mark.usefixtures("card")
