@@ -8,14 +8,13 @@
 #include <algorithm>
 #include <chrono>
 #include <new>
-#include <system_error>
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #include "base/short_slices.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 
 namespace torch_mesh {
 namespace {
@@ -220,14 +219,15 @@ void Team::make_threads(int32_t wanted) {
     return;
   }
   const std::lock_guard<std::mutex> lock(making_);
-  const SignalsBlocked blocked;
   try {
+    members_.reserve(
+        static_cast<size_t>(wanted));  // or a thread that has no place ends the process
     while (std::ssize(members_) < wanted) {
       const auto thread = static_cast<int32_t>(std::ssize(members_));
-      members_.emplace_back([this, thread] { work(thread); });
+      members_.push_back(start_thread("a thread that computes", [this, thread] { work(thread); }));
       made_.store(thread + 1, std::memory_order_relaxed);
     }
-  } catch (const std::system_error&) {  // the system has no more of them
+  } catch (const Error&) {  // the system has no more of them
     refused_ = true;
   } catch (const std::bad_alloc&) {
     refused_ = true;

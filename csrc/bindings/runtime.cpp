@@ -13,13 +13,12 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/contention.h"
-#include "base/signals_blocked.h"
+#include "base/start_thread.h"
 #include "base/team.h"
 
 namespace torch_mesh {
@@ -56,16 +55,15 @@ void parallel_for_openmp(int64_t count, int team, ParallelBody body, void* conte
 class OpenMpSleeps {
  public:
   OpenMpSleeps() {
-    const SignalsBlocked blocked;
     try {
-      holder_ = std::thread([this] {
+      holder_ = start_thread("a thread that OpenMP counts", [this] {
         const int more = std::max(2, omp_get_num_procs() - omp_get_max_threads() + 2);
 #pragma omp parallel num_threads(more)
         { asm volatile(""); }  // or the compiler leaves it out
         std::unique_lock lock(mutex_);
         over_.wait(lock, [this] { return ended_; });
       });
-    } catch (const std::system_error&) {  // no thread is to be had: they spin
+    } catch (const Error&) {  // no thread is to be had: they spin
     }
   }
   ~OpenMpSleeps() {
