@@ -72,11 +72,11 @@ class Share:
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those of a ``Source`` with this rank's experts alone, made of those of one with all."""
         own = slice(self.experts.start, self.experts.stop)
-        checksums = arguments["checksums"]
+        of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
         return {
             **arguments,
             "extents": arguments["extents"][:, own].copy(),
-            "checksums": None if checksums is None else checksums[:, own].copy(),
+            **{name: None if values is None else values[:, own].copy() for name, values in of_experts.items()},
             "first_expert": self.experts.start,
             "routed_experts": self.routed,
         }

@@ -206,7 +206,7 @@ class _OfCheckpoint(_Opened):
         self._experts = experts
         self._folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
-        self._raw = experts.own_records == (weights, group_size) and config.store is None
+        self._raw = experts.reads_as(weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
         super().__init__(layers, config, weights, group_size, exact=weights == "bf16" and from_bf16)

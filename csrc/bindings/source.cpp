@@ -128,10 +128,35 @@ RawViews raw_views_from(const std::string& dtype, const py::dict& views, int32_t
   return result;
 }
 
+// Which of `count` raw_views each expert has: the only one, unless `given` says.
+std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, const Source& source,
+                                      size_t count) {
+  const auto experts = static_cast<size_t>(source.layers) * static_cast<size_t>(source.experts);
+  if (!given) {
+    if (count != 1) invalid("several raw_views need raw_views_of, which says whose each is");
+    return std::vector<int32_t>(experts, 0);
+  }
+  if (given->ndim() != 2 || given->shape(0) != source.layers ||
+      given->shape(1) != source.experts) {
+    invalid("raw_views_of must be int64 [layers, experts]");
+  }
+  std::vector<int32_t> result;
+  result.reserve(experts);
+  for (const int64_t index : std::span(given->data(), experts)) {
+    if (index < 0 || index >= static_cast<int64_t>(count)) {
+      invalid("raw_views_of names " + std::to_string(index) + "; there are " +
+              std::to_string(count) + " raw_views");
+    }
+    result.push_back(static_cast<int32_t>(index));
+  }
+  return result;
+}
+
 PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
                      const Int64Array& extents, const std::optional<UInt64Array>& checksums,
                      const py::bytes& store_id, const std::optional<std::string>& raw_dtype,
-                     const std::optional<py::dict>& raw_views, int32_t first_expert,
+                     const std::optional<std::vector<py::dict>>& raw_views,
+                     const std::optional<Int64Array>& raw_views_of, int32_t first_expert,
                      int32_t routed_experts) {
   if (extents.ndim() != 4 || extents.shape(3) != 3 || extents.shape(2) < 1 ||
       extents.shape(2) > kMaxPieces) {
@@ -160,8 +185,11 @@ PySource make_source(const std::vector<std::pair<std::string, int64_t>>& files,
   }
   if (checksums) source.checksums.assign(checksums->data(), checksums->data() + checksums->size());
   if (raw_dtype) {
-    if (!raw_views) invalid("a raw source needs raw_views");
-    result.views = raw_views_from(*raw_dtype, *raw_views, source.pieces);
+    if (!raw_views || raw_views->empty()) invalid("a raw source needs raw_views");
+    for (const py::dict& views : *raw_views) {
+      result.views.push_back(raw_views_from(*raw_dtype, views, source.pieces));
+    }
+    result.views_of = views_of_experts(raw_views_of, source, raw_views->size());
   }
   validate(source);
   return result;
@@ -328,15 +356,17 @@ PackRecord PySource::packing(const RecordLayout& layout) const {
       const Extent* extents = source.expert(layer, expert);
       for (int32_t piece = 0; piece < source.pieces; ++piece) bytes[piece] = extents[piece].bytes;
       try {
-        views.check(layout, bytes);
+        views[views_of[layer * source.experts + expert]].check(layout, bytes);
       } catch (const Error& error) {
         invalid("layer " + std::to_string(layer) + ", expert " +
                 std::to_string(source.number(expert)) + ": " + error.what());
       }
     }
   }
-  return [views = views, layout](int32_t, std::span<const std::byte* const> pieces,
-                                 std::byte* record) { views.pack(layout, pieces, record); };
+  return [views = views, views_of = views_of, layout](
+             ExpertId id, std::span<const std::byte* const> pieces, std::byte* record) {
+    views[static_cast<size_t>(views_of[static_cast<size_t>(id)])].pack(layout, pieces, record);
+  };
 }
 
 py::bytearray pack_raw(const std::vector<py::buffer>& buffers, const std::string& dtype,
@@ -373,8 +403,8 @@ void define_source(py::module_& module) {
   py::class_<PySource>(module, "Source")
       .def(py::init(&make_source), py::arg("files"), py::arg("extents"), py::arg("checksums"),
            py::arg("store_id"), py::arg("raw_dtype") = py::none(),
-           py::arg("raw_views") = py::none(), py::arg("first_expert") = 0,
-           py::arg("routed_experts") = 0)
+           py::arg("raw_views") = py::none(), py::arg("raw_views_of") = py::none(),
+           py::arg("first_expert") = 0, py::arg("routed_experts") = 0)
       .def_property_readonly("staging_bytes", [](const PySource& source) {
         const PoolOptions options;
         return options.staging * staging_bytes(source.source);

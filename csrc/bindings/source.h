@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/matrix_view.h"
 #include "residency/pool.h"
@@ -48,7 +49,9 @@ struct RawViews {
 
 struct PySource {
   Source source;
-  RawViews views;  // of a raw one
+  // Of a raw one: what experts are laid out as, and which of these each is, [layers][experts].
+  std::vector<RawViews> views;
+  std::vector<int32_t> views_of;
 
   // What makes records of `layout` of raw pieces; none for a store. Throws Error(kInvalid) where
   // the pieces of an expert are too short for them.

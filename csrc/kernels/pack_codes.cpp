@@ -53,6 +53,13 @@ bool is_number(ScaleType type, const std::byte* from) {
   return false;
 }
 
+// Whether a record has scales that those of a checkpoint are rounded to: integers have bf16 or
+// fp16, and only bf16 has the range of all others.
+bool rounds_scales(const PackedMatrix& matrix, ScaleType type) {
+  return matrix.scale_type() == ScaleType::kBf16 &&
+         (type == ScaleType::kFp16 || type == ScaleType::kFp32);
+}
+
 // The scales of a block's rows at k-value `column`, into the record's own type.
 template <ScaleType kType>
 void put_scales_of(const PackedMatrix& matrix, const CodesView& view, const RowOffsets& offsets,
@@ -61,12 +68,20 @@ void put_scales_of(const PackedMatrix& matrix, const CodesView& view, const RowO
   const std::byte* from =
       view.scales.data + column / view.scales.columns * view.scales.column_bytes;
   const bool widen = matrix.scale_type() == ScaleType::kFp32;
+  const bool round = rounds_scales(matrix, kType);
   for (int32_t i = 0; i < offsets.count; ++i) {
     const std::byte* scale = from + offsets.of_scales[i];
     if (!is_number(kType, scale)) refuse(matrix.format, "a scale that is not a finite number");
     if (widen) {
       const float value = scale_value(kType, scale);
       std::memcpy(to, &value, sizeof(value));
+      to += sizeof(value);
+      continue;
+    }
+    if (round) {
+      const uint16_t value = nearest_bf16(scale_value(kType, scale));
+      std::memcpy(to, &value, sizeof(value));
+      if (!is_number(ScaleType::kBf16, to)) refuse(matrix.format, "a scale beyond bf16's range");
       to += sizeof(value);
       continue;
     }
@@ -99,7 +114,8 @@ void check_scales(const PackedMatrix& matrix, const CodesView& view) {
   if (scales.data == nullptr || scales.rows < 1 || scales.columns < 1) {
     refuse(matrix.format, "codes without scales");
   }
-  if (matrix.scale_type() != ScaleType::kFp32 && scales.type != matrix.scale_type()) {
+  if (matrix.scale_type() != ScaleType::kFp32 && scales.type != matrix.scale_type() &&
+      !rounds_scales(matrix, scales.type)) {
     refuse(matrix.format, "scales of another type");
   }
   // Of fp8 a group's scale is that of all columns of its block.

@@ -1,4 +1,5 @@
-// Codes and scales of a checkpoint into a block, none of them changed.
+// Codes and scales of a checkpoint into a block. No code is changed; scales are rounded where the
+// checkpoint has fp16 or fp32 and the record bf16.
 #pragma once
 
 #include <cstddef>

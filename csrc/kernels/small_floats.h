@@ -25,6 +25,13 @@ inline float bf16_at(const std::byte* from) {
   return value;
 }
 
+// The nearest bf16 of a number, ties to even; an infinity beyond its range.
+inline uint16_t nearest_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // A number with a sign, `exponent_bits` and `mantissa_bits`; not for those that have none.
 inline float small_float(uint32_t bits, int exponent_bits, int mantissa_bits) {
   const uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);

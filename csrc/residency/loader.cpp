@@ -335,8 +335,7 @@ std::optional<Error> Loader::pack_record(int32_t slot) const {
     pieces[piece] = from.to + (extents[piece].offset - from.from.offset);
   }
   try {
-    pack_(id / source_.experts, {pieces.data(), static_cast<size_t>(source_.pieces)},
-          memory_.record(slot, id));
+    pack_(id, {pieces.data(), static_cast<size_t>(source_.pieces)}, memory_.record(slot, id));
     return std::nullopt;
   } catch (const Error& error) {
     return Error(error.kind(), "cannot pack " + describe(source_, id) + ": " + error.what(),

@@ -28,10 +28,10 @@ namespace torch_mesh {
 
 enum class Verify : uint8_t { kFirst, kAlways, kNever };
 
-// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record.
-// Called on the loader's threads, for one record at a time on each.
+// Turns the pieces of a raw record, each at the start of its own bytes, into a packed record. `id`
+// is the expert's in its source. Called on the loader's threads, for one record at a time on each.
 using PackRecord =
-    std::function<void(int32_t layer, std::span<const std::byte* const> pieces, std::byte* record)>;
+    std::function<void(ExpertId id, std::span<const std::byte* const> pieces, std::byte* record)>;
 
 // Of one staging buffer: room for the aligned supersets of the pieces of any one record. 0 for a
 // store.

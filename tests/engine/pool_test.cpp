@@ -231,11 +231,7 @@ TEST(Pool, RawPiecesArriveWholeWhateverTheirAlignment) {
     }
   }
   file.write(0, bytes);
-  const auto pack = [&](int32_t layer, std::span<const std::byte* const> pieces,
-                        std::byte* record) {
-    // The callback is not told the expert: the value says it.
-    const int32_t id = (static_cast<int32_t>(pieces[0][0]) - 1) / 2;
-    if (id / 6 != layer) throw Error(ErrorKind::kInvalid, "wrong layer");
+  const auto pack = [&](ExpertId id, std::span<const std::byte* const> pieces, std::byte* record) {
     for (int32_t piece = 0; piece < 2; ++piece) {
       const int64_t size = 3001 + 1000 * piece + 7 * id;
       const auto value = std::byte(id * 2 + piece + 1);
@@ -243,7 +239,7 @@ TEST(Pool, RawPiecesArriveWholeWhateverTheirAlignment) {
         if (pieces[piece][i] != value) throw Error(ErrorKind::kInvalid, "wrong bytes");
       }
     }
-    const auto packed = record_of(layer, id % 6);
+    const auto packed = record_of(id / 6, id % 6);
     std::memcpy(record, packed.data(), kRecord);
   };
   for (const bool direct : {true, false}) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import KINDS, Tensors, change_config, rewrite, write_deepseek_v4, write_gpt_oss, write_quantised
+from quantised import (
+    KINDS,
+    MIXED,
+    Tensors,
+    change_config,
+    exact_values,
+    rewrite,
+    write_deepseek_v4,
+    write_gpt_oss,
+    write_quantised,
+)
 from routes import Routes, by_token, given_routes, recorded_routes
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
@@ -142,6 +153,32 @@ def test_experts_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, 
     assert torch.equal(logits, _logits(_load(tmp_path / "saved", MeshConfig(resident=0.25))))
     torch_mesh.unpatch(model, lossy=True)
     _assert_close(model, expected, 0.03)
+
+
+def _experts_of(model: PreTrainedModel) -> Tensors:
+    """Of a model whose experts are ordinary parameters, under a checkpoint's names."""
+    values: Tensors = {}
+    for number, layer in enumerate(model.model.layers):
+        gate, up = layer.mlp.experts.gate_up_proj.double().chunk(2, dim=1)
+        down = layer.mlp.experts.down_proj.double()
+        for expert in range(len(down)):
+            stem = f"model.layers.{number}.mlp.experts.{expert}"
+            named = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            values |= {f"{stem}.{name}.weight": stack[expert] for name, stack in named.items()}
+    return values
+
+
+@pytest.mark.parametrize("kind", [kind for kind, make in MIXED.items() if make().kept or make().scales_rounded])
+def test_layers_that_differ_are_read_from_the_checkpoint_itself(kind: str, tmp_path: Path, cache: Path) -> None:
+    made = MIXED[kind]()
+    write_quantised(tmp_path, made)
+    with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="with scales rounded to bf16"):
+        model = _load(tmp_path, MeshConfig(resident=0.5), torch.float32)
+    assert next(patched_modules(model))._mesh_pool.store is None and not list(cache.glob("stores/*/mesh_manifest.json"))
+    exact = exact_values(tmp_path)
+    for name, found in _experts_of(torch_mesh.unpatch(model, lossy=True)).items():
+        most = 2.0**-22 if made.kept else 2.0**-8
+        assert ((found - exact[name]).abs() <= most * exact[name].abs()).all(), name
 
 
 def test_damaged_codes_end_the_forward_that_needs_them(tmp_path: Path) -> None:

@@ -48,9 +48,11 @@ class RawExperts:
             checksums=None,
             store_id=bytes(16),
             raw_dtype="bf16",
-            raw_views={
-                "gate": {**view, "offset": 0},
-                "up": {**view, "offset": intermediate * hidden},
-                "down": {"piece": 1, "offset": 0, "row_stride": intermediate, "column_stride": 1},
-            },
+            raw_views=[
+                {
+                    "gate": {**view, "offset": 0},
+                    "up": {**view, "offset": intermediate * hidden},
+                    "down": {"piece": 1, "offset": 0, "row_stride": intermediate, "column_stride": 1},
+                }
+            ],
         )

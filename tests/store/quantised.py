@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +34,15 @@ class Kind:
     suffix: str = ".weight"  # that the names of its tensors take the place of
     files: Mapping[str, Any] = field(default_factory=dict)
     rounded: bool = False  # though it is of integers
+    others: Mapping[str, Callable[[torch.Tensor], Quantised]] = field(
+        default_factory=dict
+    )  # of names with a pattern in them
+    scales_rounded: bool = False  # of codes that a record holds
 
     @property
     def kept(self) -> bool:
-        """Whether a record holds its codes as they are."""
-        return self.nearest[0] != "bf16" and not self.rounded
+        """Whether a record holds its codes and scales as they are."""
+        return self.nearest[0] != "bf16" and not self.rounded and not self.scales_rounded
 
 
 def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes: int) -> Tensors:
@@ -51,7 +56,8 @@ def write_quantised(folder: Path, kind: Kind, family: str = "qwen3_moe", **sizes
         if not name.endswith("_proj.weight"):
             written[name] = values[name] = tensor
             continue
-        parts, values[name] = kind.quantise(tensor.float() * (0.08 if ".experts." in name else 5))
+        quantise = next((other for part, other in kind.others.items() if re.search(part, name)), kind.quantise)
+        parts, values[name] = quantise(tensor.float() * (0.08 if ".experts." in name else 5))
         assert values[name].dtype == torch.float32 and values[name].shape == tensor.shape
         stem = name.removesuffix(kind.suffix)
         written |= {f"{stem}{rest}": part.contiguous() for rest, part in parts.items()}
@@ -103,8 +109,11 @@ def _mxfp8(weight: torch.Tensor) -> Quantised:
     return parts | {".weight_scale_inv": parts[".weight_scale_inv"].view(torch.uint8)}, values
 
 
-def _compressed(preset: str, form: str, **changes: Any) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
-    """A scheme of compressed-tensors as config.json has it, and the library's own compressor."""
+def _compressed(
+    preset: str, form: str, *, scales: torch.dtype = torch.bfloat16, wide: float = 1.0, **changes: Any
+) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
+    """A scheme of compressed-tensors as config.json has it, and the library's own compressor. Integers have ``scales`` that are ``wide`` times
+    as large as the largest weight needs, as observers and GPTQ may choose them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -126,7 +135,7 @@ def _compressed(preset: str, form: str, **changes: Any) -> tuple[dict[str, Any],
             whole = (448 * 6 / weight.abs().max()).reshape(1)
         scale, zeros = calculate_qparams(least, most, arguments, global_scale=whole)
         if arguments.type == "int":
-            scale = scale.bfloat16()
+            scale = (scale * wide).to(scales)
         state = {"weight": weight, "weight_scale": scale}
         if not arguments.symmetric:
             state["weight_zero_point"] = zeros
@@ -146,8 +155,8 @@ def _compressed(preset: str, form: str, **changes: Any) -> tuple[dict[str, Any],
             ).unsqueeze(-1)
             values = values.view(weight.shape)
         else:
-            wide = dict(parts) | {"weight_scale": parts["weight_scale"].float()}
-            values = compressor.decompress(wide, scheme)["weight"].float()
+            in_fp32 = dict(parts) | {"weight_scale": parts["weight_scale"].float()}
+            values = compressor.decompress(in_fp32, scheme)["weight"].float()
         return {f".{name}": part for name, part in kept.items()}, values
 
     group = {"targets": ["Linear"], "weights": json.loads(arguments.model_dump_json()), "format": form}
@@ -207,13 +216,22 @@ def _grouped(
 
 
 def _gptq(
-    *, symmetric: bool, ordered: bool = False, version: int = 1, bits: int = 4
+    *,
+    symmetric: bool,
+    ordered: bool = False,
+    version: int = 1,
+    bits: int = 4,
+    size: int = 32,
+    index: bool = True,
+    scales: torch.dtype = torch.float16,
 ) -> Callable[[torch.Tensor], Quantised]:
+    """``index``: with a tensor that says which group each input belongs to."""
+
     def quantise(weight: torch.Tensor) -> Quantised:
-        size = 32
         columns = weight.shape[1]
         turn = torch.randperm(columns) if ordered else torch.arange(columns)
         codes, scale, zeros = _grouped(weight[:, turn], size, symmetric, bits)
+        scale = scale.to(scales)
         of_column = torch.empty(columns, dtype=torch.int32)
         of_column[turn] = (torch.arange(columns) // size).int()
         codes = codes[:, torch.argsort(turn)]
@@ -224,8 +242,10 @@ def _gptq(
             ".scales": scale.t(),
             ".g_idx": of_column,
         }
-        index = of_column.long()
-        return parts, (codes - zeros[:, index]).float() * scale.float()[:, index]
+        if not index:
+            del parts[".g_idx"]
+        group = of_column.long()
+        return parts, (codes - zeros[:, group]).float() * scale.float()[:, group]
 
     return quantise
 
@@ -254,9 +274,36 @@ def _bnb(kind: str, nested: bool) -> Callable[[torch.Tensor], Quantised]:
     return quantise
 
 
-def _of_library(preset: str, form: str, nearest: tuple[str, int], *, rounded: bool = False, **changes: Any) -> Kind:
+def _of_library(
+    preset: str,
+    form: str,
+    nearest: tuple[str, int],
+    *,
+    rounded: bool = False,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    scales_rounded: bool = False,
+    **changes: Any,
+) -> Kind:
+    """``others`` are changes of the scheme for the weights whose names have a pattern in them."""
     config, quantise = _compressed(preset, form, **changes)
-    return Kind(config, quantise, nearest, rounded=rounded)
+    by_pattern = {part: _compressed(preset, form, **(changes | own))[1] for part, own in (others or {}).items()}
+    return Kind(config, quantise, nearest, rounded=rounded, others=by_pattern, scales_rounded=scales_rounded)
+
+
+def _int4(nearest: tuple[str, int] = ("int4", 32), **about: Any) -> Kind:
+    return _of_library("W4A16", "pack-quantized", nearest, **{"group_size": 32} | about)
+
+
+def _with_order(weight: torch.Tensor) -> Quantised:
+    """As compressed-tensors' act order: the inputs of a group lie anywhere."""
+    parts, _ = _compressed("W4A16", "pack-quantized", group_size=32)[1](weight)
+    order = torch.randperm(weight.shape[1])
+    group = torch.empty(weight.shape[1], dtype=torch.int32)
+    group[order] = (torch.arange(weight.shape[1]) // 32).int()
+    scale, packed = parts[".weight_scale"], parts[".weight_packed"]
+    codes = packed.contiguous().view(torch.uint8)
+    codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8
+    return parts | {".weight_g_idx": group}, codes * scale.float()[:, group.long()]
 
 
 def _gptq_config(**fields: Any) -> dict[str, Any]:
@@ -336,6 +383,174 @@ KINDS: dict[str, Callable[[], Kind]] = {
         _BNB | {"bnb_4bit_quant_type": "fp4"}, _bnb("fp4", nested=False), ("int8", 32), rounded=True
     ),
 }
+
+
+_CHANNEL = {"group_size": None, "strategy": "channel"}
+# What layers, projections or experts differ in.
+MIXED: dict[str, Callable[[], Kind]] = {
+    "wide_scales": lambda: _int4(wide=1.4),
+    "fp32_scales": lambda: _int4(wide=1.4, scales=torch.float32, scales_rounded=True),
+    "fp32_scales_of_rows": lambda: _int4(("int4", 64), wide=1.4, scales=torch.float32, scales_rounded=True, **_CHANNEL),
+    "fp16_scales": lambda: _int4(("int4_fp16", 32), wide=1.4, scales=torch.float16),
+    "fp16_scales_in_a_layer": lambda: _int4(
+        wide=1.4, others={r"layers\.1\.": {"scales": torch.float16}}, scales_rounded=True
+    ),
+    "groups_by_layer": lambda: _int4(wide=1.4, others={r"layers\.1\.": {"group_size": 64}}),
+    "groups_by_projection": lambda: _int4(wide=1.4, others={r"(gate|up)_proj": {"group_size": 128}}),
+    "rows_by_expert": lambda: _int4(wide=1.4, others={r"experts\.2\.": _CHANNEL}),
+    "groups_of_64": lambda: _int4(("int4", 64), group_size=64, wide=1.4),
+    "groups_of_16": lambda: _int4(("int8", 32), others={r"layers\.1\.": {"group_size": 16}}, rounded=True),
+    "orders_of_some": lambda: replace(_int4(("int8", 32), rounded=True), others={r"experts\.2\.": _with_order}),
+    "int8_fp32_scales": lambda: _of_library(
+        "W8A16", "pack-quantized", ("int8", 64), scales=torch.float32, wide=1.4, scales_rounded=True, **_CHANNEL
+    ),
+    "gptq_index_of_some": lambda: replace(
+        KINDS["gptq"](), others={r"experts\.2\.": _gptq(symmetric=True, index=False)}
+    ),
+    "gptq_groups_by_layer": lambda: replace(KINDS["gptq"](), others={r"layers\.1\.": _gptq(symmetric=True, size=64)}),
+    "gptq_bf16_scales": lambda: replace(
+        KINDS["gptq"](),
+        others={"experts": _gptq(symmetric=True, scales=torch.bfloat16)},
+        nearest=("int4", 32),
+    ),
+    "fp8_scales_by_layer": lambda: replace(
+        KINDS["fp8_blocks"](), others={r"layers\.1\.": _scales_of(_fp8_blocks, torch.bfloat16)}
+    ),
+    "fp8_rows_by_layer": lambda: Kind(
+        KINDS["modelopt_fp8"]().config,
+        _modelopt_fp8,
+        ("fp8", 0),
+        others={r"layers\.1\.": KINDS["ct_fp8_channel"]().quantise},
+    ),
+    "fp8_unlike_its_scale_fmt": lambda: Kind(
+        {"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"}, _fp8((64, 64)), ("bf16", 0)
+    ),
+    "fp8_or_plain": lambda: Kind(
+        KINDS["modelopt_fp8"]().config,
+        _modelopt_fp8,
+        ("int8", 32),
+        others={r"layers\.1\.": lambda weight: ({".weight": weight.bfloat16()}, weight.bfloat16().float())},
+        rounded=True,
+    ),
+}
+
+
+def _scales_of(
+    quantise: Callable[[torch.Tensor], Quantised], dtype: torch.dtype
+) -> Callable[[torch.Tensor], Quantised]:
+    """In fp8 blocks of 128, with scales of another type."""
+
+    def quantised(weight: torch.Tensor) -> Quantised:
+        parts, _ = quantise(weight)
+        parts |= {".weight_scale_inv": parts[".weight_scale_inv"].to(dtype)}
+        return parts, _double_fp8(parts[".weight"], parts[".weight_scale_inv"]).float()
+
+    return quantised
+
+
+def exact_values(folder: Path) -> Tensors:
+    """What each expert's weight of a checkpoint of ours stands for, in fp64, by nothing but its stored codes and scales."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {"quant_method": "modelopt"}
+    stems = {name.split("_proj.")[0] + "_proj" for name in tensors if ".experts." in name}
+    return {
+        f"{stem}.weight": _exact_value(
+            {name.removeprefix(stem): tensor for name, tensor in tensors.items() if name.startswith(f"{stem}.")}, config
+        )
+        for stem in stems
+    }
+
+
+def _exact_value(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
+    if ".qweight" in parts:
+        return _double_awq(parts) if "awq" in json.dumps(config) else _double_gptq(parts, config)
+    if ".weight_packed" in parts and parts[".weight_packed"].dtype == torch.int32:
+        return _double_packed(parts, config)
+    codes = parts.get(".weight_packed", parts.get(".weight"))
+    assert codes is not None
+    if ".weight.absmax" in parts:
+        return _double_bnb(parts)
+    scale = next((parts[name] for name in (".weight_scale_inv", ".weight_scale") if name in parts), None)
+    if scale is None:
+        return codes.double()
+    scale = torch.exp2(scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
+    if codes.dtype == torch.uint8:
+        values = _FP4.double()[_nibbles(codes)]
+        scale = scale * parts.get(".weight_scale_2", torch.ones(())).double()
+        scale = scale / parts.get(".weight_global_scale", torch.ones(())).double()
+        return _scaled(values, scale)
+    if codes.dtype == torch.int8:
+        return _scaled(codes.double(), scale.reshape(-1, 1) if scale.dim() < 2 else scale)
+    return _double_fp8(codes, scale)
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    each = codes.contiguous().view(torch.uint8)
+    return torch.stack([each & 15, each >> 4], dim=-1).flatten(-2).long()
+
+
+def _integers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words of int32 along the last axis, the first code in the lowest bits."""
+    shifts = torch.arange(0, 32, bits)
+    return ((words.long().unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """By a scale for each group of a row; one row of them is that of all."""
+    groups = values.view(values.shape[0], scale.shape[1], -1)
+    return (groups * scale.double().unsqueeze(-1)).view(values.shape)
+
+
+def _double_packed(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
+    (group,) = config["config_groups"].values()
+    bits, scale = group["weights"]["num_bits"], parts[".weight_scale"].double()
+    codes = _integers(parts[".weight_packed"], bits).double()
+    zeros = torch.full_like(scale, 1 << (bits - 1))
+    if ".weight_zero_point" in parts:
+        zeros = _integers(parts[".weight_zero_point"].t().contiguous(), bits).t()[: codes.shape[0]].double()
+    index = parts.get(".weight_g_idx", torch.arange(codes.shape[1]) * scale.shape[1] // codes.shape[1]).long()
+    return (codes - zeros[:, index]) * scale[:, index]
+
+
+def _double_gptq(parts: Tensors, config: Mapping[str, Any]) -> torch.Tensor:
+    bits, scale = config["bits"], parts[".scales"].double()
+    codes = _integers(parts[".qweight"].t().contiguous(), bits)
+    zeros = _integers(parts[".qzeros"], bits)
+    if config.get("checkpoint_format", "gptq") == "gptq":
+        zeros = (zeros + 1) % (1 << bits)
+    index = parts.get(".g_idx", torch.arange(codes.shape[1]) * scale.shape[0] // codes.shape[1]).long()
+    return (codes - zeros[index].t()).double() * scale[index].t()
+
+
+def _double_awq(parts: Tensors) -> torch.Tensor:
+    place = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of each of eight outputs in a word
+    codes, zeros = (
+        _integers(parts[name], 4).unflatten(-1, (-1, 8))[..., place].flatten(-2) for name in (".qweight", ".qzeros")
+    )
+    group = torch.arange(codes.shape[0]) * zeros.shape[0] // codes.shape[0]
+    return ((codes - zeros[group]).double() * parts[".scales"].double()[group]).t()
+
+
+def _double_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A scale for all, for rows, or for blocks that divide the matrix."""
+    if scale.numel() == 1:
+        return codes.double() * scale.double().reshape(())
+    rows, columns = (length // count for length, count in zip(codes.shape, scale.shape, strict=True))
+    return codes.double() * scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _double_bnb(parts: Tensors) -> torch.Tensor:
+    (state,) = (bytes(part.tolist()) for name, part in parts.items() if ".quant_state." in name)
+    about = json.loads(state)
+    scale = parts[".weight.absmax"]
+    if ".weight.nested_absmax" in parts:
+        of_blocks = parts[".weight.nested_absmax"].double().repeat_interleave(about["nested_blocksize"])
+        scale = parts[".weight.nested_quant_map"].double()[scale.long()] * of_blocks[: scale.numel()]
+        scale = scale + about["nested_offset"]
+    byte = parts[".weight"].view(torch.uint8).flatten()
+    codes = torch.stack([byte >> 4, byte & 15], dim=-1).flatten().long()
+    values = parts[".weight.quant_map"].double()[codes]
+    return (values * scale.double().repeat_interleave(about["blocksize"])[: values.numel()]).view(about["shape"])
 
 
 def write_gpt_oss(folder: Path) -> Tensors:

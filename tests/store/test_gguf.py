@@ -26,7 +26,7 @@ from torch_mesh.families import find_experts
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.convert import convert, weights_of_checkpoint
+from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
 from torch_mesh.store.gguf import BLOCK_TYPES, read_gguf, read_parts
 from torch_mesh.store.header import read_range
 from torch_mesh.store.inspect import describe
@@ -142,6 +142,35 @@ def test_records_hold_what_the_file_says(kind: str, written: Callable[..., Writt
             assert torch.equal(unpacked.float(), own)
         own = made.tensors[f"blk.{layer}.ffn_down_exps.bias"][3]
         assert torch.allclose(down_bias.float(), torch.from_numpy(own.copy()), rtol=4e-3)
+
+
+def _exact(kind: str, data: np.ndarray) -> torch.Tensor:
+    """What blocks of 32 weights stand for, in fp64, by llama.cpp's description of them."""
+    size = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}[kind]
+    blocks = torch.from_numpy(data.copy()).view(-1, size)
+    if kind == "MXFP4":
+        scale, codes = torch.exp2(blocks[:, :1].double() - 127), blocks[:, 1:]
+    else:
+        scale, codes = blocks[:, :2].contiguous().view(torch.float16).double(), blocks[:, 2:]
+    if kind == "Q8_0":
+        return scale * codes.contiguous().view(torch.int8).double()
+    nibbles = torch.cat([codes & 15, codes >> 4], dim=1).long()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    fp4 = torch.cat([magnitudes, -magnitudes])
+    return scale * (fp4[nibbles] if kind == "MXFP4" else nibbles.double() - 8)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_records_hold_what_blocks_stand_for(kind: str, written: Callable[..., Written], tmp_path: Path) -> None:
+    made = written("qwen3moe", kind)
+    store = convert(made.path, tmp_path / "store", "auto").store
+    tensors = read_gguf(made.path).header.tensors
+    for layer, expert in store.records():
+        found = stored_expert(store, layer, expert)
+        for part in ("gate", "up", "down"):
+            tensor = tensors[f"blk.{layer}.ffn_{part}_exps.weight"]
+            data = read_range(made.path, tensor.offset, tensor.bytes).reshape(4, -1)[expert]
+            assert torch.equal(getattr(found, part).double().view(-1, 32), _exact(kind, data))
 
 
 def test_gate_and_up_in_one_tensor(tmp_path: Path) -> None:

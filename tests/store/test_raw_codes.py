@@ -58,6 +58,64 @@ def _pack(sizes: list[int], views: dict[str, Any], format: str = "int4", group_s
     return _C.pack_raw(pieces, "bf16", views, format, group_size, *SIZES)
 
 
+def _unpacked(record: bytes, format: str, group_size: int) -> torch.Tensor:
+    data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    return torch.ops.torch_mesh.unpack(data, format, group_size, *SIZES)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_scales_are_rounded_to_bf16_and_codes_are_kept(dtype: torch.dtype, group_size: int) -> None:
+    columns, bytes_each = HIDDEN, dtype.itemsize
+    scales = (torch.rand(INTERMEDIATE, HIDDEN // 64) + 0.01).to(dtype)
+    codes = torch.randint(0, 256, (INTERMEDIATE, HIDDEN // 2), dtype=torch.uint8)
+    pieces = [codes.numpy().tobytes(), scales.view(torch.uint8).numpy().tobytes(), bytes(4096), bytes(4096)]
+    table = {
+        "piece": 0,
+        "offset": 0,
+        "order": "pairs",
+        "run": columns,
+        "run_bytes": columns // 2,
+        "row_bytes": columns // 2,
+    }
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    of_up = {
+        "piece": 1,
+        "offset": 0,
+        "type": name,
+        "rows": 1,
+        "columns": 64,
+        "row_bytes": bytes_each,
+        "column_bytes": bytes_each,
+    }
+    bias = {"piece": 3, "offset": 0, "row_stride": 1, "column_stride": 0}
+    views = {"up": table | {"scales": of_up}, "down": _views()[1]["down"], "up_bias": bias, "down_bias": bias}
+    views["down"] = table | {
+        "piece": 2,
+        "run": INTERMEDIATE,
+        "row_bytes": INTERMEDIATE // 2,
+        "scales": of_up | {"piece": 3, "row_bytes": 0},
+    }
+    record = _C.pack_raw(pieces, "bf16", views, "int4", group_size, *SIZES)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8
+    expected = nibbles * scales.bfloat16().float().repeat_interleave(64, 1)
+    assert torch.equal(_unpacked(record, "int4", group_size), expected)
+
+
+def test_a_scale_beyond_bf16_is_refused() -> None:
+    sizes, views = _views()
+    scales = views["up"]["scales"]
+    scales |= {"type": "fp32", "row_bytes": 8, "column_bytes": 4}
+    sizes[scales["piece"]] *= 2
+    pieces = [bytearray(size) for size in sizes]
+    for part, columns in (("up", HIDDEN), ("down", INTERMEDIATE)):
+        order = (torch.arange(columns, dtype=torch.int32) // 32).numpy().tobytes()
+        pieces[views[part]["in_turn"]["piece"]][:] = order
+    pieces[scales["piece"]][:4] = b"\xff\xff\x7f\x7f"  # the largest finite number
+    with pytest.raises(ValueError, match="a scale beyond bf16's range"):
+        _C.pack_raw(pieces, "bf16", views, "int4", 32, *SIZES)
+
+
 def test_pieces_of_just_the_size_are_enough() -> None:
     sizes, views = _views()
     assert len(_pack(sizes, views)) == _C.record_bytes("int4", 32, *SIZES)
@@ -104,7 +162,7 @@ HUGE = 2**63 - 1
         (("up", "first_row"), -1, "from row"),
         (("up", "first_row"), 1, "its shape needs"),
         (("up", "scales", "type"), "fp64", "scales are 'fp64'"),
-        (("up", "scales", "type"), "fp16", "scales of another type"),
+        (("up", "scales", "type"), "e4m3", "scales of another type"),
         (("up", "scales", "rows"), 0, "scales for 0 x"),
         (("up", "scales", "columns"), 48, "in groups of 32"),
         (("up", "scales", "offset"), -2, "negative"),

@@ -13,15 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import KINDS, Tensors, change_config, rewrite, write_deepseek_v4, write_gpt_oss, write_quantised
+from quantised import (
+    KINDS,
+    MIXED,
+    Tensors,
+    change_config,
+    exact_values,
+    rewrite,
+    write_deepseek_v4,
+    write_gpt_oss,
+    write_quantised,
+)
 from safetensors.torch import load_file
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import StoreError
 from torch_mesh.families import ExpertTensors, find_experts
+from torch_mesh.planning.formats import compared_formats
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config
-from torch_mesh.store.convert import convert, weights_of_checkpoint
+from torch_mesh.store.convert import convert, stored_expert, weights_of_checkpoint
 from torch_mesh.store.header import read_header, read_range
 from torch_mesh.store.inspect import describe
 from torch_mesh.store.manifest import Store, open_store
@@ -81,6 +92,65 @@ def test_records_hold_codes_and_scales_as_they_are(kind: str, sizes: dict[str, i
     _expect_records_of(
         store, lambda layer, e, part: values[f"model.layers.{layer}.mlp.experts.{e}.{PROJECTIONS[part]}.weight"]
     )
+
+
+ALL = KINDS | MIXED
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_auto_leaves_no_more_error_than_it_says(kind: str, tmp_path: Path) -> None:
+    made = ALL[kind]()
+    write_quantised(tmp_path / "raw", made)
+    exact = exact_values(tmp_path / "raw")
+    experts = find_checkpoint_experts(tmp_path / "raw", meta_model(read_config(tmp_path / "raw")))
+    said = experts.nearest()
+    assert (said.weights, said.group_size) == made.nearest
+    assert said.exact == (made.kept or kind == "fp8_powers_of_two")
+    with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="auto") as warned:
+        store = convert(tmp_path / "raw", tmp_path / "store", "auto").store
+    assert made.kept or any(said.why in str(each.message) for each in warned)
+    assert (store.manifest.weights, store.manifest.group_size) == made.nearest
+    for layer, expert in store.records():
+        found = stored_expert(store, layer, expert)
+        for part, name in PROJECTIONS.items():
+            expected = exact[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"]
+            off = getattr(found, part).double() - expected
+            if made.kept:
+                assert (off.abs() <= 2.0**-22 * expected.abs()).all(), (layer, expert, part)
+            else:
+                # Of scales in bf16 by what their mantissas happen to be.
+                assert off.norm() <= 1.4 * said.error * expected.norm(), (layer, expert, part)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_plan_says_what_opening_does(kind: str, tmp_path: Path) -> None:
+    made = ALL[kind]()
+    write_quantised(tmp_path, made)
+    experts = find_checkpoint_experts(tmp_path, meta_model(read_config(tmp_path)))
+    said = experts.nearest()
+    with contextlib.nullcontext() if made.kept else pytest.warns(UserWarning, match="auto"):
+        sizes = find_sizes(tmp_path, MeshConfig())
+    assert (sizes.weights, sizes.group_size or 0) == made.nearest
+    assert ("as they are" in sizes.conversion) == made.kept
+    assert made.kept or said.why in sizes.conversion
+    if sizes.own_codes is not None:
+        assert sizes.own_codes == made.nearest and sizes.own_error == said.error
+        assert compared_formats(sizes, MeshConfig())[made.nearest[0]] == (made.nearest[1], said.error)
+    if made.nearest[0] == "bf16":
+        assert compared_formats(sizes, MeshConfig())["bf16"][1] == said.error
+
+
+def test_scales_are_repeated_for_a_smaller_group(tmp_path: Path) -> None:
+    """A named group that lies within the checkpoint's own takes its codes, too."""
+    write_quantised(tmp_path / "raw", MIXED["groups_of_64"]())
+    exact = exact_values(tmp_path / "raw")
+    store = convert(tmp_path / "raw", tmp_path / "store", "int4", 32).store
+    assert store.manifest.group_size == 32
+    for layer, expert in store.records():
+        found = stored_expert(store, layer, expert)
+        for part, name in PROJECTIONS.items():
+            expected = exact[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"]
+            assert torch.equal(getattr(found, part), expected.float())
 
 
 def test_a_format_of_codes_is_for_those_that_have_them(tmp_path: Path) -> None:

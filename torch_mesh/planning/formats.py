@@ -12,25 +12,23 @@ from ..dense import DENSE_ERROR
 from ..errors import UnsupportedModelError
 from ..store.convert import checked_group_size
 from ..store.manifest import TRELLISES, Shape, is_store
+from ..store.sources.layout import BF16_ERROR, INT8_ERROR
 from .fitting import fitting_slots
 from .hit_rates import HitRate, known_or_expected
 from .sizes import Sizes, find_sizes
 from .token_time import Speeds, token_seconds
 
 # Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
-# has it. bf16 is that of a bf16 checkpoint; see ``_ROUNDED_TO_BF16`` for others.
+# has it. bf16 is that of a bf16 checkpoint; see ``BF16_ERROR`` for others.
 WEIGHT_ERROR: dict[str, dict[int, float]] = {
     "bf16": {0: 0.0},
-    "int8": {32: 0.0050, 64: 0.0057, 128: 0.0063},
+    "int8": {32: INT8_ERROR, 64: 0.0057, 128: 0.0063},
     "int4": {32: 0.081, 64: 0.090, 128: 0.097},
     "lut4": {32: 0.069, 64: 0.078, 128: 0.085},
     "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
     "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
     "tcq2+tcq3": {32: 0.232, 64: 0.234, 128: 0.236},  # of a gated expert
 }
-
-# What bf16 leaves of Gaussian weights in fp16 or fp32.
-_ROUNDED_TO_BF16 = 0.0017
 
 # What a choice of formats may leave where nobody says: four bits in any groups, and not three.
 MAX_ERROR = 0.10
@@ -159,14 +157,14 @@ def why_no_choice(
 
 
 def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
-    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds codes as they are, comes first, and
-    the others' errors are of what the codes stand for."""
+    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds its codes, comes first; all
+    errors are of what codes and scales stand for."""
     own = sizes.own_codes
-    formats = {} if own is None else {own[0]: (own[1], 0.0)}
+    formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}
     for weights, errors in WEIGHT_ERROR.items():
         group = compared_group(weights, sizes.shape, config)
         rounded = weights == "bf16" and not sizes.exact_in_bf16
-        formats.setdefault(weights, (group, _ROUNDED_TO_BF16 if rounded else errors[group]))
+        formats.setdefault(weights, (group, BF16_ERROR if rounded else errors[group]))
     return formats
 
 

@@ -46,14 +46,15 @@ class Sizes:
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
     conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
-    # Format and group size of the records that a checkpoint's own files can be read as, whatever ``weights`` is; None: none.
+    # Format and group size of the records that a checkpoint's own files are best read as, whatever ``weights`` is; None: none.
     own_records: tuple[str, int] | None = None
+    own_error: float = 0.0  # that these leave of the checkpoint's values
     raw_staging_bytes: int = 0  # those buffers where they are read so
     exact_in_bf16: bool = True  # False: fp16, fp32 and codes, which bf16 rounds
 
     @property
     def own_codes(self) -> tuple[str, int] | None:
-        """``own_records`` of a quantised checkpoint, which hold its codes as they are."""
+        """``own_records`` of a quantised checkpoint, which hold its codes."""
         return self.own_records if self.conversion else None
 
 
@@ -108,9 +109,10 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
     experts = find_checkpoint_experts(folder, model)
     weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
     unconverted = config.store is None
-    own = experts.own_records if unconverted else None
-    raw = own == (weights, group_size)
-    staging = 0 if own is None else _C.Source(**experts.source_arguments()).staging_bytes
+    raw = unconverted and experts.reads_as(weights, group_size)
+    staging = (
+        0 if experts.own_records is None or not unconverted else _C.Source(**experts.source_arguments()).staging_bytes
+    )
     if raw and config.io == "mmap":
         raise ValueError(
             "io='mmap' uses records as they lie in a store, and this checkpoint's weights are packed when they are read: name a "
@@ -126,22 +128,24 @@ def _checkpoint_sizes(folder: Path, config: MeshConfig) -> Sizes:
         files=experts.expert_files,
         conversion=_conversion(experts, config, weights, group_size),
         own_records=experts.own_records,
+        own_error=0.0 if experts.own_records is None else experts.nearest().error,
         raw_staging_bytes=staging,
-        exact_in_bf16=not experts.weights and experts.nearest().exact,
+        exact_in_bf16=experts.fits_bf16,
     )
 
 
 def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, group_size: int) -> str:
     if not experts.weights:
         return ""
-    if experts.own_records == (weights, group_size):
+    if experts.reads_as(weights, group_size):
+        kept = experts.nearest()
         if config.store is not None:
-            return (
-                f"{experts.format} experts are converted to {weights}, which holds their codes and scales as they are"
-            )
+            return f"{experts.format} experts are converted to {weights}, {kept.why}"
+        as_they_are = "as they are, " if kept.exact else ""
+        rounded = "" if kept.exact else f", {kept.why}"
         return (
-            f"{experts.format} experts are read as they are, in {experts.reads_per_expert} reads each, and packed to {weights} when they "
-            "come; torch-mesh convert makes that one read"
+            f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each, and packed to {weights} when they "
+            f"come{rounded}; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":
         return describe_nearest(experts)
@@ -164,6 +168,7 @@ def _sizes(
     files: tuple[Path, ...],
     conversion: str = "",
     own_records: tuple[str, int] | None = None,
+    own_error: float = 0.0,
     raw_staging_bytes: int = 0,
     exact_in_bf16: bool = True,
 ) -> Sizes:
@@ -183,6 +188,7 @@ def _sizes(
         files=files,
         conversion=conversion,
         own_records=own_records,
+        own_error=own_error,
         raw_staging_bytes=raw_staging_bytes,
         exact_in_bf16=exact_in_bf16,
     )

@@ -107,10 +107,16 @@ class CheckpointExperts:
 
     @property
     def own_records(self) -> tuple[str, int] | None:
-        """The format and group size of records that the files can be read as, without a conversion."""
+        """The format and group size of records that the files are best read as, without a conversion."""
         if not self.weights:
             return "bf16", 0
         return None if self.kept is None else (self.kept.weights, self.kept.group_size)
+
+    def reads_as(self, weights: str, group_size: int) -> bool:
+        """Whether the files can be read as such records, without a conversion: in smaller groups than their own scales are repeated."""
+        if self.kept is None:
+            return (weights, group_size) == self.own_records
+        return weights == self.kept.weights and group_size in self.kept.groups
 
     @property
     def rest_is_quantised(self) -> bool:
@@ -128,10 +134,22 @@ class CheckpointExperts:
     def nearest(self) -> Nearest:
         """The format of ours that is nearest to what the experts are kept in."""
         if self.kept is not None:
+            rounded = f"with scales rounded to bf16, by about {self.kept.error:.2%}"
+            scales = rounded if self.kept.error else "and scales as they are"
             return Nearest(
-                self.kept.weights, self.kept.group_size, True, "which holds their codes and scales as they are"
+                self.kept.weights, self.kept.group_size, self.kept.error, f"which holds their codes {scales}"
             )
+        return self.rounded()
+
+    def rounded(self) -> Nearest:
+        """The format that their values are best rounded to."""
         return nearest(self._of_experts()) if self.weights else nearest_to(self.dtype)
+
+    @property
+    def fits_bf16(self) -> bool:
+        """Whether bf16 holds every value exactly."""
+        choice = self.rounded()
+        return choice.exact and choice.weights == "bf16"
 
     def _of_experts(self) -> list[Weight]:
         return [self.weights[index] for index in sorted(set(self.extents[..., 0].flatten().tolist()))]
@@ -157,10 +175,11 @@ class CheckpointExperts:
             "checksums": None,
             "store_id": bytes(16),
             "raw_dtype": self.dtype if kept is None else kept.dtype,
-            "raw_views": self.raw_views if kept is None else kept.raw_views,
+            "raw_views": [self.raw_views] if kept is None else kept.raw_views,
+            "raw_views_of": None if kept is None else kept.raw_views_of,
         }
 
-    def pack_kept(self, layer: int, expert: int) -> torch.Tensor:
+    def pack_kept(self, layer: int, expert: int, group_size: int) -> torch.Tensor:
         """One expert's record of its codes and scales, read now. Raises ``StoreError`` for those that stand for no number."""
         kept, shape = self.kept, self.shape
         assert kept is not None
@@ -168,7 +187,8 @@ class CheckpointExperts:
         pieces = [read_range(self.files[file][0], offset, size) for file, offset, size in extents]
         sizes = (shape.hidden, shape.intermediate, shape.gated, shape.bias)
         try:
-            record = _C.pack_raw(pieces, kept.dtype, kept.raw_views, kept.weights, kept.group_size, *sizes)
+            views = kept.views_of(layer, expert)
+            record = _C.pack_raw(pieces, kept.dtype, views, kept.weights, group_size, *sizes)
         except ValueError as problem:
             file, offset, _ = extents[0]
             where = f"expert {expert} of layer {layer}"

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.store.header import Header
-from torch_mesh.store.manifest import has_chosen_groups
-from torch_mesh.store.sources.layout import Codes, Weight
+from torch_mesh.store.sources.layout import SCALES_ERROR, Codes, Weight
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawCodes, RawPlace, RawView
@@ -23,13 +22,26 @@ _MOST_PIECES = 16  # of an expert: kMaxPieces of csrc/store/source.h
 
 @dataclass(frozen=True)
 class KeptCodes:
-    """``extents`` and ``raw_views`` as a raw ``torch_mesh._C.Source`` takes them; biases are of ``dtype``."""
+    """What a raw ``torch_mesh._C.Source`` takes: ``extents``, ``raw_views`` and ``raw_views_of``; biases are of ``dtype``.
+
+    ``groups`` are the group sizes that records of them can have, best first. ``error`` is the relative root mean square of what records leave of
+    the values: 0, or that of scales which have to be rounded.
+    """
 
     weights: str
-    group_size: int
+    groups: tuple[int, ...]
+    error: float
     dtype: str
     extents: npt.NDArray[np.int64]
-    raw_views: dict[str, RawView | RawCodes]
+    raw_views: list[dict[str, RawView | RawCodes]]
+    raw_views_of: npt.NDArray[np.int64]
+
+    @property
+    def group_size(self) -> int:
+        return self.groups[0]
+
+    def views_of(self, layer: int, expert: int) -> dict[str, RawView | RawCodes]:
+        return self.raw_views[int(self.raw_views_of[layer, expert])]
 
 
 @dataclass(frozen=True)
@@ -54,33 +66,48 @@ def kept_codes(
     extents: npt.NDArray[np.int64],
     raw_views: Mapping[str, RawView],
 ) -> KeptCodes | None:
-    """Of experts whose values ``extents`` and ``raw_views`` describe (``CheckpointExperts``); None where no record holds their codes, or not all
-    are kept alike."""
-    pieces = _pieces([weights[index] for index in extents[0, 0, :, 0].tolist()])
-    found: set[Codes | None] = {
-        pieces[view["piece"]].codes for part, view in raw_views.items() if not part.endswith("_bias")
+    """Of experts whose values ``extents`` and ``raw_views`` describe (``CheckpointExperts``); None where no one format of records holds the codes
+    of all of them."""
+    layers, experts = extents.shape[:2]
+    layouts = _layouts(weights, extents)
+    every = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}
+    pieces = {layout: _pieces([weights[index] for index in layout]) for layout in every}
+    matrices = {view["piece"] for part, view in raw_views.items() if not part.endswith("_bias")}
+    codes = list(dict.fromkeys(pieces[layout][piece].codes for layout in every for piece in sorted(matrices)))
+    dtypes = {piece.weight.codes[1].dtype for layout in every for piece in pieces[layout] if piece.codes is None} or {
+        "BF16"
     }
-    names = {codes.weights for codes in found if codes is not None}
-    groups = {codes.group_size for codes in found if codes is not None}
-    dtypes = {piece.weight.codes[1].dtype for piece in pieces if piece.codes is None} or {"BF16"}
-    count = pieces[-1].begin + len(pieces[-1].roles)
-    # A group of one matrix may be part of a group of another's, where integers have one scale for a row.
-    one_format = len(names) == 1 and (len(groups) == 1 or has_chosen_groups(*names))
-    if None in found or not one_format or len(dtypes) > 1 or not dtypes <= RAW_DTYPES.keys() or count > _MOST_PIECES:
+    held = _record_of([each for each in codes if each is not None]) if None not in codes else None
+    if held is None or len(dtypes) > 1 or not dtypes <= RAW_DTYPES.keys():
         return None
-    views: dict[str, RawView | RawCodes] = {}
-    for part, view in raw_views.items():
-        piece = pieces[view["piece"]]
-        own = _codes_view(piece, piece.codes, view) if piece.codes else _plain_view(piece, view)
-        if own is None:
-            return None
-        views[part] = own
-    places = _places(weights, headers, extents, pieces)
-    if places is None:
+    views = [_views(pieces[layout], raw_views) for layout in every]
+    parts = max(pieces[layout][-1].begin + len(pieces[layout][-1].roles) for layout in every)
+    if parts > _MOST_PIECES or any(view is None for view in views):
         return None
+    places = _places(weights, headers, extents, [pieces[layout] for layout in layouts], parts)
+    kept, groups, error = held
     return KeptCodes(
-        names.pop(), min(groups), RAW_DTYPES[dtypes.pop()], places.reshape(*extents.shape[:2], count, 3), views
+        kept,
+        groups,
+        error,
+        RAW_DTYPES[dtypes.pop()],
+        places.reshape(layers, experts, parts, 3),
+        [view for view in views if view is not None],
+        np.array([every[layout] for layout in layouts], dtype=np.int64).reshape(layers, experts),
     )
+
+
+def _layouts(weights: Sequence[Weight], extents: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Of each expert what its pieces are laid out as, each said by the first weight that is laid out alike."""
+    first: dict[tuple[Codes | None, str, tuple[int, ...]], int] = {}
+    alike: dict[int, int] = {}
+    for index in dict.fromkeys(extents[..., 0].flatten().tolist()):
+        codes = weights[index].codes_as_they_are()
+        dtype = "" if codes is not None else weights[index].codes[1].dtype
+        alike[index] = first.setdefault((codes, dtype, weights[index].shape), index)
+    return [
+        tuple(alike[index] for index in expert) for expert in extents[..., 0].reshape(-1, extents.shape[2]).tolist()
+    ]
 
 
 def _roles(codes: Codes | None) -> list[str]:
@@ -101,22 +128,55 @@ def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
     return pieces
 
 
+def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | None:
+    """The format that holds all of these, the group sizes that it can have, and the error of its scales; None if none does."""
+    kinds = {each.kind for each in codes}
+    groups = tuple(group for group in codes[0].groups if all(group in each.groups for each in codes))
+    if len(kinds) > 1 or not groups:
+        return None
+    kind = kinds.pop()
+    types = {each.scales.type for each in codes}
+    if kind not in ("int4", "int8"):
+        return kind, groups, 0.0
+    if types == {"fp16"}:
+        return f"{kind}_fp16", groups, 0.0
+    # fp16 has no room for all scales of bf16 and fp32, and headers do not say which ones there are.
+    return kind, groups, 0.0 if types == {"bf16"} else SCALES_ERROR
+
+
+def _views(pieces: Sequence[_Piece], raw_views: Mapping[str, RawView]) -> dict[str, RawView | RawCodes] | None:
+    """Of experts in these pieces; None where the rows of a matrix are no rows of codes."""
+    views: dict[str, RawView | RawCodes] = {}
+    for part, view in raw_views.items():
+        piece = pieces[view["piece"]]
+        own = _codes_view(piece, piece.codes, view) if piece.codes else _plain_view(piece, view)
+        if own is None:
+            return None
+        views[part] = own
+    return views
+
+
 def _places(
-    weights: Sequence[Weight], headers: Sequence[Header], extents: npt.NDArray[np.int64], pieces: Sequence[_Piece]
-) -> npt.NDArray[np.int64] | None:
-    """(file, offset, bytes) of each piece of each expert, one after the other; None if they are not all as the first one's ``pieces``."""
+    weights: Sequence[Weight],
+    headers: Sequence[Header],
+    extents: npt.NDArray[np.int64],
+    pieces: Sequence[Sequence[_Piece]],
+    count: int,
+) -> npt.NDArray[np.int64]:
+    """(file, offset, bytes) of the ``count`` pieces of each expert, one after the other."""
     files = {header.path: index for index, header in enumerate(headers)}
     places: list[tuple[int, int, int]] = []
-    for expert in extents.reshape(-1, len(pieces), 3).tolist():
-        for piece, (index, offset, size) in zip(pieces, expert, strict=True):
+    for own, expert in zip(pieces, extents.reshape(-1, *extents.shape[2:]).tolist(), strict=True):
+        begin = len(places)
+        for piece, (index, offset, size) in zip(own, expert, strict=True):
             weight = weights[index]
-            same_type = piece.codes is not None or weight.codes[1].dtype == piece.weight.codes[1].dtype
-            if weight.codes_as_they_are() != piece.codes or not same_type:
-                return None
             number = offset // size if size < 4 * math.prod(weight.shape) else None
             for role in piece.roles:
                 path, tensor = weight.part(role, number)
                 places.append((files[path], tensor.offset, tensor.bytes))
+        # All experts have as many pieces: a byte that is read anyway stands for each that this one lacks.
+        file, at, _ = places[begin]
+        places += [(file, at, 1)] * (begin + count - len(places))
     return np.array(places, dtype=np.int64)
 
 
@@ -132,7 +192,7 @@ def _codes_view(piece: _Piece, codes: Codes, view: RawView) -> RawCodes | None:
     own_scales = scales.rows == 1
     if view["column_stride"] != 1 or beyond or between or (step != 1 and not own_scales):
         return None
-    if not own_scales and codes.group_size == 128 and first % 64:
+    if not own_scales and 128 in codes.groups and first % 64:
         return None  # a block of 64 outputs has one scale
     table: RawCodes = {
         **piece.place("codes", codes.offset + first * codes.row_bytes),

@@ -91,7 +91,7 @@ def convert(
         warnings.warn(f"{left_alone}: {describe_left_alone(others)}.", stacklevel=2)
     asked = weights
     weights, group_size = weights_of_checkpoint(experts, weights, group_size)
-    if asked == "bf16" and not _fits_bf16(experts):
+    if asked == "bf16" and not experts.fits_bf16:
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     calibrator = None
     if calibrate is not None:
@@ -149,7 +149,7 @@ def _calibrator(
         )
         allowed = ", ".join(map(repr, CALIBRATED))
         raise ValueError(f"weights={weights!r} {why}: give one of {allowed}, or convert without calibration.")
-    if experts.kept is not None and experts.own_records == (weights, group_size):
+    if experts.kept is not None and experts.reads_as(weights, group_size):
         raise ValueError(
             f"{experts.folder} has {weights} codes in groups of {group_size}, which are kept as they are: convert it without calibration."
         )
@@ -245,7 +245,7 @@ def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: 
             f"weights={weights!r} holds the codes of a checkpoint as they are, and {experts.folder} has {experts.format} experts: give one of "
             f"{', '.join(map(repr, dict.fromkeys((choice.weights, *WEIGHTS))))}, or 'auto'."
         )
-    if experts.weights and experts.kept is None:
+    if experts.weights and (experts.kept is None or not choice.exact):
         warnings.warn(f"{experts.folder}: {describe_nearest(experts)}. Name weights= for another format.", stacklevel=3)
     return choice.weights, choice.group_size
 
@@ -254,11 +254,6 @@ def describe_nearest(experts: CheckpointExperts) -> str:
     choice = experts.nearest()
     groups = f" in groups of {choice.group_size}" if choice.group_size else ""
     return f"weights='auto' converts {experts.format} experts to {choice.weights}{groups}, {choice.why}"
-
-
-def _fits_bf16(experts: CheckpointExperts) -> bool:
-    choice = experts.nearest()
-    return choice.exact and choice.weights == "bf16"
 
 
 def fingerprint_of(source: Path) -> str:
@@ -318,8 +313,8 @@ def pack_expert(tensors: ExpertTensors, weights: str, group_size: int) -> torch.
 def pack_from_checkpoint(
     experts: CheckpointExperts, layer: int, expert: int, weights: str, group_size: int
 ) -> torch.Tensor:
-    if experts.kept is not None and experts.own_records == (weights, group_size):
-        return experts.pack_kept(layer, expert)
+    if experts.kept is not None and experts.reads_as(weights, group_size):
+        return experts.pack_kept(layer, expert, group_size)
     return pack_expert(experts.read_expert(layer, expert), weights, group_size)
 
 

@@ -102,11 +102,13 @@ class Source:
 def nearest(weights: Sequence[Weight]) -> Nearest:
     """The format for the values of all of them."""
     # Biases stay what they are in any of them.
-    found = {weight.rounded() for weight in weights if not (weight.is_plain and weight.name.endswith("bias"))}
-    if len({choice.weights for choice in found}) == 1:
-        # A group that fits one of them is part of one that fits another.
-        return min(found, key=lambda choice: (choice.exact, choice.group_size))
-    return in_int8("they are of several kinds")
+    matrices = [weight for weight in weights if not (weight.is_plain and weight.name.endswith("bias"))]
+    found = list(dict.fromkeys(weight.rounded() for weight in matrices))
+    if all(choice.weights == "bf16" for choice in found):
+        return max(found, key=lambda choice: choice.error)
+    if len({choice.weights for choice in found}) > 1 or all(weight.codes_as_they_are() for weight in matrices):
+        return in_int8("no record holds what all of them are kept in")
+    return next(weight.rounded() for weight in matrices if not weight.codes_as_they_are())
 
 
 def own_quantisation(folder: Path) -> dict[str, Any] | None:

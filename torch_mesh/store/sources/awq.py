@@ -60,7 +60,7 @@ class Awq(Layout):
         return values
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return in_int8("codes with zero points fit none of the 4-bit formats")
+        return in_int8("no record has zero points")
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

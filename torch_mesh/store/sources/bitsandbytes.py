@@ -79,7 +79,7 @@ class Bnb4(Layout):
         return values.view(shape)
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return in_int8("its table is that of none of the 4-bit formats")
+        return in_int8("its table is that of no record")
 
 
 def _unrounded(parts: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> torch.Tensor:

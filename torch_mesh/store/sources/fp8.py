@@ -8,6 +8,7 @@ import torch
 
 from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
+    BF16_ERROR,
     EXPONENTS,
     FLOATS,
     IN_BF16,
@@ -72,19 +73,22 @@ class ScaledFp8(Layout):
         rows, columns = shape[-2:]
         size = DTYPE_BITS[scale.dtype] // 8
         if scale.shape in ((), (1,)):
-            return _fp8_codes(128, columns, Scales(scale_type(scale), rows, columns, 0, 0))
+            return _fp8_codes((128, 0), columns, Scales(scale_type(scale), rows, columns, 0, 0))
         block = self._block_of(shape, scale.shape)
         scales = Scales(scale_type(scale), *block, size * scale.shape[-1], size)
         whole_rows = block[1] >= columns
         if (block[0] % 64 == 0 or block[0] >= rows) and (block[1] % 128 == 0 or whole_rows):
-            return _fp8_codes(128, columns, scales)
+            return _fp8_codes((128, 0) if whole_rows else (128,), columns, scales)
         if whole_rows:
-            return _fp8_codes(0, columns, scales)
-        return _fp8_codes(32, columns, scales) if block[1] % 32 == 0 and scales.type == "e8m0" else None
+            return _fp8_codes((0,), columns, scales)
+        return _fp8_codes((32,), columns, scales) if block[1] % 32 == 0 and scales.type == "e8m0" else None
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        if parts["scale"].dtype in EXPONENTS or self._powers_of_two:
+        if parts["scale"].dtype in EXPONENTS:
             return IN_BF16
+        if self._powers_of_two:
+            why = "which holds every value exactly if all scales are powers of two, as scale_fmt says"
+            return Nearest("bf16", 0, BF16_ERROR, why)
         return in_int8("bf16 would round by .16 % and take twice the bytes")
 
     def _block_of(self, shape: Shape, scale: Shape) -> tuple[int, int]:
@@ -122,5 +126,5 @@ class Fp4InFp8(Mxfp4):
         return rows, 2 * columns
 
 
-def _fp8_codes(group_size: int, columns: int, scales: Scales) -> Codes:
-    return Codes("fp8", group_size, "bytes", columns, columns, columns, scales)
+def _fp8_codes(groups: tuple[int, ...], columns: int, scales: Scales) -> Codes:
+    return Codes("fp8", groups, "bytes", columns, columns, columns, scales)

@@ -57,12 +57,12 @@ class GgufBlocks(Layout):
         kept = _OF_CODES.get(self.title)
         if kept is None:
             return None
-        weights, order, scale = kept
+        kind, order, scale = kept
         values, size = _block(self.title)
         row = shape[-1] // values * size
         scales = Scales(scale, 1, values, row, size, part="codes")
         offset = 1 if scale == "e8m0" else 2
-        return Codes(weights, values, order, values, size, row, scales, offset=offset)
+        return Codes(kind, (values,), order, values, size, row, scales, offset=offset)
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         if self.title == "MXFP4":
@@ -70,10 +70,10 @@ class GgufBlocks(Layout):
         return in_int8("its blocks are none of ours, or of several types")
 
 
-# Blocks of a scale and its codes: the record that holds them, the order of the codes, the scale.
+# Blocks of a scale and its codes: what the codes are, their order, the scale.
 _OF_CODES = {
-    "Q4_0": ("int4_fp16", "halves", "fp16"),
-    "Q8_0": ("int8_fp16", "bytes", "fp16"),
+    "Q4_0": ("int4", "halves", "fp16"),
+    "Q8_0": ("int8", "bytes", "fp16"),
     "MXFP4": ("mxfp4", "halves", "e8m0"),
 }
 _BLOCKS = {name: GgufBlocks(name) for name in BLOCK_TYPES}

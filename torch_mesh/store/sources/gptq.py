@@ -18,7 +18,6 @@ from torch_mesh.store.sources.layout import (
     check_dtype,
     check_rank,
     check_shape,
-    in_int4,
     in_int8,
     integer_codes,
     is_multiple,
@@ -26,7 +25,7 @@ from torch_mesh.store.sources.layout import (
     scale_values,
     unpack_words,
 )
-from torch_mesh.store.sources.pack_quantized import group_order
+from torch_mesh.store.sources.pack_quantized import UNLIKE_OURS, group_order
 
 
 class Gptq(Layout):
@@ -105,11 +104,7 @@ class Gptq(Layout):
         )
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        if self._bits == 4 and self._is_plain(parts, shape):
-            kept = in_int4(shape[1] // parts["scale"].shape[0])
-            if kept is not None:
-                return kept
-        return in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+        return in_int8("no record has codes of 2 bits" if self._bits == 2 else UNLIKE_OURS)
 
     def _is_plain(self, parts: Mapping[str, Tensor], shape: Shape) -> bool:
         return self._symmetric and not self._ordered and is_multiple(shape[1], parts["scale"].shape[0])

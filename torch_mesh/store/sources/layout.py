@@ -61,8 +61,12 @@ class Nearest:
 
     weights: str
     group_size: int
-    exact: bool  # no value changes
+    error: float  # relative root mean square of what it leaves of the values, typically; 0: none changes
     why: str
+
+    @property
+    def exact(self) -> bool:
+        return self.error == 0
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,13 @@ class Scales:
 class Codes:
     """How a weight's codes and scales stand in its parts, where a record holds them as they are; of a stack those of one expert.
 
-    ``run`` inputs stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half of them in the
+    ``kind`` is what the codes are: 'int4', 'int8', 'fp8', 'mxfp4', 'nvfp4'; ``groups`` the group sizes of the records that have a place for each
+    scale, best first: in smaller groups than its own a scale is repeated. ``run`` inputs stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half of them in the
     lower bits and the second in the upper ones ('halves').
     """
 
-    weights: str
-    group_size: int
+    kind: str
+    groups: tuple[int, ...]
     order: str  # 'bytes', 'pairs', 'halves'
     run: int
     run_bytes: int
@@ -100,10 +105,14 @@ class Codes:
     in_turn: str | None = None  # the part that has to say that groups follow one another
 
 
+# Of Gaussian weights in groups of 32, of any values in scales of bf16, and of values in bf16: benchmarks/weight_error.py, docs/checkpoints.md.
+INT8_ERROR = 0.0050
+SCALES_ERROR = 0.0016
+BF16_ERROR = 0.0017
 # Rounding to eight bits adds half a percent to what the source's own rounding to four or eight has cost already, which is 3 to 10 %;
 # groups of 32 have the least error for their bytes: docs/decisions/0040.
-_INT8 = Nearest("int8", 32, False, "which rounds by about half a percent of a weight's typical size")
-IN_BF16 = Nearest("bf16", 0, True, "which holds every value exactly")
+_INT8 = Nearest("int8", 32, INT8_ERROR, f"which rounds by about {INT8_ERROR:.1%} of a weight's typical size")
+IN_BF16 = Nearest("bf16", 0, 0.0, "which holds every value exactly")
 
 
 def in_int8(what: str) -> Nearest:
@@ -111,26 +120,13 @@ def in_int8(what: str) -> Nearest:
     return replace(_INT8, why=f"{_INT8.why}; {what}")
 
 
-def in_int4(columns: int) -> Nearest | None:
-    """For symmetric codes of 4 bits with a scale of fp32 for each ``columns``; None where no groups of ours lie within those."""
-    group = group_within(columns)
-    if group is None:
-        return None
-    return Nearest("int4", group, False, "which has the same codes and groups, with scales rounded to bf16")
-
-
-def group_within(columns: int) -> int | None:
-    """The largest group of ours that divides ``columns``."""
-    return next((size for size in (128, 64, 32) if columns % size == 0), None)
-
-
 def integer_codes(bits: int, scales: Scales, depth: int, **places: Any) -> Codes | None:
-    """Of symmetric integers. None where no record has such scales, or none of our groups lies within theirs."""
-    weights = {"bf16": f"int{bits}", "fp16": f"int{bits}_fp16"}.get(scales.type)
-    group = group_within(scales.columns) or (32 if scales.columns >= depth else None)
-    if weights is None or group is None:
+    """Of symmetric integers with scales of bf16, fp16 or fp32. None where no group of ours lies within one of theirs."""
+    groups = tuple(size for size in (128, 64, 32) if scales.columns % size == 0)
+    if not groups and scales.columns < depth:
         return None
-    return Codes(weights, group, "pairs" if bits == 4 else "bytes", scales=scales, **places)
+    # The last group of a row that has one scale may be cut off.
+    return Codes(f"int{bits}", groups or (32,), "pairs" if bits == 4 else "bytes", scales=scales, **places)
 
 
 def scale_type(scale: Tensor) -> str:
@@ -138,8 +134,10 @@ def scale_type(scale: Tensor) -> str:
 
 
 def nearest_to(dtype: str) -> Nearest:
-    """For weights that nobody has quantised."""
-    return IN_BF16 if dtype.lower() == "bf16" else Nearest("bf16", 0, False, f"to which {dtype} weights are rounded")
+    """For weights that are not quantised."""
+    if dtype.lower() == "bf16":
+        return IN_BF16
+    return Nearest("bf16", 0, BF16_ERROR, f"to which {dtype} weights are rounded")
 
 
 class Layout(ABC):

@@ -36,7 +36,8 @@ class Mxfp4(Layout):
 
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         columns = shape[-1]
-        return Codes("mxfp4", 32, "pairs", columns, columns // 2, columns // 2, Scales("e8m0", 1, 32, columns // 32, 1))
+        scales = Scales("e8m0", 1, 32, columns // 32, 1)
+        return Codes("mxfp4", (32,), "pairs", columns, columns // 2, columns // 2, scales)
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
         return IN_BF16

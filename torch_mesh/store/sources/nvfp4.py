@@ -65,7 +65,7 @@ class Nvfp4(Layout):
     def codes(self, parts: Mapping[str, Tensor], shape: Shape) -> Codes | None:
         columns = shape[-1]
         scales = Scales("e4m3", 1, 16, columns // 16, 1)
-        kept = Codes("nvfp4", 16, "pairs", columns, columns // 2, columns // 2, scales)
+        kept = Codes("nvfp4", (16,), "pairs", columns, columns // 2, columns // 2, scales)
         return replace(kept, divisor="global") if self._reciprocal else replace(kept, factor="global")
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:

@@ -18,7 +18,6 @@ from torch_mesh.store.sources.layout import (
     check_dtype,
     check_rank,
     check_shape,
-    in_int4,
     in_int8,
     integer_codes,
     is_multiple,
@@ -27,6 +26,9 @@ from torch_mesh.store.sources.layout import (
     scaled_in_groups,
     unpack_words,
 )
+
+# Why no record holds codes that are integers.
+UNLIKE_OURS = "no record has zero points, an order of columns, or groups that are no multiple of 32"
 
 
 class PackedInt(Layout):
@@ -89,11 +91,7 @@ class PackedInt(Layout):
         return _in_rows(self._bits, parts["scale"], shape, flip=0 if self._bits == 4 else 0x80)
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        if self._bits == 4 and "zeros" not in parts and "order" not in parts:
-            kept = in_int4(shape[1] // parts["scale"].shape[1])
-            if kept is not None:
-                return kept
-        return in_int8("codes with zero points, an order or groups of their own fit none of the 4-bit formats")
+        return in_int8(UNLIKE_OURS)
 
 
 class ScaledInt8(Layout):
@@ -134,7 +132,7 @@ class ScaledInt8(Layout):
         return _in_rows(8, parts["scale"], shape, flip=0)
 
     def rounded(self, parts: Mapping[str, Tensor], shape: Shape) -> Nearest:
-        return in_int8("with another scale in each group")
+        return in_int8(UNLIKE_OURS)
 
 
 def _in_rows(bits: int, scale: Tensor, shape: Shape, flip: int) -> Codes | None:
