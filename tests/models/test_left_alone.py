@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quantised import KINDS, change_config, rewrite
 from safetensors.torch import load_file, save_file
 from transformers import (
     Dots3NoteConfig,
@@ -156,6 +157,33 @@ def _check_kinds(model: Any, bits: dict[str, torch.Tensor]) -> None:
             assert torch.equal(parameter, bits[f"{layer.path}.{name}"])
     size = f"(2 layers, {sum(layer.nbytes for layer in others):,} bytes)"
     assert f"left alone: {others[0].kind} {size}" in repr(model)
+
+
+def test_quantised_experts_of_another_shape_are_dequantised(tmp_path: Path, cache: Path) -> None:
+    made, model = KINDS["ct_int4"](), _ernie()
+    model.save_pretrained(tmp_path / "raw")
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
+            parts, _ = made.quantise(tensors.pop(name).float())
+            tensors.update({name.removesuffix(".weight") + part: tensor for part, tensor in parts.items()})
+
+    rewrite(tmp_path / "raw", quantise)
+    change_config(tmp_path / "raw", quantization_config=dict(made.config))
+    config = MeshConfig(resident=0.5, io="threads")
+    opened: Any = type(model).from_pretrained(tmp_path / "raw", quantization_config=config)
+    convert(tmp_path / "raw", tmp_path / "store", "auto")
+    stored: Any = type(model).from_pretrained(tmp_path / "store", quantization_config=config)
+    kept = [
+        {
+            f"{layer.path}.{name}": tensor
+            for layer in layers_left_alone(each)
+            for name, tensor in layer.parameters.items()
+        }
+        for each in (opened, stored)
+    ]
+    assert kept[0] and all(torch.equal(tensor, kept[1][name]) for name, tensor in kept[0].items())
+    assert all(torch.equal(*pair) for pair in zip(_run(opened), _run(stored), strict=True))
 
 
 @pytest.fixture(params=sorted(_MODELS))

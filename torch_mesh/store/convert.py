@@ -27,7 +27,7 @@ from torch_mesh.store.checkpoint import (
 )
 from torch_mesh.store.contents import Progress, StorePlan
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.header import store_error
+from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.manifest import (
     CALIBRATED,
     GROUP_SIZES,
@@ -353,11 +353,11 @@ def write_rest(
 ) -> list[Path]:
     """All but the experts of a quantised checkpoint, as a conversion writes it, in safetensors files of ``folder``, unless they are there.
 
-    ``fingerprint`` is the checkpoint's before its headers were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then,
+    The files are returned, and the folder has an index of them. ``fingerprint`` is the checkpoint's before its headers were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then,
     and a disk without room.
     """
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))
     files = dense_files(tensors_of(experts, model), MAX_FILE_BYTES)
     write_folder(folder, files, progress, functools.partial(check_unchanged, experts.folder, fingerprint))
-    return [folder / file.name for file in files]
+    return weight_files(folder)

@@ -98,22 +98,20 @@ def rest_of_store(store: Store) -> Rest:
 
 
 def files_beside(rest: Rest, model: PreTrainedModel, plan: StorePlan, max_file_bytes: int) -> list[NewFile]:
-    dense = _spread(rest.tensors, max_file_bytes)
+    index, *dense = dense_files(rest.tensors, max_file_bytes)
+    config = mesh_config(rest.config, model, plan.modules, plan.weights, plan.group_size)
+    return [index, _in_memory("config.json", config), *rest.others, *dense]
+
+
+def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
+    """An index, and the files that it names."""
+    dense = _spread(tensors, max_file_bytes)
     index = {
         "metadata": {"total_size": sum(member.tensor.bytes for _, members in dense for member in members)},
         "weight_map": {member.tensor.name: name for name, members in dense for member in members},
     }
-    files = [_in_memory(INDEX_NAME, json.dumps(index, indent=2) + "\n")]
-    files.append(
-        _in_memory("config.json", mesh_config(rest.config, model, plan.modules, plan.weights, plan.group_size))
-    )
-    files.extend(rest.others)
-    files.extend(_dense_file(name, members) for name, members in dense)
-    return files
-
-
-def dense_files(tensors: Iterable[Dense], max_file_bytes: int) -> list[NewFile]:
-    return [_dense_file(name, members) for name, members in _spread(tensors, max_file_bytes)]
+    text = json.dumps(index, indent=2) + "\n"
+    return [_in_memory(INDEX_NAME, text), *(_dense_file(name, members) for name, members in dense)]
 
 
 def _config_of(experts: CheckpointExperts, model: PreTrainedModel) -> str:
