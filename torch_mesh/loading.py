@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from .store.convert import (
 )
 from .store.gguf import gguf_files, is_gguf
 from .store.gguf_model import READ_BY_TABLES, complete_config, config_table
-from .store.header import weight_files
+from .store.header import store_error, weight_files
 from .store.manifest import (
     FORMAT_VERSIONS,
     MANIFEST_NAME,
@@ -95,6 +95,9 @@ class MeshQuantizer(PatchedModelQuantizer):
         """transformers calls it for a GGUF file, before it makes the model: what it has left out of the config has to be there then."""
         _fetch_parts(Path(gguf_file))
         complete_config(self.config_of_gguf, Path(gguf_file))
+        if not gguf_file.endswith(".gguf") and self.config_of_gguf.dtype is None:
+            # By a name in capitals transformers does not know the file, and would look into it for a dtype.
+            self.config_of_gguf.dtype = self.update_dtype(None)
 
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> None:
         """Of a GGUF file, too, the store's files are read, which stand in the place of its own."""
@@ -103,10 +106,16 @@ class MeshQuantizer(PatchedModelQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         check_launch()
-        ranks = expert_ranks(model)
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
+        self._checkpoint_files = checkpoint_files
+
+    def take_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
+        """Finds the experts and takes their parameters out of the loading, before transformers reads the first tensor of ``model``."""
+        checkpoint_files = self._checkpoint_files
+        del self._checkpoint_files
+        ranks = expert_ranks(model)
         layers = find_experts(model)
-        origin = _find_origin(model, layers, checkpoint_files, self.quantization_config)
+        origin = _find_origin(model, layers, checkpoint_files, self.quantization_config, key_mapping)
         if ranks > 1 and origin.choice:
             raise ValueError(f"weights={self.quantization_config.weights!r} does not go with ranks: name a format.")
         if ranks > 1:
@@ -115,9 +124,11 @@ class MeshQuantizer(PatchedModelQuantizer):
             layers = divide(model, layers, origin.share)
             prepare_forwards(model, layers)
         check(model, layers, origin.config, origin)
-        origin.prepare()
         assert checkpoint_files
-        left_alone = find_left_alone(Path(checkpoint_files[0]).parent, model)
+        named = [*checkpoint_files]
+        origin.prepare()
+        of_rest = origin.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
+        left_alone = find_left_alone(of_rest, model, key_mapping)
         absent = [Absent(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -159,6 +170,7 @@ class _Opened(OfRecords):
     """The experts of a model that is being loaded."""
 
     choice = ""  # why they are in their format, where weights="auto:8GiB" asked for the best
+    folder: Path  # of the checkpoint, or its GGUF file
 
     def __init__(
         self, layers: list[ExpertsLayer], config: MeshConfig, weights: str, group_size: int, **about: Any
@@ -204,7 +216,7 @@ class _OfCheckpoint(_Opened):
         group_size: int,
     ) -> None:
         self._experts = experts
-        self._folder = experts.folder
+        self.folder = experts.folder
         self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
         self._raw = experts.reads_as(weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
@@ -223,11 +235,11 @@ class _OfCheckpoint(_Opened):
         return self._converted(other_config(self.config, weights))
 
     def check_other(self, weights: str) -> None:
-        every, own = len(find_experts(meta_model(read_config(self._folder)))), len(self._layers)
+        every, own = len(find_experts(meta_model(read_config(self.folder)))), len(self._layers)
         if every != own:
             raise StoreError(
                 f"gpu.weights={weights!r} needs records beside the {self.weights} ones, and this model has {own} of the {every} MoE layers of "
-                f"{self._folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
+                f"{self.folder}: save it with save_pretrained and load that, or leave gpu.weights at 'auto'."
             )
 
     def _as_they_are(self, weights: str, group_size: int) -> Records:
@@ -240,7 +252,8 @@ class _OfCheckpoint(_Opened):
         return Records(weights, group_size, count, list(range(count)), self._experts.source_arguments(), store=None)
 
     def _converted(self, config: MeshConfig) -> Records:
-        make = functools.partial(convert, self._experts.folder, name=self._name)
+        key_mapping = self._experts.key_mapping
+        make = functools.partial(convert, self._experts.folder, name=self._name, key_mapping=key_mapping)
         return self._made(make, self._experts.fingerprint, self._name, config)
 
 
@@ -255,9 +268,10 @@ class _OfQuantised(_OfCheckpoint):
         layers: list[ExpertsLayer],
         config: MeshConfig,
         checkpoint_files: list[str],
+        key_mapping: Mapping[str, str] | None,
     ) -> None:
-        self._fingerprint = fingerprint_of(folder)
-        experts = find_checkpoint_experts(folder, model)
+        self._fingerprint = fingerprint_of(folder, key_mapping)
+        experts = find_checkpoint_experts(folder, model, key_mapping)
         self._files = checkpoint_files
         weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
         config = config.replace(weights=weights)
@@ -285,7 +299,7 @@ class _OfStore(_Opened):
 
     def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
         self._model = model
-        self._folder = folder
+        self.folder = folder
         _fetch(model, folder, [MANIFEST_NAME])
         manifest = read_manifest(folder)
         _check_manifest(manifest, folder, layers, config)
@@ -295,8 +309,8 @@ class _OfStore(_Opened):
         )
 
     def prepare(self) -> None:
-        _fetch(self._model, self._folder, [file.name for file in read_manifest(self._folder).record_files])
-        self._store = open_store(self._folder)
+        _fetch(self._model, self.folder, [file.name for file in read_manifest(self.folder).record_files])
+        self._store = open_store(self.folder)
         check_other_files(self._store, self.config.verify)
         self.set_records(_records_of(self._store, self._layers, self.config))
 
@@ -307,33 +321,42 @@ class _OfStore(_Opened):
 
 
 def _find_origin(
-    model: PreTrainedModel, layers: list[ExpertsLayer], checkpoint_files: list[str] | None, config: MeshConfig
+    model: PreTrainedModel,
+    layers: list[ExpertsLayer],
+    checkpoint_files: list[str] | None,
+    config: MeshConfig,
+    key_mapping: Mapping[str, str] | None,
 ) -> _Opened:
     if checkpoint_files and is_gguf(checkpoint_files[0]):
-        config, choice = _with_format(Path(checkpoint_files[0]), config)
-        return _chosen(_OfQuantised(model, Path(checkpoint_files[0]), layers, config, checkpoint_files), choice)
+        file = Path(checkpoint_files[0])
+        config, choice = _with_format(file, config, key_mapping)
+        return _chosen(_OfQuantised(model, file, layers, config, checkpoint_files, key_mapping), choice)
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
             f"torch_mesh reads experts from safetensors and GGUF files; {model.config._name_or_path!r} has "
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
-    folder = Path(checkpoint_files[0]).parent
+    folder = _folder_of(model, checkpoint_files)
     stored = own_quantisation(folder)
-    if is_store(folder) or (stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model)):
+    if is_store(folder) or (
+        stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model, key_mapping)
+    ):
         return _OfStore(model, folder, layers, config)
     _check_files(folder, checkpoint_files)
-    config, choice = _with_format(folder, config)
+    config, choice = _with_format(folder, config, key_mapping)
     if find_quantisation(folder) is not None:
-        return _chosen(_OfQuantised(model, folder, layers, config, checkpoint_files), choice)
-    experts, weights = find_checkpoint_experts(folder, model), format_of(config)
+        return _chosen(_OfQuantised(model, folder, layers, config, checkpoint_files, key_mapping), choice)
+    experts, weights = find_checkpoint_experts(folder, model, key_mapping), format_of(config)
     group_size = checked_group_size(weights, config.group_size)
     return _chosen(_OfCheckpoint(experts, model, layers, config, weights, group_size), choice)
 
 
-def _with_format(folder: Path, config: MeshConfig) -> tuple[MeshConfig, str]:
+def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str] | None) -> tuple[MeshConfig, str]:
     """``config`` with the format that ``weights="auto:8GiB"`` takes, and why it does."""
     if not config.weights.startswith("auto:"):
         return config, ""
+    if key_mapping:
+        raise ValueError(f"weights={config.weights!r} does not go with key_mapping=: name a format.")
     from .planning.choosing import choose_format  # which brings all of the plan
 
     chosen, why = choose_format(folder, config)
@@ -346,23 +369,51 @@ def _chosen(origin: _Opened, choice: str) -> _Opened:
     return origin
 
 
-def _has_expert_weights(folder: Path, model: PreTrainedModel) -> bool:
+def _has_expert_weights(folder: Path, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> bool:
     """Whether the folder of a config that speaks of records has ordinary experts, as one that was saved with a patched model's config."""
     try:
-        find_checkpoint_experts(folder, model)
+        find_checkpoint_experts(folder, model, key_mapping)
     except StoreError:
         return False
     return True
 
 
+def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
+    """The checkpoint's: that of its files, or one above them, whose index names them with their folders.
+
+    Raises ``StoreError`` for an index that leads out of its folder, which transformers follows.
+    """
+    files = [Path(file) for file in checkpoint_files]
+    opened = Path(model.config._name_or_path)
+    snapshot = next((folder for folder in files[0].parents if folder.parent.name == "snapshots"), files[0].parent)
+    root = opened if opened.is_dir() else snapshot
+    for file in files:
+        if not file.is_relative_to(root) or ".." in file.relative_to(root).parts:
+            raise store_error(root, f"its index names {file}, which is not in this folder: take the checkpoint anew")
+    below = len(files[0].parent.relative_to(root).parts)
+    for folder in (*reversed(files[0].parents[: below + 1]),):
+        with contextlib.suppress(StoreError):
+            if sorted(weight_files(folder)) == sorted(files):
+                return folder
+    return files[0].parent
+
+
 def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
-    """Experts are read from the checkpoint's own names: with ``variant=`` they would be another variant's than the rest."""
-    read, own = {os.path.basename(file) for file in checkpoint_files}, {path.name for path in weight_files(folder)}
-    if read != own:
+    """Experts are read from the files that the folder is known by: with ``variant=`` they would be another variant's than the rest."""
+    files = [Path(file) for file in checkpoint_files]
+    try:
+        own = weight_files(folder)
+    except StoreError as problem:
+        raise UnsupportedModelError(f"transformers reads {_names(files)}; {problem}") from problem
+    if sorted(own) != sorted(files):
         raise UnsupportedModelError(
-            f"transformers reads {', '.join(sorted(read))} of {folder}, and torch_mesh {', '.join(sorted(own))}: leave variant= out, or "
-            "put the variant's files under the usual names into a folder of their own."
+            f"transformers reads {_names(files)} of {folder}, and torch_mesh {_names(own)}: leave variant= out, or put the variant's files into "
+            "a folder of their own, with the config and the tokenizer."
         )
+
+
+def _names(files: Sequence[Path]) -> str:
+    return ", ".join(sorted(file.name for file in files))
 
 
 def _records_of(store: Store, layers: list[ExpertsLayer], config: MeshConfig) -> Records:
@@ -428,6 +479,18 @@ def _with_gguf(find: Any) -> Any:
     return found
 
 
+def _with_key_mapping(find: Any) -> Any:
+    """Around transformers' search for what becomes of a checkpoint's names, which knows of ``key_mapping=``. A quantiser is told of its result alone."""
+
+    @functools.wraps(find)
+    def found(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(hf_quantizer, MeshQuantizer):
+            hf_quantizer.take_experts(model, key_mapping)
+        return find(model, key_mapping, hf_quantizer, *args, **kwargs)
+
+    return found
+
+
 def _merging(merge: Any) -> Any:
     """Around what transformers makes of a checkpoint's quantisation and the one that was passed, where either is torch_mesh's."""
 
@@ -457,6 +520,7 @@ auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[meth
     auto.AutoHfQuantizer.merge_quantization_configs
 )
 modeling_utils.get_hf_quantizer = _with_gguf(modeling_utils.get_hf_quantizer)
+modeling_utils.get_model_conversion_mapping = _with_key_mapping(modeling_utils.get_model_conversion_mapping)
 with contextlib.suppress(ImportError):  # of an older transformers, which reads these files in another way
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 

@@ -10,6 +10,7 @@ from typing import Any
 from .config import MeshConfig
 from .errors import MeshError
 from .store.gguf import is_gguf
+from .store.header import variant_of
 
 _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 
@@ -17,8 +18,9 @@ _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 def open_model(folder: Path, config: MeshConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    folder, gguf = _named(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **gguf)
+    named, gguf = _named(folder)
+    variant = None if gguf else variant_of(folder)
+    return AutoModelForCausalLM.from_pretrained(named, quantization_config=config, variant=variant, **gguf)
 
 
 def open_tokenizer(folder: Path) -> Any:

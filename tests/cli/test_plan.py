@@ -423,7 +423,19 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
+    def _list(self, model: str) -> None:
+        folder = self.models[model]
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        rows = [{"type": "file", "path": str(file.relative_to(folder)), "size": 1, "oid": "0"} for file in files]
+        answer = json.dumps(rows).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
     def _answer(self, body: bool) -> None:
+        if listed := re.match(r"/api/models/(.*)/tree/main", self.path):
+            return self._list(listed[1])
         model, _, name = self.path.strip("/").partition("/resolve/main/")
         file = self.models[model] / name if name and model in self.models else None
         if file is None or not file.is_file():
@@ -452,9 +464,20 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_a_model_of_the_hub_is_planned_without_its_weights(
-    mesh_tiny: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mesh_tiny: Path,
+    store: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     Hub.models = {"tiny/raw": mesh_tiny, "tiny/int4": store}
+    for name, file in {"parts": "parts/model.safetensors", "variant": "model.fp16.safetensors"}.items():
+        folder = Hub.models[f"tiny/{name}"] = tmp_path_factory.mktemp(name)
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).symlink_to(mesh_tiny / "model.safetensors")
+        (folder / "config.json").symlink_to(mesh_tiny / "config.json")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "parts/model.safetensors"}}
+    (Hub.models["tiny/parts"] / "model.safetensors.index.json").write_text(json.dumps(index))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = os.environ | {
@@ -479,7 +502,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
         assert there["folder"] == model and there["sizes"].pop("files") == [] and here["sizes"].pop("files")
         assert there["sizes"] == here["sizes"]
         assert there["tokens_per_second"] > 0
-        weights = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+        weights = {file.name: file.stat().st_size for file in folder.rglob("*.safetensors")}
         assert set(weights) <= set(Hub.sent)
         assert sum(Hub.sent.values()) < sum(weights.values()) / 5, (Hub.sent, weights)
     unknown = planned("tiny/none")

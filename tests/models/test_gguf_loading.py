@@ -35,6 +35,26 @@ def _open(path: Path, weights: str = "bf16", store: str | None = None, **given: 
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, quantization_config=config, **given)
 
 
+@pytest.mark.parametrize("parts", [0, 3])
+def test_a_name_in_capitals_is_a_gguf_file(parts: int, tmp_path: Path) -> None:
+    made = gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps.weight": "Q8_0"}, parts=parts)
+    logits = {dtype: _logits(_open(made.path, "auto", **_dtype_of(dtype))) for dtype in (None, torch.float32)}
+    for path in tmp_path.glob("*.gguf"):
+        path.rename(path.with_name(path.name.upper()))
+    path = made.path.with_name(made.path.name.upper())
+    if not parts:  # of which transformers reads the first alone
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+        assert _difference(logits[torch.float32], _logits(plain)) <= 0.02
+    for dtype, expected in logits.items():
+        assert torch.equal(_logits(_open(path, "auto", **_dtype_of(dtype))), expected)
+    convert(path, tmp_path / "store", "auto")
+    assert torch.equal(_logits(_open(tmp_path / "store", "auto", dtype=torch.float32)), logits[torch.float32])
+
+
+def _dtype_of(dtype: torch.dtype | None) -> dict[str, Any]:
+    return {} if dtype is None else {"dtype": dtype}
+
+
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.isfinite(expected).all()
     return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()

@@ -291,6 +291,7 @@ def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path
         ("owner/model/Q4/deep/file.gguf", "owner/model:Q4/deep/file.gguf"),
         ("owner/model@v1/Q4/file.gguf", "owner/model@v1:Q4/file.gguf"),
         ("owner/model:Q4/file.gguf", "owner/model:Q4/file.gguf"),
+        ("owner/model/Q4/File.GGUF", "owner/model:Q4/File.GGUF"),
         ("owner/model@refs/pr/3:Q4/file.gguf", "owner/model@refs/pr/3:Q4/file.gguf"),
     ],
 )

@@ -361,6 +361,12 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "gptq_v2": lambda: Kind(
         _gptq_config(checkpoint_format="gptq_v2"), _gptq(symmetric=True, version=2), ("int4_fp16", 32)
     ),
+    "gptq_file": lambda: Kind(
+        {},
+        _gptq(symmetric=True),
+        ("int4_fp16", 32),
+        files={"quantize_config.json": {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}},
+    ),
     "gptq_8bit": lambda: Kind(_gptq_config(bits=8), _gptq(symmetric=True, bits=8), ("int8_fp16", 32)),
     "gptq_2bit": lambda: Kind(_gptq_config(bits=2), _gptq(symmetric=True, bits=2), ("int8", 32), rounded=True),
     "gptq_zeros": lambda: Kind(_gptq_config(sym=False), _gptq(symmetric=False), ("int8", 32), rounded=True),
@@ -374,6 +380,13 @@ KINDS: dict[str, Callable[[], Kind]] = {
     ),
     "awq": lambda: Kind(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, _awq, ("int8", 32), rounded=True
+    ),
+    "awq_file": lambda: Kind(
+        {},
+        _awq,
+        ("int8", 32),
+        rounded=True,
+        files={"quant_config.json": {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}},
     ),
     "bnb_nf4": lambda: Kind(_BNB, _bnb("nf4", nested=False), ("int8", 32), rounded=True),
     "bnb_nested": lambda: Kind(
@@ -448,10 +461,16 @@ def _scales_of(
     return quantised
 
 
+_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
 def exact_values(folder: Path) -> Tensors:
     """What each expert's weight of a checkpoint of ours stands for, in fp64, by nothing but its stored codes and scales."""
     tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {"quant_method": "modelopt"}
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    if not config:
+        ((name, method),) = ((name, method) for name, method in _FILES.items() if (folder / name).exists())
+        config = {"quant_method": method, **json.loads((folder / name).read_text())}
     stems = {name.split("_proj.")[0] + "_proj" for name in tensors if ".experts." in name}
     return {
         f"{stem}.weight": _exact_value(

@@ -289,7 +289,11 @@ def write_index(folder: Path, weight_map: object) -> Path:
     [
         "../x.safetensors",
         "/etc/passwd",
-        "a/b.safetensors",
+        "a/../b.safetensors",
+        "a/../../b.safetensors",
+        "a//b.safetensors",
+        "a/",
+        "./a",
         "..",
         ".",
         "",
@@ -321,5 +325,7 @@ def test_weight_files_are_the_single_one_or_those_of_the_index(tmp_path: Path) -
         weight_files(tmp_path)
     write_index(tmp_path, {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
     assert [path.name for path in weight_files(tmp_path)] == ["1.safetensors", "2.safetensors"]
+    write_index(tmp_path, {"a": "b/2.safetensors", "b": "3.safetensors"})
+    assert weight_files(tmp_path) == [tmp_path / "3.safetensors", tmp_path / "b" / "2.safetensors"]
     (tmp_path / "model.safetensors").touch()
     assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]

@@ -43,6 +43,7 @@ from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
+from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import check_folder, store_error
 from torch_mesh.store.hub import local_folder
 
@@ -100,8 +101,8 @@ def options() -> list[Option]:
 _ON_HUB = tuple(
     re.compile(pattern)
     for pattern in (
-        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+\.gguf)",
-        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+\.gguf)",
+        r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?:(?P<file>[^:]+(?i:\.gguf))",
+        r"(?P<repo>[^/:@]+/[^/:@]+)(?P<revision>@[^/:@]+)?/(?P<file>[^:]+(?i:\.gguf))",
         r"(?P<repo>[^:@]+)(?P<revision>@[^:@]+)?",
     )
 )
@@ -113,9 +114,9 @@ def name_for(model: str) -> str:
     Raises ValueError for the name of a file or folder that it would take for something else, StoreError for a path where nothing is.
     """
     if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
-        check_path = check_folder if not model.endswith(".gguf") else _check_file
+        check_path = check_folder if not is_gguf(model) else _check_file
         check_path(model)
-        folder, _, file = model.rpartition("/") if model.endswith(".gguf") else (model, "", "")
+        folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
         if special := re.search("[:@]", folder):
             raise ValueError(
                 f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
@@ -123,7 +124,7 @@ def name_for(model: str) -> str:
         return f"{folder or '.'}:{file}" if file else folder
     found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
     try:
-        if found is None or found["repo"].endswith(".gguf"):
+        if found is None or is_gguf(found["repo"]):
             raise HFValidationError
         validate_repo_id(found["repo"])
     except HFValidationError:

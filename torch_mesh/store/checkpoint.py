@@ -9,6 +9,7 @@ Where a function takes the folder of a checkpoint, it takes a GGUF file too, the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -41,7 +42,7 @@ from torch_mesh.store.gguf_experts import OF_GGUF, GgufStacks
 from torch_mesh.store.header import Header, Tensor, check_folder, read_header, read_range, store_error, weight_files
 from torch_mesh.store.manifest import Shape, is_store
 from torch_mesh.store.mapping import ParameterStacks
-from torch_mesh.store.sources import method_of, nearest, own_quantisation, source_of
+from torch_mesh.store.sources import check_unquantised, method_of, nearest, own_quantisation, source_of
 from torch_mesh.store.sources.layout import Nearest, Weight, nearest_to
 from torch_mesh.store.views import PARTS, expert_extents
 
@@ -76,6 +77,7 @@ class CheckpointExperts:
     quantisation: Mapping[str, Any] | None = None
     weights: tuple[Weight, ...] = ()
     kept: KeptCodes | None = None
+    key_mapping: Mapping[str, str] | None = None
 
     @property
     def format(self) -> str:
@@ -164,7 +166,7 @@ class CheckpointExperts:
 
     @cached_property
     def fingerprint(self) -> str:
-        return checkpoint_fingerprint((header.path for header in self.headers), self.quantisation)
+        return checkpoint_fingerprint((header.path for header in self.headers), self.quantisation, self.key_mapping)
 
     def source_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``torch_mesh._C.Source``. A raw checkpoint has no checksums: first reads set them."""
@@ -253,35 +255,25 @@ def shape_of(layers: Sequence[ExpertsLayer]) -> Shape:
     )
 
 
-def find_checkpoint_experts(folder: str | os.PathLike[str], model: transformers.PreTrainedModel) -> CheckpointExperts:
+def find_checkpoint_experts(
+    folder: str | os.PathLike[str], model: transformers.PreTrainedModel, key_mapping: Mapping[str, str] | None = None
+) -> CheckpointExperts:
     """Where the experts of ``model`` stand in the checkpoint in ``folder``.
 
-    ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a
+    ``key_mapping`` renames tensors before all else, as that of ``from_pretrained`` does. ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a
     way that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
     """
     folder = Path(folder)
     if is_gguf(folder):
         return _experts_of(folder, find_experts(model), GgufStacks(folder))
-    stacks = ParameterStacks(folder, model, find_quantisation(folder, model.config))
-    experts = _experts_of(folder, find_experts(model), stacks)
+    stacks = ParameterStacks(folder, model, find_quantisation(folder, model.config), key_mapping)
     if stacks.quantisation is None:
-        _check_unquantised(folder, stacks.headers)
-    return experts
-
-
-def _check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
-    """transformers would take codes for values."""
-    for header in headers:
-        for tensor in header.tensors.values():
-            if tensor.dtype.startswith(("F8", "F6", "F4")):
-                raise UnsupportedModelError(
-                    f"{folder}: {tensor.name} is {tensor.dtype}, and config.json names no quantization_config that says what scales it has. "
-                    "Take the config.json that belongs to these weights, or the unquantised original."
-                )
+        check_unquantised(folder, stacks.headers)
+    return dataclasses.replace(_experts_of(folder, find_experts(model), stacks), key_mapping=key_mapping)
 
 
 def find_left_alone(
-    folder: str | os.PathLike[str], model: transformers.PreTrainedModel
+    folder: str | os.PathLike[str], model: transformers.PreTrainedModel, key_mapping: Mapping[str, str] | None = None
 ) -> list[tuple[ExpertsLayer, CheckpointExperts]]:
     """Each layer of experts that no pool takes, and where its own stand in the folder, which may be that of a converted checkpoint.
 
@@ -294,7 +286,9 @@ def find_left_alone(
     stacks: _Stacks = (
         GgufStacks(folder)
         if is_gguf(folder)
-        else ParameterStacks(folder, model, None if is_store(folder) else find_quantisation(folder, model.config))
+        else ParameterStacks(
+            folder, model, None if is_store(folder) else find_quantisation(folder, model.config), key_mapping
+        )
     )
     return [(layer, _experts_of(folder, [layer], stacks)) for layer in layers]
 
@@ -322,12 +316,18 @@ def _experts_of(folder: Path, layers: Sequence[ExpertsLayer], stacks: _Stacks) -
     )
 
 
-def checkpoint_fingerprint(files: Iterable[Path], quantisation: Mapping[str, Any] | None = None) -> str:
+def checkpoint_fingerprint(
+    files: Iterable[Path],
+    quantisation: Mapping[str, Any] | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+) -> str:
     """Hex digest of the files' names, sizes, times of change and safetensors headers, and of what says how they are to be read: another
     checkpoint has another."""
     digest = hashlib.blake2b(digest_size=16)
     if quantisation is not None:
         digest.update(json.dumps(quantisation, sort_keys=True).encode())
+    if key_mapping:
+        digest.update(json.dumps([*key_mapping.items()]).encode())  # its order counts
     for path in sorted(files):
         status = path.stat()
         header = read_gguf(path).header if is_gguf(path) else read_header(path)

@@ -6,7 +6,7 @@ import functools
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,11 +61,13 @@ def convert(
     workers: int | None = None,
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> Written:
     """Converts the checkpoint in the folder ``source``, or in the GGUF file of that name, to a store, expert by expert.
 
     ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto', which is what is nearest to the source, or the format that holds its codes as they
-    are; ``group_size`` (32, 64 or 128) is for those but bf16; ``name`` is what the manifest calls the source, by default its folder. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
+    are; ``group_size`` (32, 64 or 128) is for those but bf16; ``name`` is what the manifest calls the source, by default its folder; ``key_mapping`` is that of
+    ``from_pretrained``. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     ``calibrate`` names a text (a plain file, or .jsonl with a ``text`` in each line): the checkpoint is run on its first ``calibrate_tokens`` tokens, in the memory
     that running it takes, and int8, int4, lut4 and trellis records are packed so that what experts made of it keeps its values. Until the store is written that takes
@@ -81,10 +83,11 @@ def convert(
         raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *OF_CODES)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
-    fingerprint = fingerprint_of(source)  # before the headers are read by which it is converted
+    fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read by which it is converted
     model = meta_model(read_config(source))
-    experts = find_checkpoint_experts(source, model)
-    if others := [layer for layer, _ in find_left_alone(source, model)]:  # which says now what could not be read later
+    experts = find_checkpoint_experts(source, model, key_mapping)
+    # Which raises now for what could not be read later.
+    if others := [layer for layer, _ in find_left_alone(source, model, key_mapping)]:
         left_alone = (
             f"The records are those of {experts.modules[0]} and its like. Experts of other shapes stay as they are"
         )
@@ -126,7 +129,9 @@ def convert(
         workers=workers,
         progress=progress,
         max_file_bytes=max_file_bytes,
-        check_source=functools.partial(check_unchanged, source, fingerprint),
+        check_source=functools.partial(
+            check_unchanged, source, fingerprint, functools.partial(fingerprint_of, key_mapping=key_mapping)
+        ),
         scratch=None if calibrator is None else calibrator.scratch,
     )
 
@@ -256,8 +261,8 @@ def describe_nearest(experts: CheckpointExperts) -> str:
     return f"weights='auto' converts {experts.format} experts to {choice.weights}{groups}, {choice.why}"
 
 
-def fingerprint_of(source: Path) -> str:
-    return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source))
+def fingerprint_of(source: Path, key_mapping: Mapping[str, str] | None = None) -> str:
+    return checkpoint_fingerprint(checkpoint_files(source), find_quantisation(source), key_mapping)
 
 
 def check_unchanged(source: Path, fingerprint: str, fingerprint_now: Callable[[Path], str] = fingerprint_of) -> None:
@@ -359,5 +364,8 @@ def write_rest(
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))
     files = dense_files(tensors_of(experts, model), MAX_FILE_BYTES)
-    write_folder(folder, files, progress, functools.partial(check_unchanged, experts.folder, fingerprint))
+    fingerprint_now = functools.partial(fingerprint_of, key_mapping=experts.key_mapping)
+    write_folder(
+        folder, files, progress, functools.partial(check_unchanged, experts.folder, fingerprint, fingerprint_now)
+    )
     return weight_files(folder)

@@ -68,7 +68,7 @@ _MAX_RANK = 4
 _CHUNK_BYTES = 1 << 20
 _MAX_KEY = (1 << 16) - 1  # bytes of a key or of a tensor's name
 _MAX_KEPT = 1 << 14  # elements of arrays: what there is one of for each layer, not for each token
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SPLIT = re.compile(r"-(\d{5})(-of-(\d{5})\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Gguf:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).endswith(SUFFIX)
+    return os.fspath(path).lower().endswith(SUFFIX)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Gguf:
@@ -116,11 +116,11 @@ def part_names(name: str) -> list[str]:
     match = _SPLIT.search(name)
     if match is None:
         return [name]
-    number, count = map(int, match.groups())
+    number, count = int(match[1]), int(match[3])
     if number != 1 or count < 1:
-        first = f"{name[: match.start()]}-00001-of-{match[2]}.gguf"
+        first = f"{name[: match.start()]}-00001{match[2]}"
         raise ValueError(f"is part {number} of {count} of a model: name the first, {os.path.basename(first)}")
-    return [f"{name[: match.start()]}-{part + 1:05d}-of-{count:05d}.gguf" for part in range(count)]
+    return [f"{name[: match.start()]}-{part + 1:05d}{match[2]}" for part in range(count)]
 
 
 def gguf_files(path: str | os.PathLike[str], all_there: bool = True) -> list[Path]:

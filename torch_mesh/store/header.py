@@ -16,7 +16,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -37,6 +37,10 @@ MAX_INTEGER = (1 << 63) - 1
 ALIGNMENT = 4096
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Of the variants that transformers saves and loads by name; no shard, which an index names.
+_VARIANT = re.compile(
+    r"model\.(?P<of_file>(?!.*-\d{5}-of-\d{5}\.).+)\.safetensors|model\.safetensors\.index\.(?P<of_index>.+)\.json"
+)
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -189,18 +193,19 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files that make up a checkpoint folder: ``model.safetensors``, or those that its index names.
+    """The safetensors files that make up a checkpoint folder, in the order in which transformers reads them: the one file, or those that
+    the index names.
 
-    Raises ``StoreError`` if there is neither, if the index is malformed, or if it names anything but a file of that folder.
+    File or index is what config.json names as ``transformers_weights``, or ``model.safetensors``, or ``model.safetensors.index.json``, or else
+    that of a variant, if the folder has only one. Raises ``StoreError`` if there is none of these, if the index is malformed, or if it
+    names anything but files in that folder.
     """
     folder = Path(folder)
     check_folder(folder)
-    single = folder / SINGLE_NAME
-    if single.is_file():
-        return [single]
-    index = folder / INDEX_NAME
-    if index.is_file():
-        return [folder / name for name in sorted(set(read_index(index).values()))]
+    name = _weights_name(folder)
+    if name is not None:
+        path = folder / name
+        return [folder / file for file in sorted(set(read_index(path).values()))] if is_index(name) else [path]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise store_error(
             folder,
@@ -209,15 +214,94 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     raise store_error(folder, f"holds neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
+def variant_of(folder: Path) -> str | None:
+    """The ``variant=`` by which transformers opens a folder that has the files of one variant alone; None for all others.
+
+    Raises ``StoreError`` as ``weight_files`` does.
+    """
+    name = _weights_name(folder)
+    return None if name is None or named_in_config(folder) else next(iter(_variants([name])), None)
+
+
+def _weights_name(folder: Path) -> str | None:
+    return (
+        named_in_config(folder)
+        or next((usual for usual in (SINGLE_NAME, INDEX_NAME) if (folder / usual).is_file()), None)
+        or only_variant(folder, (path.name for path in folder.iterdir()))
+    )
+
+
+def is_index(name: str) -> bool:
+    """Whether the file of weights of that name is the index of several."""
+    return name.endswith(".json")
+
+
+def named_in_config(folder: Path) -> str | None:
+    """The file of weights, or index, that the folder's config.json names as ``transformers_weights``; None if it names none.
+
+    Raises ``StoreError`` for a name that leads out of the folder.
+    """
+    path = folder / "config.json"
+    try:
+        # Not by the parser of headers, as a config may have NaN and infinities.
+        table = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # reading the config raises what is wrong with it
+    name = table.get("transformers_weights") if isinstance(table, dict) else None
+    if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        return None
+    check_inner_name(path, name, "the model")
+    return name
+
+
+def only_variant(where: str | os.PathLike[str], names: Iterable[str]) -> str | None:
+    """Of the names in a folder the file of weights, or index, of the only variant, as ``save_pretrained(variant="fp16")`` writes it; None if
+    there is none. Raises ``StoreError`` for several."""
+    found = _variants(names)
+    if len(found) > 1:
+        raise store_error(
+            where,
+            f"holds the weights of several variants and no {SINGLE_NAME}: {', '.join(sorted(found.values()))}. Put those of one into a folder of "
+            "their own, with the config and the tokenizer",
+        )
+    return next(iter(found.values()), None)
+
+
+def _variants(names: Iterable[str]) -> dict[str, str]:
+    """By variant its file of weights or, where it has several, their index."""
+    found: dict[str, str] = {}
+    for name in sorted(names, key=is_index, reverse=True):  # transformers looks for the one file first
+        match = _VARIANT.fullmatch(name)
+        if match is not None:
+            found[match["of_file"] or match["of_index"]] = name
+    return found
+
+
+def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
+    """The checked headers of all files of a checkpoint, in the order of ``weight_files``.
+
+    Where several files have a tensor of one name, the last has the one that counts, and the others are left out: transformers reads the
+    files one after the other, whatever the index says of the tensor. Raises ``StoreError`` as ``read_header`` does.
+    """
+    headers = [read_header(path) for path in paths]
+    last = {name: number for number, header in enumerate(headers) for name in header.tensors}
+    if len(last) == sum(len(header.tensors) for header in headers):
+        return tuple(headers)
+    return tuple(
+        replace(header, tensors={name: tensor for name, tensor in header.tensors.items() if last[name] == number})
+        for number, header in enumerate(headers)
+    )
+
+
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The ``weight_map`` of a sharded checkpoint: tensor name to file name. A file name is one plain component: no path leads out."""
+    """The ``weight_map`` of a sharded checkpoint: tensor name to the name of a file in the index's folder or below it. No path leads out."""
     path = Path(path)
     table = read_json_file(path, floats=True)  # some writers give total_size as a float
     weight_map = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise store_error(path, "has no 'weight_map' object that names tensors and their files")
     for tensor, name in weight_map.items():
-        check_file_name(path, name, f"tensor {tensor!r}")
+        check_inner_name(path, name, f"tensor {tensor!r}")
     return weight_map
 
 
@@ -238,9 +322,21 @@ def read_json_file(path: Path, floats: bool = False) -> Any:
 
 def check_file_name(path: Path, name: object, what: str) -> None:
     """Raises ``StoreError`` unless ``name`` is a plain file name: non-empty, one path component, no control characters."""
-    # A lone surrogate has no bytes to open a file with.
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name):
+    if not isinstance(name, str) or not _is_plain(name):
         raise store_error(path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder")
+
+
+def check_inner_name(path: Path, name: object, what: str) -> None:
+    """Raises ``StoreError`` unless ``name`` is that of a file of the folder or of one below it: plain names with slashes between them."""
+    if not isinstance(name, str) or not all(_is_plain(part) for part in name.split("/")):
+        raise store_error(
+            path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder or of one in it"
+        )
+
+
+def _is_plain(name: str) -> bool:
+    # A lone surrogate has no bytes to open a file with.
+    return name not in ("", ".", "..") and re.search(r"[/\\\x00-\x1f\ud800-\udfff]", name) is None
 
 
 class _HeaderText:

@@ -19,15 +19,18 @@ from torch_mesh.store.header import (
     SINGLE_NAME,
     check_folder,
     encode_header,
+    is_index,
+    named_in_config,
+    only_variant,
     read_index,
     store_error,
     weight_files,
 )
 from torch_mesh.store.hub_errors import hub_errors
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, read_manifest
-from torch_mesh.store.sources import MODELOPT_NAME
+from torch_mesh.store.sources import QUANTISATION_FILES, own_quantisation
 
-_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
+_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.GGUF", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
 
 
 def local_folder(source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Path:
@@ -114,10 +117,10 @@ def _cached_folder(model: str) -> Path | None:
 def _write_outline(model: str, folder: Path) -> None:
     hub = huggingface_hub.HfApi()
     hub.hf_hub_download(model, "config.json", local_dir=folder)
-    names = {SINGLE_NAME}
-    if _fetch(hub, model, INDEX_NAME, folder):
-        names = set(read_index(folder / INDEX_NAME).values())
-    _fetch(hub, model, MODELOPT_NAME, folder)
+    names = _weight_names(hub, model, folder)
+    if own_quantisation(folder) is None:
+        for name in QUANTISATION_FILES:
+            _fetch(hub, model, name, folder)
     if _fetch(hub, model, MANIFEST_NAME, folder):
         names |= {file.name for file in read_manifest(folder).record_files}
     for name in sorted(names):
@@ -127,9 +130,25 @@ def _write_outline(model: str, folder: Path) -> None:
             (key, info.dtype, tuple(info.shape), info.data_offsets[1] - info.data_offsets[0]) for key, info in tensors
         ]
         header = encode_header(rows, described.metadata)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with (folder / name).open("wb") as file:
             file.write(header)
             file.truncate(len(header) + sum(size for *_, size in rows))
+
+
+def _weight_names(hub: huggingface_hub.HfApi, model: str, folder: Path) -> set[str]:
+    """The files that ``weight_files`` will find, whose index is fetched where there is one."""
+    name = named_in_config(folder)
+    if name is None and hub.file_exists(model, SINGLE_NAME):
+        name = SINGLE_NAME
+    if name is None and not _fetch(hub, model, INDEX_NAME, folder):
+        name = only_variant(model, hub.list_repo_files(model)) or SINGLE_NAME
+    name = name or INDEX_NAME
+    if not is_index(name):
+        return {name}
+    if not (folder / name).exists():
+        hub.hf_hub_download(model, name, local_dir=folder)
+    return set(read_index(folder / name).values())
 
 
 def _fetch(hub: huggingface_hub.HfApi, model: str, name: str, folder: Path) -> bool:

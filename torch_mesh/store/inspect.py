@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_mesh.store.checkpoint import checkpoint_files, find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import source_name
+from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.manifest import FORMAT_VERSIONS, is_store, open_store
 
 
@@ -45,6 +46,7 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     experts = find_checkpoint_experts(folder, meta_model(config))
     shape = experts.shape
+    root = folder.parent if is_gguf(folder) else folder
     return {
         "kind": "checkpoint",
         "folder": str(folder),
@@ -57,7 +59,7 @@ def _describe_checkpoint(folder: Path) -> dict[str, Any]:
         "expert_bytes": experts.expert_bytes,
         "all_experts_bytes": experts.all_experts_bytes,
         "other_bytes": sum(tensor.bytes for _, tensors in experts.other_tensors for tensor in tensors),
-        "files": [header.path.name for header in experts.headers],
+        "files": [os.path.relpath(header.path, root) for header in experts.headers],
         "reads_per_expert": experts.reads_per_expert,
         "modules": list(experts.modules),
     }

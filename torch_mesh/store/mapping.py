@@ -18,7 +18,7 @@ from transformers import conversion_mapping, core_model_loading
 from torch_mesh.errors import UnsupportedModelError
 from torch_mesh.families import ExpertsLayer, find_experts, layers_left_alone
 from torch_mesh.store.codes import RAW_DTYPES
-from torch_mesh.store.header import Header, Tensor, read_header, store_error, weight_files
+from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
 from torch_mesh.store.sources import Source, source_of
 from torch_mesh.store.sources.layout import Weight
 from torch_mesh.store.views import Matrix, Stack, View, plain_view, split_experts, strided
@@ -45,10 +45,16 @@ def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Ite
 
 
 class ParameterStacks:
-    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files."""
+    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files. ``key_mapping`` is that of ``from_pretrained``."""
 
-    def __init__(self, folder: Path, model: Any, quantisation: Mapping[str, Any] | None) -> None:
-        self.headers = tuple(read_header(path) for path in weight_files(folder))
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        quantisation: Mapping[str, Any] | None,
+        key_mapping: Mapping[str, str] | None = None,
+    ) -> None:
+        self.headers = read_headers(weight_files(folder))
         self.quantisation = quantisation
         self._folder = folder
         # Without the rows of experts that compute nothing, which a checkpoint has or not.
@@ -63,11 +69,13 @@ class ParameterStacks:
             for name in layer.parameter_names
         }
         self._tied: Mapping[str, str] = model.all_tied_weights_keys
-        self._tensors = self._tensors_by_name(self.headers)
+        self._tensors = {
+            name: (file, tensor) for file, header in enumerate(self.headers) for name, tensor in header.tensors.items()
+        }
         self.weights: tuple[Weight, ...] = ()
         if quantisation is not None:
             self._see_weights(source_of(quantisation, str(folder)))
-        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        transforms = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping or {}))
         self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
         self._sources = self._match(model, transforms)
 
@@ -126,15 +134,6 @@ class ParameterStacks:
                 self._folder, f"{parameter} has the shape {shape} in the checkpoint, {expected} in the model"
             )
         return result
-
-    def _tensors_by_name(self, headers: Sequence[Header]) -> dict[str, tuple[int, Tensor]]:
-        tensors: dict[str, tuple[int, Tensor]] = {}
-        for file, header in enumerate(headers):
-            for name, tensor in header.tensors.items():
-                if name in tensors:
-                    raise store_error(header.path, f"tensor {name!r} is also in {headers[tensors[name][0]].path}")
-                tensors[name] = (file, tensor)
-        return tensors
 
     def _see_weights(self, source: Source) -> None:
         """Weights in the place of the tensors that they are kept in, each as a file of its own that has their values in fp32."""

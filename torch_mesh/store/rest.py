@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +39,9 @@ DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 # Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
 # quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
 WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
-# Files of a checkpoint that hold weights in some format. All others are copied.
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ot",
+# Files of a checkpoint that hold weights in some format, and their indices, those of variants included. All others are copied.
+_OF_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot)|.*\.(safetensors|bin)\.index(\..+)?\.json", re.IGNORECASE
 )
 
 
@@ -188,7 +179,7 @@ def _configs_with_experts(
 
 def _is_copied(path: Path) -> bool:
     name = path.name
-    return path.is_file() and name != "config.json" and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+    return path.is_file() and name != "config.json" and not name.startswith(".") and _OF_WEIGHTS.fullmatch(name) is None
 
 
 def _in_memory(name: str, text: str) -> NewFile:

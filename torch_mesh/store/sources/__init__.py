@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.store.header import Header, Tensor, read_json_file, store_error
+from torch_mesh.store.header import Header, Tensor, read_header, read_json_file, store_error, weight_files
 from torch_mesh.store.sources import nvfp4
 from torch_mesh.store.sources.awq import Awq
 from torch_mesh.store.sources.bitsandbytes import Bnb4
@@ -24,9 +24,11 @@ from torch_mesh.store.sources.mxfp4 import Mxfp4Blocks, PackedMxfp4
 from torch_mesh.store.sources.pack_quantized import PackedInt, ScaledInt8
 from torch_mesh.store.sources.plain import Plain
 
-MODELOPT_NAME = "hf_quant_config.json"
+_MODELOPT_NAME = "hf_quant_config.json"
+# Of checkpoints whose config.json says nothing of it, by file the method that it tells of: AutoGPTQ's and AutoAWQ's.
+_BESIDE_CONFIG = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # That say how weights are quantised: no part of a checkpoint where they are not.
-QUANTISATION_FILES = (MODELOPT_NAME, "quantize_config.json", "quant_config.json")
+QUANTISATION_FILES = (_MODELOPT_NAME, *_BESIDE_CONFIG)
 _PLAIN = Plain()
 # Scales of activations and of the cache of keys and values, which are computed without them here.
 _OF_ACTIVATIONS = (
@@ -60,6 +62,8 @@ _COMPANIONS = (
     ".nested_absmax",
     ".nested_quant_map",
 )
+# Of them those that no unquantised model has.
+_MARKS = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight.absmax", "_proj_blocks")
 _OTHER_TOOLS = (
     "torch_mesh reads bf16, fp16 and fp32 checkpoints, and those of quant_method fp8, mxfp8, mxfp4, compressed-tensors, modelopt "
     "(NVFP4, FP8), gptq, awq, auto-round (auto_gptq, auto_awq) and bitsandbytes (4 bits): use the unquantised original, or one of these."
@@ -112,7 +116,7 @@ def nearest(weights: Sequence[Weight]) -> Nearest:
 
 
 def own_quantisation(folder: Path) -> dict[str, Any] | None:
-    """What the checkpoint's own config.json says, or ModelOpt's file beside it. None for an unquantised one.
+    """What the checkpoint's own config.json says, or the file of another tool beside it. None for an unquantised one.
 
     transformers takes a method that it does not know for none, and a config that was passed may be another's.
     """
@@ -132,13 +136,37 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
             if quantisation:
                 return quantisation
             parts.extend(value for value in part.values() if isinstance(value, dict))
-    path = folder / MODELOPT_NAME
-    if not path.is_file():
-        return None
-    said = read_json_file(path, floats=True)
-    if not isinstance(said, dict) or not isinstance(said.get("quantization"), dict):
-        raise store_error(path, "has no object 'quantization'")
-    return {"quant_method": "modelopt", **said["quantization"]}
+    path = folder / _MODELOPT_NAME
+    if path.is_file():
+        said = read_json_file(path, floats=True)
+        if not isinstance(said, dict) or not isinstance(said.get("quantization"), dict):
+            raise store_error(path, "has no object 'quantization'")
+        return {"quant_method": "modelopt", **said["quantization"]}
+    for name, method in _BESIDE_CONFIG.items():
+        if (folder / name).is_file() and _has_packed_words(folder):
+            said = read_json_file(folder / name, floats=True)
+            if not isinstance(said, dict):
+                raise store_error(folder / name, f"is no object that says how weights are quantised: {said!r:.80}")
+            return {"quant_method": method, **said}
+    return None
+
+
+def _has_packed_words(folder: Path) -> bool:
+    """Whether the weights are those that such a file speaks of: it may lie beside weights that were dequantised since."""
+    return any(name.endswith(".qweight") for path in weight_files(folder) for name in read_header(path).tensors)
+
+
+def check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
+    """Raises ``UnsupportedModelError`` for parts of quantised weights in a checkpoint that does not say what they are: transformers would take codes
+    for values, or draw the weights whose names it does not find."""
+    for header in headers:
+        for tensor in header.tensors.values():
+            if tensor.dtype.startswith(("F8", "F6", "F4")) or tensor.name.endswith(_MARKS):
+                raise UnsupportedModelError(
+                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, and neither a quantization_config of {folder}/config.json "
+                    f"nor any of {', '.join(QUANTISATION_FILES)} beside it says how it is quantised. Take the config.json that belongs to these weights, "
+                    "or the unquantised original."
+                )
 
 
 def method_of(quantisation: Mapping[str, Any]) -> str:
