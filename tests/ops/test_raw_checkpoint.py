@@ -51,7 +51,7 @@ def test_the_bits_are_those_of_packed_records(tmp_path: Path, weights: str, raw:
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     files = [(str(path), path.stat().st_size)]
-    source = _C.Source(files, _extents(path, spec.experts), None, b"\0" * 16, raw, _views(spec))
+    source = _C.Source(files, _extents(path, spec.experts), None, b"\0" * 16, raw, [_views(spec)])
     engine = _C.Engine(**engine_options(spec, slots=3), source=source)
     packed = _C.Engine(**engine_options(spec), source=None)
     try:

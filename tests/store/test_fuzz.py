@@ -134,7 +134,7 @@ def test_gguf_models(count: int, seed: int, folder: Path) -> None:
         last = experts.shape.layers - 1, experts.shape.experts - 1
         experts.read_expert(*last)
         if experts.kept is not None:
-            experts.pack_kept(*last)
+            experts.pack_kept(*last, experts.kept.group_size)
         for part in rest_of_model(path, experts.weights, experts.names, model):
             part.values()
         tokenizer_files(path)
