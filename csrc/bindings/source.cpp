@@ -136,8 +136,7 @@ std::vector<int32_t> views_of_experts(const std::optional<Int64Array>& given, co
     if (count != 1) invalid("several raw_views need raw_views_of, which says whose each is");
     return std::vector<int32_t>(experts, 0);
   }
-  if (given->ndim() != 2 || given->shape(0) != source.layers ||
-      given->shape(1) != source.experts) {
+  if (given->ndim() != 2 || given->shape(0) != source.layers || given->shape(1) != source.experts) {
     invalid("raw_views_of must be int64 [layers, experts]");
   }
   std::vector<int32_t> result;

@@ -39,7 +39,10 @@ def test_it_lies_there_as_one_run_left_it(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem != "quickstart")) for path in NOTEBOOKS],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem != "quickstart"))
+        for path in NOTEBOOKS
+    ],
 )
 def test_it_runs_and_shows_what_it_showed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
 
@@ -28,7 +30,7 @@ def answer(status: int) -> Any:
 def local(*causes: BaseException) -> BaseException:
     """What the hub's library raises where it has tried in vain, and nothing of the model is in its cache."""
     chain = (errors.LocalEntryNotFoundError("not in the cache"), *causes)
-    for above, below in zip(chain, chain[1:], strict=False):
+    for above, below in itertools.pairwise(chain):
         above.__cause__ = below
     return chain[0]
 
