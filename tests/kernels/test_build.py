@@ -153,7 +153,13 @@ def test_an_extension_that_lacks_a_symbol_of_the_running_torch_names_its_own(mon
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.0+torch2.13")
     monkeypatch.setattr(torch_mesh, "_unusable", None)
     monkeypatch.delattr(torch_mesh, "_C")
-    monkeypatch.setitem(sys.modules, "torch_mesh._C", None)  # importing it is an ImportError
+    monkeypatch.delitem(sys.modules, "torch_mesh._C")
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "torch_mesh._C":
+            raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
     monkeypatch.delitem(vars(torch_mesh), "patch", raising=False)
     torch_mesh._load_extension()
     with pytest.raises(ImportError, match=r"^torch_mesh was built against torch 2\.13, and torch 2\.15\.0 is loaded"):
