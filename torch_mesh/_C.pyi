@@ -268,9 +268,9 @@ def pack_raw(
 class Source:
     """Where records are. ``extents`` is int64 [layers, experts, pieces, 3] of (file, offset, bytes); ``checksums`` uint64 [layers, experts] or None.
 
-    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone where weights are in codes) and ``raw_views``, each with keys among
-    gate, up, down, gate_bias, up_bias, down_bias. ``raw_views_of`` is int64 [layers, experts], the index in ``raw_views`` of each expert's; None
-    where all experts have the only one.
+    A raw source gives ``raw_dtype`` ('bf16', 'fp16', 'fp32'; of biases alone where weights are in codes) and
+    ``raw_views``, each with keys among gate, up, down, gate_bias, up_bias, down_bias. ``raw_views_of`` is int64
+    [layers, experts], the index in ``raw_views`` of each expert's; None where all experts have the only one.
 
     A rank of several has those from ``first_expert`` on of the ``routed_experts`` among which routers choose, and counts them from 0;
     checksums and errors have the model's numbers. 0: all of them.

@@ -110,7 +110,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         self._checkpoint_files = checkpoint_files
 
     def take_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
-        """Finds the experts and takes their parameters out of the loading, before transformers reads the first tensor of ``model``."""
+        """Finds the experts and takes their parameters out of the loading, before transformers reads the first tensor
+        of ``model``."""
         checkpoint_files = self._checkpoint_files
         del self._checkpoint_files
         ranks = expert_ranks(model)
@@ -399,7 +400,8 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
 
 
 def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
-    """Experts are read from the files that the folder is known by: with ``variant=`` they would be another variant's than the rest."""
+    """Experts are read from the files that the folder is known by: with ``variant=`` they would be another variant's
+    than the rest."""
     files = [Path(file) for file in checkpoint_files]
     try:
         own = weight_files(folder)
@@ -407,8 +409,8 @@ def _check_files(folder: Path, checkpoint_files: Sequence[str]) -> None:
         raise UnsupportedModelError(f"transformers reads {_names(files)}; {problem}") from problem
     if sorted(own) != sorted(files):
         raise UnsupportedModelError(
-            f"transformers reads {_names(files)} of {folder}, and torch_mesh {_names(own)}: leave variant= out, or put the variant's files into "
-            "a folder of their own, with the config and the tokenizer."
+            f"transformers reads {_names(files)} of {folder}, and torch_mesh {_names(own)}: leave variant= out, or put "
+            "the variant's files into a folder of their own, with the config and the tokenizer."
         )
 
 
@@ -480,7 +482,8 @@ def _with_gguf(find: Any) -> Any:
 
 
 def _with_key_mapping(find: Any) -> Any:
-    """Around transformers' search for what becomes of a checkpoint's names, which knows of ``key_mapping=``. A quantiser is told of its result alone."""
+    """Around transformers' search for what becomes of a checkpoint's names, which knows of ``key_mapping=``. A
+    quantiser is told of its result alone."""
 
     @functools.wraps(find)
     def found(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any) -> Any:

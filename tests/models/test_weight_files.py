@@ -1,4 +1,5 @@
-"""from_pretrained of checkpoints whose weights are in other files, or under other names, than usual: as transformers opens them."""
+"""from_pretrained of checkpoints whose weights are in other files, or under other names, than usual: as transformers
+opens them."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def _mxfp8(weight: torch.Tensor) -> Quantised:
 def _compressed(
     preset: str, form: str, *, scales: torch.dtype = torch.bfloat16, wide: float = 1.0, **changes: Any
 ) -> tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]:
-    """A scheme of compressed-tensors as config.json has it, and the library's own compressor. Integers have ``scales`` that are ``wide`` times
-    as large as the largest weight needs, as observers and GPTQ may choose them."""
+    """A scheme of compressed-tensors as config.json has it, and the library's own compressor. Integers have ``scales``
+    that are ``wide`` times as large as the largest weight needs, as observers and GPTQ may choose them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -465,7 +465,8 @@ _FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "q
 
 
 def exact_values(folder: Path) -> Tensors:
-    """What each expert's weight of a checkpoint of ours stands for, in fp64, by nothing but its stored codes and scales."""
+    """What each expert's weight of a checkpoint of ours stands for, in fp64, by nothing but its stored codes and
+    scales."""
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     if not config:

@@ -157,8 +157,8 @@ def why_no_choice(
 
 
 def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, float]]:
-    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds its codes, comes first; all
-    errors are of what codes and scales stand for."""
+    """Group size and error of weights of the formats that are compared. Of a quantised checkpoint its own, which holds
+    its codes, comes first; all errors are of what codes and scales stand for."""
     own = sizes.own_codes
     formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}
     for weights, errors in WEIGHT_ERROR.items():

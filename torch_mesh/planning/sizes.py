@@ -46,7 +46,8 @@ class Sizes:
     staging_bytes: int  # buffers of raw records
     files: tuple[Path, ...]  # that experts are read from
     conversion: str  # what becomes of a checkpoint that another tool has quantised; else empty
-    # Format and group size of the records that a checkpoint's own files are best read as, whatever ``weights`` is; None: none.
+    # Format and group size of the records that a checkpoint's own files are best read as, whatever ``weights`` is;
+    # None: none.
     own_records: tuple[str, int] | None = None
     own_error: float = 0.0  # that these leave of the checkpoint's values
     raw_staging_bytes: int = 0  # those buffers where they are read so
@@ -144,8 +145,8 @@ def _conversion(experts: CheckpointExperts, config: MeshConfig, weights: str, gr
         as_they_are = "as they are, " if kept.exact else ""
         rounded = "" if kept.exact else f", {kept.why}"
         return (
-            f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each, and packed to {weights} when they "
-            f"come{rounded}; torch-mesh convert makes that one read"
+            f"{experts.format} experts are read {as_they_are}in {experts.reads_per_expert} reads each, and packed to "
+            f"{weights} when they come{rounded}; torch-mesh convert makes that one read"
         )
     if config.weights == "auto":
         return describe_nearest(experts)

@@ -115,7 +115,8 @@ class CheckpointExperts:
         return None if self.kept is None else (self.kept.weights, self.kept.group_size)
 
     def reads_as(self, weights: str, group_size: int) -> bool:
-        """Whether the files can be read as such records, without a conversion: in smaller groups than their own scales are repeated."""
+        """Whether the files can be read as such records, without a conversion: in smaller groups than their own scales
+        are repeated."""
         if self.kept is None:
             return (weights, group_size) == self.own_records
         return weights == self.kept.weights and group_size in self.kept.groups
@@ -260,8 +261,10 @@ def find_checkpoint_experts(
 ) -> CheckpointExperts:
     """Where the experts of ``model`` stand in the checkpoint in ``folder``.
 
-    ``key_mapping`` renames tensors before all else, as that of ``from_pretrained`` does. ``model`` may be on the meta device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a
-    way that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are damaged or incomplete.
+    ``key_mapping`` renames tensors before all else, as that of ``from_pretrained`` does. ``model`` may be on the meta
+    device, but must have its expert parameters. Raises ``UnsupportedModelError`` for checkpoints quantised in a way
+    that cannot be read, mixed dtypes, and layouts that strides cannot describe; ``StoreError`` for files that are
+    damaged or incomplete.
     """
     folder = Path(folder)
     if is_gguf(folder):

@@ -22,10 +22,11 @@ _MOST_PIECES = 16  # of an expert: kMaxPieces of csrc/store/source.h
 
 @dataclass(frozen=True)
 class KeptCodes:
-    """What a raw ``torch_mesh._C.Source`` takes: ``extents``, ``raw_views`` and ``raw_views_of``; biases are of ``dtype``.
+    """What a raw ``torch_mesh._C.Source`` takes: ``extents``, ``raw_views`` and ``raw_views_of``; biases are of
+    ``dtype``.
 
-    ``groups`` are the group sizes that records of them can have, best first. ``error`` is the relative root mean square of what records leave of
-    the values: 0, or that of scales which have to be rounded.
+    ``groups`` are the group sizes that records of them can have, best first. ``error`` is the relative root mean square
+    of what records leave of the values: 0, or that of scales which have to be rounded.
     """
 
     weights: str
@@ -66,8 +67,8 @@ def kept_codes(
     extents: npt.NDArray[np.int64],
     raw_views: Mapping[str, RawView],
 ) -> KeptCodes | None:
-    """Of experts whose values ``extents`` and ``raw_views`` describe (``CheckpointExperts``); None where no one format of records holds the codes
-    of all of them."""
+    """Of experts whose values ``extents`` and ``raw_views`` describe (``CheckpointExperts``); None where no one format
+    of records holds the codes of all of them."""
     layers, experts = extents.shape[:2]
     layouts = _layouts(weights, extents)
     every = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}
@@ -129,7 +130,8 @@ def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
 
 
 def _record_of(codes: Sequence[Codes]) -> tuple[str, tuple[int, ...], float] | None:
-    """The format that holds all of these, the group sizes that it can have, and the error of its scales; None if none does."""
+    """The format that holds all of these, the group sizes that it can have, and the error of its scales; None if none
+    does."""
     kinds = {each.kind for each in codes}
     groups = tuple(group for group in codes[0].groups if all(group in each.groups for each in codes))
     if len(kinds) > 1 or not groups:

@@ -65,8 +65,9 @@ def convert(
 ) -> Written:
     """Converts the checkpoint in the folder ``source``, or in the GGUF file of that name, to a store, expert by expert.
 
-    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto', which is what is nearest to the source, or the format that holds its codes as they
-    are; ``group_size`` (32, 64 or 128) is for those but bf16; ``name`` is what the manifest calls the source, by default its folder; ``key_mapping`` is that of
+    ``weights`` is 'bf16', 'int8', 'int4', 'lut4', 'tcq3', 'tcq2+tcq3' or 'tcq2', 'auto', which is what is nearest to
+    the source, or the format that holds its codes as they are; ``group_size`` (32, 64 or 128) is for those but bf16;
+    ``name`` is what the manifest calls the source, by default its folder; ``key_mapping`` is that of
     ``from_pretrained``. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
     ``calibrate`` names a text (a plain file, or .jsonl with a ``text`` in each line): the checkpoint is run on its first ``calibrate_tokens`` tokens, in the memory
@@ -358,8 +359,8 @@ def write_rest(
 ) -> list[Path]:
     """All but the experts of a quantised checkpoint, as a conversion writes it, in safetensors files of ``folder``, unless they are there.
 
-    The files are returned, and the folder has an index of them. ``fingerprint`` is the checkpoint's before its headers were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then,
-    and a disk without room.
+    The files are returned, and the folder has an index of them. ``fingerprint`` is the checkpoint's before its headers
+    were read. Raises ``StoreError`` for damaged files, a checkpoint that is another by then, and a disk without room.
     """
     # Not the model that is being loaded, which may have another dtype.
     model = meta_model(read_config(experts.folder))

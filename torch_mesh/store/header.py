@@ -193,12 +193,12 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files that make up a checkpoint folder, in the order in which transformers reads them: the one file, or those that
-    the index names.
+    """The safetensors files that make up a checkpoint folder, in the order in which transformers reads them: the one
+    file, or those that the index names.
 
-    File or index is what config.json names as ``transformers_weights``, or ``model.safetensors``, or ``model.safetensors.index.json``, or else
-    that of a variant, if the folder has only one. Raises ``StoreError`` if there is none of these, if the index is malformed, or if it
-    names anything but files in that folder.
+    File or index is what config.json names as ``transformers_weights``, or ``model.safetensors``, or
+    ``model.safetensors.index.json``, or else that of a variant, if the folder has only one. Raises ``StoreError`` if
+    there is none of these, if the index is malformed, or if it names anything but files in that folder.
     """
     folder = Path(folder)
     check_folder(folder)
@@ -215,7 +215,8 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def variant_of(folder: Path) -> str | None:
-    """The ``variant=`` by which transformers opens a folder that has the files of one variant alone; None for all others.
+    """The ``variant=`` by which transformers opens a folder that has the files of one variant alone; None for all
+    others.
 
     Raises ``StoreError`` as ``weight_files`` does.
     """
@@ -237,7 +238,8 @@ def is_index(name: str) -> bool:
 
 
 def named_in_config(folder: Path) -> str | None:
-    """The file of weights, or index, that the folder's config.json names as ``transformers_weights``; None if it names none.
+    """The file of weights, or index, that the folder's config.json names as ``transformers_weights``; None if it names
+    none.
 
     Raises ``StoreError`` for a name that leads out of the folder.
     """
@@ -255,14 +257,14 @@ def named_in_config(folder: Path) -> str | None:
 
 
 def only_variant(where: str | os.PathLike[str], names: Iterable[str]) -> str | None:
-    """Of the names in a folder the file of weights, or index, of the only variant, as ``save_pretrained(variant="fp16")`` writes it; None if
-    there is none. Raises ``StoreError`` for several."""
+    """Of the names in a folder the file of weights, or index, of the only variant, as
+    ``save_pretrained(variant="fp16")`` writes it; None if there is none. Raises ``StoreError`` for several."""
     found = _variants(names)
     if len(found) > 1:
         raise store_error(
             where,
-            f"holds the weights of several variants and no {SINGLE_NAME}: {', '.join(sorted(found.values()))}. Put those of one into a folder of "
-            "their own, with the config and the tokenizer",
+            f"holds the weights of several variants and no {SINGLE_NAME}: {', '.join(sorted(found.values()))}. Put "
+            "those of one into a folder of their own, with the config and the tokenizer",
         )
     return next(iter(found.values()), None)
 
@@ -280,8 +282,9 @@ def _variants(names: Iterable[str]) -> dict[str, str]:
 def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
     """The checked headers of all files of a checkpoint, in the order of ``weight_files``.
 
-    Where several files have a tensor of one name, the last has the one that counts, and the others are left out: transformers reads the
-    files one after the other, whatever the index says of the tensor. Raises ``StoreError`` as ``read_header`` does.
+    Where several files have a tensor of one name, the last has the one that counts, and the others are left out:
+    transformers reads the files one after the other, whatever the index says of the tensor. Raises ``StoreError`` as
+    ``read_header`` does.
     """
     headers = [read_header(path) for path in paths]
     last = {name: number for number, header in enumerate(headers) for name in header.tensors}
@@ -294,7 +297,8 @@ def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
 
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The ``weight_map`` of a sharded checkpoint: tensor name to the name of a file in the index's folder or below it. No path leads out."""
+    """The ``weight_map`` of a sharded checkpoint: tensor name to the name of a file in the index's folder or below it.
+    No path leads out."""
     path = Path(path)
     table = read_json_file(path, floats=True)  # some writers give total_size as a float
     weight_map = table.get("weight_map") if isinstance(table, dict) else None
@@ -327,7 +331,8 @@ def check_file_name(path: Path, name: object, what: str) -> None:
 
 
 def check_inner_name(path: Path, name: object, what: str) -> None:
-    """Raises ``StoreError`` unless ``name`` is that of a file of the folder or of one below it: plain names with slashes between them."""
+    """Raises ``StoreError`` unless ``name`` is that of a file of the folder or of one below it: plain names with
+    slashes between them."""
     if not isinstance(name, str) or not all(_is_plain(part) for part in name.split("/")):
         raise store_error(
             path, f"{what} is said to be in {name!r}, which is not a plain file name of this folder or of one in it"

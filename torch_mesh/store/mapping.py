@@ -45,7 +45,8 @@ def _renamed(model: Any, names: Iterable[str], transforms: Sequence[Any]) -> Ite
 
 
 class ParameterStacks:
-    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files. ``key_mapping`` is that of ``from_pretrained``."""
+    """The expert parameters of a model, each as one matrix per expert in the checkpoint's files. ``key_mapping`` is
+    that of ``from_pretrained``."""
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 # Stands in a converted config.json where transformers takes the name of the weights' file from. Without torch_mesh it would skip a
 # quantisation that it does not know and draw random experts; a name that is no safetensors file stops it, and its error repeats the name.
 WITHOUT_TORCH_MESH = "nothing is wrong with this checkpoint, but torch_mesh has packed its experts: `import torch_mesh` before from_pretrained"
-# Files of a checkpoint that hold weights in some format, and their indices, those of variants included. All others are copied.
+# Files of a checkpoint that hold weights in some format, and their indices, those of variants included. All others are
+# copied.
 _OF_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot)|.*\.(safetensors|bin)\.index(\..+)?\.json", re.IGNORECASE
 )

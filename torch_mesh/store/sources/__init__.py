@@ -152,20 +152,22 @@ def own_quantisation(folder: Path) -> dict[str, Any] | None:
 
 
 def _has_packed_words(folder: Path) -> bool:
-    """Whether the weights are those that such a file speaks of: it may lie beside weights that were dequantised since."""
+    """Whether the weights are those that such a file speaks of: it may lie beside weights that were dequantised
+    since."""
     return any(name.endswith(".qweight") for path in weight_files(folder) for name in read_header(path).tensors)
 
 
 def check_unquantised(folder: Path, headers: Sequence[Header]) -> None:
-    """Raises ``UnsupportedModelError`` for parts of quantised weights in a checkpoint that does not say what they are: transformers would take codes
-    for values, or draw the weights whose names it does not find."""
+    """Raises ``UnsupportedModelError`` for parts of quantised weights in a checkpoint that does not say what they are:
+    transformers would take codes for values, or draw the weights whose names it does not find."""
     for header in headers:
         for tensor in header.tensors.values():
             if tensor.dtype.startswith(("F8", "F6", "F4")) or tensor.name.endswith(_MARKS):
+                others = ", ".join(QUANTISATION_FILES)
                 raise UnsupportedModelError(
-                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, and neither a quantization_config of {folder}/config.json "
-                    f"nor any of {', '.join(QUANTISATION_FILES)} beside it says how it is quantised. Take the config.json that belongs to these weights, "
-                    "or the unquantised original."
+                    f"{header.path}: {tensor.name} is {tensor.dtype}, a part of a quantised weight, and neither a "
+                    f"quantization_config of {folder}/config.json nor any of {others} beside it says how it is "
+                    "quantised. Take the config.json that belongs to these weights, or the unquantised original."
                 )
 
 

@@ -85,9 +85,10 @@ class Scales:
 class Codes:
     """How a weight's codes and scales stand in its parts, where a record holds them as they are; of a stack those of one expert.
 
-    ``kind`` is what the codes are: 'int4', 'int8', 'fp8', 'mxfp4', 'nvfp4'; ``groups`` the group sizes of the records that have a place for each
-    scale, best first: in smaller groups than its own a scale is repeated. ``run`` inputs stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half of them in the
-    lower bits and the second in the upper ones ('halves').
+    ``kind`` is what the codes are: 'int4', 'int8', 'fp8', 'mxfp4', 'nvfp4'; ``groups`` the group sizes of the records
+    that have a place for each scale, best first: in smaller groups than its own a scale is repeated. ``run`` inputs
+    stand beside one another: a code in each byte, two in each ('pairs', the first in the lower bits), or the first half
+    of them in the lower bits and the second in the upper ones ('halves').
     """
 
     kind: str
@@ -105,7 +106,8 @@ class Codes:
     in_turn: str | None = None  # the part that has to say that groups follow one another
 
 
-# Of Gaussian weights in groups of 32, of any values in scales of bf16, and of values in bf16: benchmarks/weight_error.py, docs/checkpoints.md.
+# Of Gaussian weights in groups of 32, of any values in scales of bf16, and of values in bf16:
+# benchmarks/weight_error.py, docs/checkpoints.md.
 INT8_ERROR = 0.0050
 SCALES_ERROR = 0.0016
 BF16_ERROR = 0.0017
@@ -121,7 +123,8 @@ def in_int8(what: str) -> Nearest:
 
 
 def integer_codes(bits: int, scales: Scales, depth: int, **places: Any) -> Codes | None:
-    """Of symmetric integers with scales of bf16, fp16 or fp32. None where no group of ours lies within one of theirs."""
+    """Of symmetric integers with scales of bf16, fp16 or fp32. None where no group of ours lies within one of
+    theirs."""
     groups = tuple(size for size in (128, 64, 32) if scales.columns % size == 0)
     if not groups and scales.columns < depth:
         return None
