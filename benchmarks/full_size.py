@@ -134,7 +134,7 @@ def gguf(directory: Path) -> Path:
 
 
 def planned(model: Path, resident: int, *known: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch_mesh.cli", "plan", str(model), "--json", "--prefetch", "off"]
+    command = [sys.executable, "-m", "torch_mesh", "plan", str(model), "--json", "--prefetch", "off"]
     command += ["--resident", str(resident), "--dense", DENSE, *known]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout)

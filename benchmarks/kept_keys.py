@@ -59,7 +59,7 @@ def look(server: int, address: str) -> dict[str, int]:
 
 def measure(limit: str, seconds: float) -> list[dict[str, int]]:
     """Looks at a server of so much for kept keys: after each quarter of the time, with the requests so far."""
-    command = [sys.executable, "-m", "torch_mesh.cli", "serve", str(MODEL), "--resident", "0.5"]
+    command = [sys.executable, "-m", "torch_mesh", "serve", str(MODEL), "--resident", "0.5"]
     command += ["--host", "127.0.0.1", "--port", "0", "--keep-keys", limit, "--log-level", "error"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of a model this small more threads only wait
     looks = []

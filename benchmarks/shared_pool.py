@@ -114,7 +114,7 @@ def run_shared(folder: Path, share: float, count: int, tokens: int, rounds: int)
     """The same with one pool of ``share`` of the experts for all."""
     with tempfile.TemporaryDirectory() as temporary:
         socket = f"{temporary}/socket"
-        command = [sys.executable, "-m", "torch_mesh.cli", "share", str(folder), "--socket", socket]
+        command = [sys.executable, "-m", "torch_mesh", "share", str(folder), "--socket", socket]
         command += ["--resident", str(share), "--workers", str(count)]
         owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
