@@ -28,7 +28,8 @@ from transformers import (
 
 from torch_mesh import MeshConfig
 from torch_mesh.serving import admission
-from torch_mesh.serving.admission import Admission, RequestTooLongError, find_needs
+from torch_mesh.serving.admission import Admission, find_needs
+from torch_mesh.serving.errors import RequestTooLongError, StoppingError
 from torch_mesh.serving.kept_keys import KeptKeys
 
 POSITIONS = 300
@@ -167,7 +168,7 @@ def test_conversations_go_before_a_request_is_refused(
         "left_bytes",
         lambda: admission.RESERVE_BYTES + total - sum(each.nbytes for each in kept.conversations),
     )
-    prompts = [torch.from_numpy(rng.integers(1, 97, 60)) for _ in range(3)]
+    prompts = [torch.from_numpy(rng.integers(2, 97, 60)) for _ in range(3)]  # none begins as the last one below
     needed = kept.admission.needs.peak(60, 60, 63)
     total = needed
     ask(prompts[0])
@@ -206,7 +207,7 @@ def test_a_server_refuses_it_as_openai_does(
             # What it logs has the frames of an error, and pytest would keep the model by them.
             monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
             left = admission.RESERVE_BYTES
-            monkeypatch.setattr("torch_mesh.serving.server.left_bytes", lambda: left)
+            monkeypatch.setattr("torch_mesh.serving.handling.left_bytes", lambda: left)
             assert "--cb-max-batch-tokens" in refused(max_tokens=3)
             left += 500 << 20
         else:
@@ -263,15 +264,18 @@ def test_continuous_batching_goes_on_after_what_its_blocks_do_not_hold(
 
 def test_nobody_waits_for_blocks_of_batching_that_has_ended() -> None:
     utils = pytest.importorskip("transformers.cli.serving.utils")
-    from torch_mesh.serving.server import _tokens_in_blocks
+    from torch_mesh.serving.handling import _tokens_in_blocks
 
     batching = SimpleNamespace(
         batch_processor=None, background_thread_status=SimpleNamespace(fatal_error=None), is_running=lambda: False
     )
     generation: Any = SimpleNamespace(_cb_manager=SimpleNamespace(_cb=batching))
     with pytest.raises(utils.CBWorkerDeadError, match="has ended"):
-        _tokens_in_blocks(generation)
+        _tokens_in_blocks(generation, lambda: False)
+    batching.is_running = lambda: True
+    with pytest.raises(StoppingError):
+        _tokens_in_blocks(generation, lambda: True)
     batching.batch_processor = SimpleNamespace(cache=SimpleNamespace(num_blocks=3))
     for config in ({"page_size": 16, "block_size": None}, {"block_size": 16}):  # transformers 5.23, and 5.17
         batching.continuous_batching_config = SimpleNamespace(**config)
-        assert _tokens_in_blocks(generation) == 48
+        assert _tokens_in_blocks(generation, lambda: False) == 48

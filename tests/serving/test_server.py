@@ -8,6 +8,7 @@ import functools
 import http.client
 import io
 import json
+import logging
 import os
 import random
 import signal
@@ -39,6 +40,7 @@ from torch_mesh.store.manifest import open_store
 openai = pytest.importorskip("openai")
 
 TEXTS = ["And it came to pass in those days, that", "def main():\n    parser =", "In the beginning", "import os\n"]
+CHAT = [{"role": "user", "content": TEXTS[0]}]
 TOKENS = 12
 
 
@@ -95,8 +97,14 @@ def _metrics(server: Any) -> dict[str, float]:
 
 def test_it_lists_the_model_and_opens_no_other(client: Any, server: Any) -> None:
     assert [model.id for model in client.models.list()] == [server.model]
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="another/model", prompt="a")
+    for ask in (
+        lambda: client.completions.create(model="another/model", prompt="a"),
+        lambda: client.chat.completions.create(model="another/model", messages=[{"role": "user", "content": "a"}]),
+        lambda: client.responses.create(model="another/model", input="a"),
+    ):
+        with pytest.raises(openai.NotFoundError) as error:
+            ask()
+        assert error.value.code == "model_not_found" and error.value.param == "model"
     request = urllib.request.Request(
         f"{server.address}/load_model", b'{"model": "another/model"}', {"Content-Type": "application/json"}
     )
@@ -142,13 +150,12 @@ def test_completions(client: Any, server: Any, says: Callable[..., str], text: s
 
 
 def test_chats(client: Any, server: Any, says: Callable[..., str]) -> None:
-    messages = [{"role": "user", "content": TEXTS[0]}]
     expected = says(f"<|im_start|>user\n{TEXTS[0]}<|im_end|>\n<|im_start|>assistant\n")
-    answer = _chat(client, server, messages)
+    answer = _chat(client, server, CHAT)
     # The parser of transformers takes blanks at the end for the template's.
     assert answer.choices[0].message.content.strip() == expected.strip() and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == TOKENS
-    deltas = [chunk.choices[0].delta for chunk in _chat(client, server, messages, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in _chat(client, server, CHAT, stream=True)]
     assert "".join(delta.content or "" for delta in deltas).strip() == expected.strip() != ""
 
 
@@ -181,6 +188,11 @@ def test_tools(client: Any, server: Any, folder: Path, monkeypatch: pytest.Monke
     assert (
         streamed.function.to_dict() == said.function.to_dict() and chunks[-1].choices[0].finish_reason == "tool_calls"
     )
+    cut = _chat(client, server, messages, tools=tools, max_tokens=len(forced) // 2).choices[0]
+    assert cut.finish_reason == "length" and not cut.message.tool_calls and '{"name": "wea' in cut.message.content
+    forced[:] = [*tokenizer('<tool_call>\n{"nothing": 1}\n</tool_call>')["input_ids"], tokenizer.eos_token_id]
+    answer = _chat(client, server, messages, tools=tools, max_tokens=100).choices[0]
+    assert not answer.message.tool_calls and '{"nothing": 1}' in answer.message.content
 
 
 def test_several_clients_at_once(client: Any, server: Any, says: Callable[..., str]) -> None:
@@ -230,6 +242,57 @@ def test_metrics_are_those_of_the_pool(client: Any, server: Any) -> None:
     assert more["cold_misses"] == 0 or more["read_bytes"] > 0 and after["wait_seconds"] > 0
     assert after["slots"] == after["slots_limit"] == 48
     assert after["kept_keys_bytes"] > 0 and after["kept_tokens"] > 0
+
+
+def test_responses_are_streamed_where_that_is_asked(client: Any, server: Any) -> None:
+    ask = {"model": server.model, "input": TEXTS[0], "max_output_tokens": TOKENS, "temperature": 0}
+    answer = client.responses.create(**ask)
+    assert answer.status == "completed" and answer.usage.output_tokens == TOKENS
+    assert client.responses.create(**ask, stream=None).output_text == answer.output_text
+    events = list(client.responses.create(**ask, stream=True))
+    assert events[-1].type == "response.completed"
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said.strip() == answer.output_text.strip() != ""  # see test_chats
+
+
+def test_an_error_in_a_stream_is_an_error_of_the_client(
+    client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = server.manager.kept._generate
+
+    def failing(**arguments: Any) -> Any:
+        streamer = arguments.pop("streamer", None)
+        if streamer is not None:
+            for tokens in generate(**arguments | {"max_new_tokens": 3}).T.split(arguments["input_ids"].shape[1]):
+                streamer.put(tokens[:, 0])
+        raise RuntimeError('a "quote"\nand a line')
+
+    monkeypatch.setattr(server.manager.kept, "_generate", failing)
+    # What is logged has the frames of an error, and pytest would keep the model by them.
+    monkeypatch.setattr(logging.getLogger("torch_mesh.serving.handling"), "disabled", True)
+    with pytest.raises(openai.InternalServerError, match='a "quote"'):
+        _complete(client, server, TEXTS[0])
+    for ask in (_complete(client, server, TEXTS[0], stream=True), _chat(client, server, CHAT, stream=True)):
+        parts = []
+        with pytest.raises(openai.APIError, match='a "quote"\nand a line') as error:
+            parts += list(ask)
+        assert error.value.type == "server_error"
+    events = list(client.responses.create(model=server.model, input=TEXTS[0], stream=True))
+    assert [event.type for event in events][-2:] == ["error", "response.failed"] and 'a "quote"' in events[-2].message
+
+
+def test_options_of_generate_that_cannot_be_together_are_the_client_s_mistake(client: Any, server: Any) -> None:
+    beams = {"generation_config": '{"max_new_tokens": 2, "num_beams": 2, "num_beam_groups": 2}'}
+    for more in ({}, {"stream": True}):
+        with pytest.raises(openai.APIError, match="generation_config") as error:
+            list(_complete(client, server, TEXTS[0], extra_body=beams, **more))
+        assert error.value.code == "invalid_value" and error.value.param == "generation_config"
+
+
+def test_a_temperature_that_is_nearly_0_is_0(client: Any, server: Any, says: Callable[..., str]) -> None:
+    sampling = {"generation_config": json.dumps({"max_new_tokens": TOKENS, "do_sample": True})}
+    answer = _complete(client, server, TEXTS[0], temperature=1e-300, extra_body=sampling)
+    assert answer.choices[0].text == says(TEXTS[0])
 
 
 def test_to_stop_waits_for_what_is_computed(serving: Callable[..., Any], folder: Path) -> None:
@@ -327,7 +390,7 @@ def test_a_gguf_file_of_a_revision_is_served_from_the_hub(
     assert server.model == "owner/model@v1:Q8/file.gguf"
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         assert client.completions.create(model=server.model, prompt="a b", max_tokens=3).usage.completion_tokens == 3
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.NotFoundError):
             client.completions.create(model="owner/model@v2:Q8/file.gguf", prompt="a b", max_tokens=3)
     server.stop()
 

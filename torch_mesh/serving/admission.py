@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_mesh.cache_names import NAME
-from torch_mesh.errors import MeshError
 from torch_mesh.memory import left_bytes
 from torch_mesh.modules import patched_modules
+from torch_mesh.serving.errors import RequestTooLongError
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,22 +30,6 @@ _PROBES = (3, 5)  # tokens: less than any window, so that all layers grow betwee
 _EAGER_PAIR_BYTES = 8
 _UNEVEN_PAIR_BYTES = 11
 _MASK_PAIR_BYTES = 2  # one for all heads
-
-
-class RequestError(MeshError):
-    """A request that is refused; its message is for the client, ``code`` and ``param``, what it is about, for the client's program."""
-
-    code = "invalid_value"
-
-    def __init__(self, message: str, param: str = "max_tokens") -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class RequestTooLongError(RequestError):
-    """One that would take more than there is."""
-
-    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)

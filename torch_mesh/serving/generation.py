@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,69 +18,77 @@ class OptionError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """What a value may be: in words that go behind "give", and as a test."""
+
     words: str
     fits: Callable[[Any], bool]
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value: Any) -> bool:
+    """One of 64 bits, as torch takes it: JSON has whole numbers without end."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """One that a float can be, and no NaN or infinity, which Python reads from JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_id(value: Any) -> bool:
-    return _is_whole(value) and value >= -1  # which is none, to some models and to continuous batching
+    return is_whole(value) and value >= -1  # which is none, to some models and to continuous batching
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_id, value))
 
 
-def _whole(least: int) -> _Kind:
-    return _Kind(f"a whole number, {least} or more", lambda value: _is_whole(value) and value >= least)
+def whole(least: int) -> Kind:
+    return Kind(f"a whole number, {least} or more", lambda value: is_whole(value) and value >= least)
 
 
-_BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
-_ABOVE_ZERO = _Kind("a number above 0", lambda value: _is_number(value) and 0 < value < float("inf"))
-_NUMBER = _Kind("a number", lambda value: _is_number(value) and abs(value) < float("inf"))
-_SHARE = _Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-_PART = _Kind("a number above 0, up to 1", lambda value: _is_number(value) and 0 < value <= 1)
-_CUT = _Kind("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
-_IDS = _Kind("a list of token ids, such as [1,2]", _is_ids)
-_ID = _Kind("a token id, or a list of them, such as [1,2]", lambda value: _is_ids(value) or _is_id(value))
-_TEXTS = _Kind(
+BOOL = Kind("True or False", lambda value: isinstance(value, bool))
+_ABOVE_ZERO = Kind("a number above 0", lambda value: is_number(value) and value > 0)
+_FACTOR = Kind("a number from 0.001 to 1,000", lambda value: is_number(value) and 0.001 <= value <= 1000)  # of logits
+_NUMBER = Kind("a number", is_number)
+SHARE = Kind("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+TEMPERATURE = Kind("0 or a larger number", lambda value: is_number(value) and value >= 0)
+_PART = Kind("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
+_CUT = Kind("a number from 0 to below 1", lambda value: is_number(value) and 0 <= value < 1)
+_IDS = Kind("a list of token ids, such as [1,2]", _is_ids)
+_ID = Kind("a token id, or a list of them, such as [1,2]", lambda value: _is_ids(value) or _is_id(value))
+TEXTS = Kind(
     "text, or a list of texts",
     lambda value: isinstance(value, str) or isinstance(value, list) and all(isinstance(each, str) for each in value),
 )
 
+_COLDEST = 1e-5  # a temperature below this is 0: logits over it could become infinite, and then nothing can be drawn
+
 # Of those that are not here, transformers alone knows what they may be.
 _KINDS = {
-    "max_new_tokens": _whole(1),
-    "min_new_tokens": _whole(0),
-    "max_length": _whole(1),
-    "min_length": _whole(0),
+    "max_new_tokens": whole(1),
+    "min_new_tokens": whole(0),
+    "max_length": whole(1),
+    "min_length": whole(0),
     "max_time": _ABOVE_ZERO,
-    "stop_strings": _TEXTS,
-    "do_sample": _BOOL,
-    "num_beams": _whole(1),
-    "num_return_sequences": _whole(1),
-    "use_cache": _BOOL,
-    "temperature": _Kind("0 or a larger number", lambda value: _is_number(value) and 0 <= value < float("inf")),
-    "top_k": _whole(0),
-    "top_p": _SHARE,
-    "min_p": _SHARE,
+    "stop_strings": TEXTS,
+    "do_sample": BOOL,
+    "num_beams": whole(1),
+    "num_return_sequences": whole(1),
+    "use_cache": BOOL,
+    "temperature": TEMPERATURE,
+    "top_k": whole(0),
+    "top_p": SHARE,
+    "min_p": SHARE,
     "top_h": _PART,
     "typical_p": _PART,
     "epsilon_cutoff": _CUT,
     "eta_cutoff": _CUT,
-    "repetition_penalty": _ABOVE_ZERO,
+    "repetition_penalty": _FACTOR,
     "length_penalty": _NUMBER,
-    "no_repeat_ngram_size": _whole(0),
-    "renormalize_logits": _BOOL,
-    "remove_invalid_values": _BOOL,
+    "no_repeat_ngram_size": whole(0),
+    "renormalize_logits": BOOL,
+    "remove_invalid_values": BOOL,
     "suppress_tokens": _IDS,
     "begin_suppress_tokens": _IDS,
     "pad_token_id": _ID,
@@ -87,16 +96,16 @@ _KINDS = {
     "eos_token_id": _ID,
     "forced_bos_token_id": _ID,
     "forced_eos_token_id": _ID,
-    "token_healing": _BOOL,
-    "guidance_scale": _NUMBER,
-    "prompt_lookup_num_tokens": _whole(1),
-    "max_matching_ngram_size": _whole(1),
-    "output_attentions": _BOOL,
-    "output_hidden_states": _BOOL,
-    "output_scores": _BOOL,
-    "output_logits": _BOOL,
-    "return_dict_in_generate": _BOOL,
-    "disable_compile": _BOOL,
+    "token_healing": BOOL,
+    "guidance_scale": Kind("a number from -1,000 to 1,000", lambda value: is_number(value) and abs(value) <= 1000),
+    "prompt_lookup_num_tokens": whole(1),
+    "max_matching_ngram_size": whole(1),
+    "output_attentions": BOOL,
+    "output_hidden_states": BOOL,
+    "output_scores": BOOL,
+    "output_logits": BOOL,
+    "return_dict_in_generate": BOOL,
+    "disable_compile": BOOL,
 }
 
 
@@ -109,13 +118,15 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def settle(config: GenerationConfig, model: GenerationConfig) -> None:
-    """As generate takes it: it wants 2.0 where a client says 2, and knows no temperature of 0. Raises OptionError for a client's.
+    """Make ``config`` one that generate takes: 2.0 where a client says 2, greedy for temperatures near 0.
+
+    Raises OptionError for what a client has given.
 
     ``model``: what its makers say, which is not the client's to mend.
     """
     check_options({name: value for name, value in vars(config).items() if value != getattr(model, name, None)})
-    if config.temperature == 0:
-        config.do_sample = False
+    if config.temperature is not None and config.temperature < _COLDEST:
+        config.temperature, config.do_sample = 0, False
     for name in ("temperature", "repetition_penalty"):
         if (value := getattr(config, name, None)) is not None:
             setattr(config, name, float(value))

@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_mesh.cache_names import NAME
 from torch_mesh.memory import trim_heap
-from torch_mesh.serving.admission import Admission, RequestTooLongError
+from torch_mesh.serving.admission import Admission
+from torch_mesh.serving.errors import RequestTooLongError
 
 # Arguments of generate that change nothing in what is computed for a token.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}

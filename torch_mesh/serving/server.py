@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import copy
 import inspect
 import json
 import os
@@ -28,19 +27,12 @@ from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
-from torch_mesh.memory import left_bytes
 from torch_mesh.modules import patched_modules
-from torch_mesh.serving.admission import (
-    RESERVE_BYTES,
-    Admission,
-    RequestError,
-    RequestTooLongError,
-    check_blocks,
-    check_positions,
-    find_needs,
-)
-from torch_mesh.serving.generation import OptionError, settle
+from torch_mesh.serving.admission import Admission, find_needs
+from torch_mesh.serving.errors import MissingFieldError, RequestError, answer_errors
+from torch_mesh.serving.handling import Requests, blaming_messages, keeping_unparsed, noting_failures
 from torch_mesh.serving.kept_keys import Counts, KeptKeys
+from torch_mesh.serving.requests import check_model_name, check_values
 from torch_mesh.statistics.counters import Stats
 from torch_mesh.statistics.stats import stats
 from torch_mesh.store.gguf import is_gguf
@@ -48,18 +40,21 @@ from torch_mesh.store.header import check_folder, store_error
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
     from typing_extensions import Self
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
-_CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
 
 _NO_TEMPLATE = (
     "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that "
     "were not made for them: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or ask "
     "a server for /v1/completions."
 )
+
+# Addresses of transformers' server that are taken away. /reset is for its tests: any page in a browser could end the
+# model with it, since a POST without a body needs no permission. Transcriptions need a model without a prompt.
+# /load_model is put back with a check of its body.
+_NOT_SERVED = ("/reset", "/v1/audio/transcriptions", "/load_model")
 
 # Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
@@ -177,6 +172,7 @@ class Server:
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     manager: Any = None  # of transformers' classes, once it is there
+    requests: Requests
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -234,6 +230,10 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
                 if server.must_chat:
                     raise ValueError(f"{model} {_NO_TEMPLATE}")
                 vars(found)["apply_chat_template"] = _refuse_chat
+            else:
+                vars(found)["apply_chat_template"] = blaming_messages(found.apply_chat_template)
+            tokenizer = getattr(found, "tokenizer", found)
+            vars(tokenizer)["parse_response"] = keeping_unparsed(tokenizer)
             return found
 
         def load_model_and_processor(  # type: ignore[override]  # nobody gives the others by position
@@ -246,7 +246,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             found, processor = super().load_model_and_processor(model_id_and_revision, gguf_file=gguf_file, **kwargs)
             if self.kept is None:
                 self.kept = KeptKeys(found, kept_bytes, Admission(found, find_needs(found, kept_bytes > 0)))
-                vars(found)["generate"] = self.kept.generate
+                vars(found)["generate"] = noting_failures(self.kept.generate)
             return found, processor
 
         def shutdown(self) -> None:
@@ -269,9 +269,22 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
     def build_server(manager: Manager, *args: Any, **kwargs: Any) -> Any:
         server.manager = manager
         app = build(manager, *args, **kwargs)
-        _refuse_what_does_not_fit(app, manager, kwargs["generation_state"])
-        # Of transformers' own tests: any page in a browser could end the model with it, as a POST without a body needs no leave.
-        app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) != "/reset"]
+        answer_errors(app)
+        server.requests = Requests(manager, kwargs["generation_state"], model)
+        for handler in (*args, *kwargs.values()):
+            server.requests.take_over(handler)
+        routes: list[Any] = app.routes
+        (load,) = (route.endpoint for route in routes if getattr(route, "path", None) == "/load_model")
+        app.router.routes[:] = [route for route in routes if getattr(route, "path", None) not in _NOT_SERVED]
+
+        @app.post("/load_model", response_model=None)
+        async def load_model(body: dict[str, Any]) -> Any:
+            check_values(body)
+            check_model_name(body.get("model"), model)
+            if body.get("model") is None:
+                raise MissingFieldError(f"model is missing: give {model!r}.", "model")
+            return await load(body)
+
         registry = Metrics(manager.now).registry
 
         @app.get("/metrics")
@@ -296,101 +309,6 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
 
 def _refuse_chat(*_: Any, **__: Any) -> None:
     raise RequestError(f"This model {_NO_TEMPLATE}", "messages")
-
-
-def _refuse_what_does_not_fit(app: Any, manager: Any, generation: Any) -> None:
-    """Before a request is queued; transformers would answer it until memory is gone."""
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
-
-    @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> JSONResponse:
-        about = {"type": "invalid_request_error", "param": error.param, "code": error.code}
-        return JSONResponse({"error": {"message": str(error)} | about}, status_code=400)
-
-    find_manager, configured = generation.get_manager, generation._cb_config
-
-    def get_manager(model_id: str, use_cb: bool = False) -> Any:
-        if use_cb and generation._cb_manager is None:
-            generation._cb_config = _blocks_that_fit(configured)
-        found = find_manager(model_id, use_cb=use_cb)
-        if "generate_streaming" not in vars(found):
-            for name in ("generate_streaming", "generate_non_streaming"):
-                setattr(found, name, _checked(getattr(found, name), generation, manager))
-            found.init_cb = _settled(found.init_cb)
-        return found
-
-    generation.get_manager = get_manager
-
-
-def _checked(generate: Any, generation: Any, manager: Any) -> Any:
-    def checked(model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any) -> Any:
-        prompt, new = inputs["input_ids"], gen_config.max_new_tokens
-        _settle(gen_config, model)
-        if isinstance(prompt, list):  # of continuous batching
-            check_positions(manager.kept.admission.needs.positions, len(prompt), new)
-            check_blocks(_tokens_in_blocks(generation), len(prompt), new)
-        else:
-            manager.kept.check(prompt[0], new)
-        return generate(model, processor, inputs, gen_config, *args, **kwargs)
-
-    return checked
-
-
-def _settled(begin: Any) -> Any:
-    """Continuous batching goes by the options of the request that it begins with."""
-
-    def settled(model: Any, gen_config: Any) -> None:
-        _settle(gen_config, model)
-        begin(model, gen_config)
-
-    return settled
-
-
-def _settle(config: GenerationConfig, model: Any) -> None:
-    try:
-        settle(config, model.generation_config)
-    except OptionError as error:
-        if error.name == "max_new_tokens":
-            raise RequestError(f"{error} OpenAI's name for it is max_tokens.") from error
-        raise RequestError(str(error), error.name) from error
-    if config.max_new_tokens is None:  # there is no telling what it takes
-        raise RequestError(
-            "This request does not say how many tokens to make: give max_new_tokens in generation_config."
-        )
-
-
-def _blocks_that_fit(configured: Any) -> Any:
-    """As many blocks as memory is left for, if nothing else was given; transformers knows nothing of cgroups, nor of other processes."""
-    import psutil
-    from transformers import ContinuousBatchingConfig
-
-    config = ContinuousBatchingConfig() if configured is None else copy.copy(configured)
-    if config.max_memory_percent is None:
-        theirs = psutil.virtual_memory().total - psutil.Process().memory_info().rss
-        config.max_memory_percent = min(_CB_SHARE, max(0, left_bytes() - RESERVE_BYTES) / theirs)
-    return config
-
-
-def _tokens_in_blocks(generation: Any) -> int:
-    """How many tokens continuous batching has blocks for, which it makes in its own thread."""
-    from transformers.cli.serving.utils import CBWorkerDeadError
-
-    batching = generation._cb_manager._cb
-    status = batching.background_thread_status
-    while (processor := batching.batch_processor) is None and batching.is_running():
-        time.sleep(0.01)
-    if processor is not None:
-        config = batching.continuous_batching_config
-        return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
-    if status.fatal_error is None:
-        raise CBWorkerDeadError("Continuous batching has ended.")  # as when the server ends
-    problem = str(status.fatal_error)  # the error itself has frames, and those the model
-    generation.shutdown()  # the next request may find more memory
-    raise RequestTooLongError(
-        f"Memory is not left for the blocks of continuous batching ({problem}): start the server with a smaller --resident or "
-        "--cb-max-batch-tokens."
-    )
 
 
 def _transformers_serve() -> Any:

@@ -1,0 +1,233 @@
+"""Malformed requests: each gets a status that names the client's mistake, in the form that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_mesh import MeshConfig
+
+openai = pytest.importorskip("openai")
+
+DEEP: Any = "end"
+for _ in range(300):
+    DEEP = [DEEP]
+LONE_SURROGATE = "\ud800"
+NOT_TEXT = (7, True, [], ["a"], {"a": 1})
+NOT_NUMBERS = ("x", "1", True, [1], {"a": 1}, float("nan"), float("inf"), 10**400)
+NOT_WHOLE = (*NOT_NUMBERS, 1.5)
+NOT_OBJECTS = ("x", 1, True, [1])
+NOT_BOOLS = ("yes", 1, 0.0, [], {})
+USER = {"role": "user", "content": "In the beginning"}
+
+# Of each address: what a request needs, and for each parameter what it cannot be.
+SAMPLING: dict[str, Any] = {
+    "temperature": (*NOT_NUMBERS, -1),
+    "top_p": (*NOT_NUMBERS, -0.5, 1.5),
+    "seed": (*NOT_WHOLE, 2**70, -(2**70)),
+    "stream": NOT_BOOLS,
+    "generation_config": (*NOT_TEXT, "x", "[1]", "7", '"x"', "null", '{"max_new_tokens": 2'),
+    "user": NOT_TEXT,
+    "model": NOT_TEXT,
+}
+ENDED: dict[str, Any] = {
+    "max_tokens": (*NOT_WHOLE, 0, -1),
+    "frequency_penalty": (*NOT_NUMBERS, -2, -1, 3),
+    "presence_penalty": (*NOT_NUMBERS, -3, 3),
+    "stop": (7, True, {"a": 1}, [7], [None]),
+    "logit_bias": (*NOT_OBJECTS, {"x": 1}, {"-1": 1}, {"1.5": 1}, {"4096": 1}, {"5": "x"}, {"5": None}, {"5": 101}),
+    "n": (*NOT_WHOLE, 0),
+    "stream_options": NOT_OBJECTS,
+}
+MESSAGES: tuple[Any, ...] = (
+    *("x", 1, True, {}, {"a": 1}, []),
+    *([each] for each in ("x", 1, None, [], {}, {"content": "a"}, {"role": None, "content": "a"}, {"role": 1})),
+    *([{"role": "user", "content": content}] for content in (1, True, {"a": 1}, ["x"], [1], [[]], [None], [{}])),
+    *([{"role": "user", "content": [part]}] for part in ({"text": "a"}, {"type": "text"}, {"type": 1, "text": "a"})),
+    *([{"role": "user", "content": [{"type": "text", "text": text}]}] for text in (1, None, ["a"])),
+    *([{"role": "assistant", "tool_calls": calls}] for calls in ("x", 1, {"a": 1}, ["x"], [None], [{}])),
+    *(
+        [{"role": "assistant", "tool_calls": [{"function": function}]}]
+        for function in ("x", {"name": "f"}, {"name": 1, "arguments": "{}"}, {"arguments": "{}"})
+    ),
+    *(
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        for arguments in (None, 1, "", "{", "[1]", DEEP)
+    ),
+    [{"role": "user", "content": LONE_SURROGATE}],
+)
+TOOLS = (*NOT_OBJECTS, {"a": 1}, [None], [{"type": "function", "function": "x"}], [{"function": {"name": 1}}])
+CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    "/v1/completions": (
+        {"prompt": "a", "max_tokens": 1},
+        {
+            **SAMPLING,
+            **ENDED,
+            "prompt": (None, "", *NOT_TEXT, LONE_SURROGATE, DEEP),
+            "suffix": NOT_TEXT,
+            "echo": NOT_BOOLS,
+            "best_of": (*NOT_WHOLE, 0),
+            "logprobs": (*NOT_WHOLE, -1),
+        },
+    ),
+    "/v1/chat/completions": (
+        {"messages": [USER], "max_tokens": 1},
+        {
+            **SAMPLING,
+            **ENDED,
+            "messages": (None, *MESSAGES),
+            "max_completion_tokens": (*NOT_WHOLE, 0),
+            "tools": TOOLS,
+            "tool_choice": (1, True, [1]),
+            "response_format": NOT_OBJECTS,
+            "logprobs": NOT_BOOLS,
+            "top_logprobs": (*NOT_WHOLE, -1),
+            "parallel_tool_calls": NOT_BOOLS,
+            "chat_template_kwargs": (*NOT_OBJECTS, {"tokenize": False}, {"tools": []}, {"conversation": []}),
+            "metadata": NOT_OBJECTS,
+        },
+    ),
+    "/v1/responses": (
+        {"input": "a", "max_output_tokens": 1},
+        {
+            **SAMPLING,
+            "input": (
+                *(None, 1, True, {}, [], ["x"], [1], [None], [[]], [{}], [{"type": "input_text"}]),
+                *([{"type": "message", "role": role, "content": "a"}] for role in (None, 1)),
+                *([{"role": "user", "content": content}] for content in (1, {"a": 1}, ["x"], [{"type": "input_text"}])),
+                *([USER, {"type": kind}] for kind in ("function_call", "function_call_output", "unknown", 1, None)),
+                [USER, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}],
+                [USER, {"type": "reasoning", "content": [{"type": "reasoning_text"}]}],
+                [USER, {"type": "reasoning", "content": "x"}],
+                [USER, "x"],
+                LONE_SURROGATE,
+            ),
+            "instructions": NOT_TEXT,
+            "max_output_tokens": (*NOT_WHOLE, 0),
+            "tools": TOOLS,
+            "parallel_tool_calls": NOT_BOOLS,
+            "text": NOT_OBJECTS,
+            "reasoning": NOT_OBJECTS,
+            "previous_response_id": NOT_TEXT,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable[..., Any], folder: Path) -> Any:
+    return serving(folder, MeshConfig(resident=1.0))
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def _post(server: Any, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | headers
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.address + path, data, headers), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def _error(answer: tuple[int, Any], status: int = 400) -> dict[str, Any]:
+    """Of an answer with this status; the form is what OpenAI's has."""
+    assert answer[0] == status, answer
+    assert set(answer[1]) == {"error"} and set(answer[1]["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = answer[1]["error"]
+    assert isinstance(error["message"], str) and error["message"] and "Traceback" not in error["message"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    return error
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_what_a_field_cannot_be_is_said_of_the_field(path: str, server: Any) -> None:
+    needed, fields = CASES[path]
+    assert _post(server, path, needed)[0] == 200
+    for name, values in fields.items():
+        for value in values:
+            assert _error(_post(server, path, needed | {name: value}))["param"] == name, (name, value)
+            if name != "stream":
+                answer = _post(server, path, needed | {name: value, "stream": True})
+                assert _error(answer)["param"] == name, (name, value)
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_what_is_null_is_as_if_it_were_not_given(path: str, server: Any) -> None:
+    needed, fields = CASES[path]
+    optional = set(fields) - set(needed)
+    assert _post(server, path, dict.fromkeys(optional) | needed)[0] == 200
+
+
+@pytest.mark.parametrize("path", [*CASES, "/v1/systemone", "/load_model"])
+def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
+    for body in (b"", b"{", b"[1]", b'"x"', b"7", b"null", b"\xff", b"[" * 2000, b'{"prompt": "a"', b"{'prompt': 'a'}"):
+        _error(_post(server, path, body))
+    _error(_post(server, path, {}))
+    _error(_post(server, path, {"model": 7}))
+    _error(_post(server, path, {"model": LONE_SURROGATE}), 400)
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_fields_that_are_not_of_the_api_are_refused(path: str, server: Any) -> None:
+    for name in ("nothing", LONE_SURROGATE, 'a "quote"'):
+        _error(_post(server, path, CASES[path][0] | {name: 1}))
+
+
+def test_what_is_not_there(server: Any) -> None:
+    for path, status in (("/v1/nothing", 404), ("/v1/audio/transcriptions", 404), ("/v1/models", 405)):
+        assert path in _error(_post(server, path, {}), status)["message"]
+    answer = _post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
+    assert _error(answer, 404)["code"] == "model_not_found"
+    answer = _post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})
+    assert _error(answer)["param"] == "questions"
+
+
+def test_a_template_that_raises_blames_what_it_was_given(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (processor,) = (timed.processor for timed in server.manager.loaded_models.values())
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with the user') }}{% endif %}a"
+    monkeypatch.setattr(processor, "chat_template", strict)
+    system = {"role": "system", "content": "a"}
+    for path, asked in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        for stream in (False, True):
+            error = _error(_post(server, path, {asked: [system], "stream": stream}))
+            assert error["param"] == asked and "Begin with the user" in error["message"]
+    monkeypatch.setattr(processor, "chat_template", "{{ messages[0].name.upper() + 1 }}")
+    assert _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["param"] == "messages"
+    monkeypatch.setattr(processor, "chat_template", "{# nothing #}")
+    assert "no tokens" in _error(_post(server, "/v1/chat/completions", {"messages": [USER]}))["message"]
+
+
+def test_the_client_of_openai_shows_what_is_wrong(client: Any, server: Any) -> None:
+    for ask in (
+        lambda: client.completions.create(model=server.model, prompt=""),
+        lambda: client.completions.create(model=server.model, prompt=[1, 2]),
+        lambda: client.chat.completions.create(model=server.model, messages=[]),
+        lambda: client.chat.completions.create(model=server.model, messages=[USER], temperature="x"),
+        lambda: client.responses.create(model=server.model, input=[]),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"(prompt|messages|temperature|input) (is|has)") as error:
+            ask()
+        assert error.value.param in ("prompt", "messages", "temperature", "input")
+
+
+def test_biases_and_stops_that_can_be_are_taken(client: Any, server: Any) -> None:
+    asked = {"model": server.model, "messages": [USER], "max_tokens": 4, "temperature": 0}
+    plain = client.chat.completions.create(**asked).choices[0].message.content
+    for nothing in ({"logit_bias": {}}, {"stop": []}, {"stop": ""}, {"stop": [""]}, {"tools": []}):
+        assert client.chat.completions.create(**asked, **nothing).choices[0].message.content == plain
+    (processor,) = (timed.processor for timed in server.manager.loaded_models.values())
+    for bias in (100, 99.5):
+        wanted = client.chat.completions.create(**asked, logit_bias={"65": bias}).choices[0].message.content
+        assert wanted == processor.decode([65] * 4)
