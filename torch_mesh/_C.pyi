@@ -306,6 +306,7 @@ class _DetailedStats(TypedDict):
     most_slots: int
     shrinks: int
     grows: int
+    resets: int  # times that all counts but this one were set to zero
 
 class Interpose:
     """What stands between an engine's reader and what carries its reads out; tests make one (``torch_mesh._testing.faults``)."""
@@ -384,7 +385,7 @@ class Engine:
         """Each field of LayerStats (csrc/residency/core/statistics.h) as int64 [layers], over all phases."""
 
     def totals(self) -> dict[str, int]:
-        """What ``stats`` counts, over all layers: a hundredth of a millisecond, where arrays for each step would take several."""
+        """What ``stats`` counts, over all layers, and 'resets', at one moment: takes a hundredth of a millisecond."""
 
     def detailed_stats(self) -> _DetailedStats:
         """All counts of one moment."""

@@ -190,8 +190,9 @@ class StatsFields:
     file: str | None = _field(
         None,
         path("file"),
-        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` with `time`, `forward`, "
-        "which experts are resident, who has the memory, and the model, format, policy and machine that it is of; "
+        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` "
+        "with `time`, `forward`, `run` (a name for the lines of one pool), which experts are resident, who has the "
+        "memory, and the model, format, policy and machine that it is of; "
         "`torch-mesh report` sums them up. Each model needs a file of its own, and a [rank](scaleout.md) takes "
         "`NAME.rank0.jsonl` for `NAME.jsonl`. A write that fails is warned of once and disturbs nothing.",
     )
@@ -246,7 +247,8 @@ class MeshConfig(QuantizationConfigMixin):
         "auto",
         one_of("auto", "model", "mesh"),
         'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
-        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside the experts are its own (`dense`) or `speculation` is on. '
+        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside '
+        "the experts are its own (`dense`) or `speculation` is on, and no function of yours is registered as `sdpa`. "
         'With `dense="none"` every bit outside the experts is the model\'s own.',
     )
     group_size: int = _field(

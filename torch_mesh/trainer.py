@@ -8,10 +8,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from .adapters.report import describe_training
-from .statistics.counters import Counters
+from .statistics.counters import Stats, counted_since
 from .statistics.stats import stats
-
-_SUMS = ("hits", "accesses", "bytes_read", "stall_seconds")
 
 
 class MeshTrainerCallback(TrainerCallback):
@@ -24,7 +22,7 @@ class MeshTrainerCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._before = Counters()
+        self._before = Stats()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         assert model is not None
@@ -43,14 +41,11 @@ class MeshTrainerCallback(TrainerCallback):
     ) -> None:
         if model is None or logs is None:
             return
-        now, before = stats(model), self._before
-        self._before = now
-        if any(getattr(now, name) < getattr(before, name) for name in _SUMS):
-            before = Counters()  # reset_stats was called meanwhile
-        hits, accesses, read, waited = (getattr(now, name) - getattr(before, name) for name in _SUMS)
-        found: dict[str, float] = {"mesh_read_gb": read / 1e9, "mesh_wait_seconds": waited}
-        if accesses > 0:
-            found["mesh_hit_rate"] = hits / accesses
+        now = stats(model)
+        counted, self._before = counted_since(self._before, now), now
+        found = {"mesh_read_gb": counted.bytes_read / 1e9, "mesh_wait_seconds": counted.stall_seconds}
+        if counted.hit_rate is not None:
+            found["mesh_hit_rate"] = counted.hit_rate
         found = {name: round(value, 4) for name, value in found.items()}
         logs.update(found)  # for the callbacks that follow
         if state.log_history:

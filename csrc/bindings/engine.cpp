@@ -173,11 +173,9 @@ py::dict stats(const PyEngine& self) {
 }
 
 std::map<std::string_view, int64_t> totals(const PyEngine& self) {
-  LayerStats sum;
-  for (const LayerStats& each : self.look([](Engine& engine) { return engine.pool().stats(); }))
-    sum += each;
-  std::map<std::string_view, int64_t> result;
-  for (const auto& [name, member] : kLayerCounts) result[name] = sum.*member;
+  const PoolTotals totals = self.look([](Engine& engine) { return engine.pool().totals(); });
+  std::map<std::string_view, int64_t> result{{"resets", totals.resets}};
+  for (const auto& [name, member] : kLayerCounts) result[name] = totals.counts.*member;
   return result;
 }
 
@@ -205,6 +203,7 @@ py::dict detailed_stats(const PyEngine& self) {
   result["most_slots"] = most_slots;
   result["shrinks"] = stats.shrinks;
   result["grows"] = stats.grows;
+  result["resets"] = stats.resets;
   return result;
 }
 

@@ -527,6 +527,12 @@ std::vector<LayerStats> Pool::stats() const {
   return impl_->core.statistics().by_layer();
 }
 
+PoolTotals Pool::totals() const {
+  impl_->check_process();
+  const Impl::Lock lock(impl_->mutex);
+  return impl_->core.statistics().totals();
+}
+
 PoolStats Pool::detailed_stats() const {
   impl_->check_process();
   PoolStats copy(layers(), experts());  // its memory, before the lock is taken

@@ -113,6 +113,7 @@ class Pool {
   // Of each expert of a layer, as of one moment; `states` has room for experts() of them.
   void states(int32_t layer, std::span<SlotState> states) const;
   std::vector<LayerStats> stats() const;  // by layer, over all phases
+  PoolTotals totals() const;
   PoolStats detailed_stats() const;
   // Which of the choices of a decode step go elsewhere or are replaced by resident ones, as of one
   // moment: see core/deferral.h. What is replaced is counted. scores: [tokens][experts].

@@ -59,6 +59,49 @@ def test_counts_go_on_over_resets_and_begin_anew_with_a_process(tmp_path: Path) 
     assert (second.lines, second.total.hits, second.stretches) == (1, 6, ())
 
 
+def test_a_reset_is_noticed_though_all_counts_are_larger_behind_it(tmp_path: Path) -> None:
+    before = [line(100, 10, [4, 5, 6], 2), line(102, 20, [6, 7, 8], 3)]
+    after = [line(104, 30, [7, 8, 9], 4), line(108, 40, [9, 9, 9], 5)]
+    file = write(tmp_path / "s.jsonl", *(each | {"resets": 1} for each in before), *(e | {"resets": 2} for e in after))
+    (run,) = read_report(file).runs
+    assert run.total.hits == 21 + 27 and run.total.per_layer[0].cold_misses == 3 + 5
+    assert [(part.begin, part.end, part.stats.hits) for part in run.stretches] == [(100, 102, 6), (104, 108, 3)]
+
+
+def test_in_a_file_of_an_earlier_version_a_reset_is_noticed_where_any_count_falls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line(100, 10, [4, 5, 6], 2), line(102, 20, [14, 4, 16], 4), line(104, 30, [16, 6, 18], 5)]
+    for each in lines:
+        del each["resets"]
+    file = write(tmp_path / "s.jsonl", *lines)
+    (run,) = read_report(file).runs
+    assert [(part.begin, part.stats.hits) for part in run.stretches] == [(102, 6)]
+    assert run.total.hits == 15 + 40
+    assert main(["report", str(file)]) == 0
+    assert "100.0%" not in capsys.readouterr().out
+
+
+def test_runs_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    """A second one begins with more forwards than the first has had, and a third writes between its lines."""
+    lines = [
+        line(100, 10, [1, 1, 1]) | {"run": "a"},
+        line(200, 40, [9, 9, 9]) | {"run": "b"},
+        line(201, 10, [2, 2, 2]) | {"run": "c"},
+        line(202, 50, [10, 10, 10]) | {"run": "b"},
+        line(203, 20, [4, 4, 4]) | {"run": "c"},
+    ]
+    runs = read_report(write(tmp_path / "s.jsonl", *lines)).runs
+    assert [(run.lines, run.forwards, run.total.hits) for run in runs] == [(1, 10, 3), (2, 50, 30), (2, 20, 12)]
+    assert [part.stats.hits for run in runs for part in run.stretches] == [3, 6]
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("run", 3), ("run", None), ("resets", -1), ("resets", "2")])
+def test_a_run_is_a_name_and_resets_are_counted(tmp_path: Path, name: str, wrong: Any) -> None:
+    with pytest.raises(MeshError, match=f"line 1: .* its .*{wrong!r}"):
+        read_report(write(tmp_path / "s.jsonl", line(1, 10, [1, 1, 1]) | {name: wrong}))
+
+
 @pytest.mark.parametrize("stretches", [1, 2, 5, 200])
 def test_stretches_cover_all_lines(tmp_path: Path, rng: np.random.Generator, stretches: int) -> None:
     count = int(rng.integers(2, 60))

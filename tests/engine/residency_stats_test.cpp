@@ -292,6 +292,20 @@ TEST(PoolStats, AResetForgetsPrefetchesThatWait) {
   pool.validate();
 }
 
+// By it alone a reader can tell counts of after a reset from larger ones of before.
+TEST(PoolStats, ResetsAreCounted) {
+  const TestStore store(1, 8);
+  Pool pool(options_of(8), {}, store.source(), nullptr);
+  for (int64_t resets = 0; resets < 3; ++resets) {
+    forward(pool, 0, {0, 1}, kDecodeStep);
+    EXPECT_EQ(pool.totals().resets, resets);
+    EXPECT_EQ(pool.detailed_stats().resets, resets);
+    EXPECT_EQ(pool.totals().counts.accesses, 2);
+    pool.reset_stats();
+    EXPECT_EQ(pool.totals().counts.accesses, 0);
+  }
+}
+
 TEST(PoolStats, AFailedPrefetchIsKeptAndReachesNoForward) {
   const TestStore store(2, 4);
   Pool pool(options_of(8), {}, store.source(), nullptr);

@@ -34,9 +34,9 @@ from transformers.generation.streamers import BaseStreamer
 import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.serving.kept_keys import KeptKeys
-from torch_mesh.speculation import linear_attention
+from torch_mesh.speculation import decoding, linear_attention
 from torch_mesh.speculation.controller import Controller
-from torch_mesh.speculation.decoding import Speculation, _Text
+from torch_mesh.speculation.decoding import Speculation, _Pool, _Text
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.models import SpeculatingModel
 
@@ -325,6 +325,21 @@ def test_several_texts_at_a_time_have_the_tokens_of_plain_decoding(
         )
 
 
+def test_what_pools_did_is_counted_from_a_reset(original: PreTrainedModel) -> None:
+    model = _patched(original, resident=0.3, prefetch="off")
+    ids = torch.arange(5, 45).view(8, 5)
+    model(ids[:1])
+    pool = _Pool(model)
+    model(ids[1:2])
+    assert pool.since()[1] > 0 and pool.since() == (0.0, 0)
+    torch_mesh.reset_stats(model)
+    for row in ids:
+        model(row[None])
+    stalled, read = pool.since()
+    counted = torch_mesh.stats(model)
+    assert (stalled, read) == (pytest.approx(counted.stall_seconds), counted.bytes_read)
+
+
 def test_texts_that_end_have_padding_in_the_cache_and_not_their_drafts(
     original: PreTrainedModel, tokenizer: Any
 ) -> None:
@@ -398,7 +413,7 @@ class _Streamed(BaseStreamer):
 
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_a_streamer_gets_one_token_after_the_other(original: PreTrainedModel, tokenizer: Any, by_itself: bool) -> None:
-    """transformers hands none to a custom_generate: should it begin to, ``_lost_streamer`` can go."""
+    """transformers hands none to a custom_generate: should it begin to, ``_call_of_generate`` can go."""
     model = _patched(original, speculation="lookup" if by_itself else "off")
     inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
     streamed = _Streamed()
@@ -409,6 +424,71 @@ def test_a_streamer_gets_one_token_after_the_other(original: PreTrainedModel, to
     reader = TextIteratorStreamer(tokenizer, timeout=5)
     _generate(model, inputs, streamer=reader, **options)
     assert "".join(reader) == tokenizer.decode(tokens)
+
+
+class _Object:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner(*args, **kwargs)
+
+
+def _on_another_thread(inner: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(inner, *args, **kwargs).result()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: lambda *args, **kwargs: inner(*args, **kwargs),
+        lambda inner: lambda *args, **kwargs: (_Object(_Object(inner)))(*args, **kwargs),
+        lambda inner: functools.partial(inner),
+        lambda inner: functools.partial(_Object(_Object(inner))),
+        _Object,
+        _on_another_thread,
+        lambda inner: _Object(_on_another_thread(_Object(inner))),
+    ],
+    ids=["lambda", "nested", "partial", "partial object", "object", "thread", "thread in objects"],
+)
+def test_a_streamer_is_found_through_functions_around(original: PreTrainedModel, tokenizer: Any, around: Any) -> None:
+    model = _patched(original)
+    inputs = tokenizer(PROMPTS["rewriting"], return_tensors="pt")
+    reader = TextIteratorStreamer(tokenizer, timeout=20)
+    tokens = _generate(model, inputs, streamer=reader, max_new_tokens=12, custom_generate=around(always(7)))[0]
+    assert "".join(reader) == tokenizer.decode(tokens)
+
+
+def test_each_of_two_calls_at_a_time_has_its_own_streamer(original: PreTrainedModel, tokenizer: Any) -> None:
+    model = _patched(original)
+
+    def call(words: str) -> bool:
+        inputs, reader = tokenizer(words, return_tensors="pt"), TextIteratorStreamer(tokenizer, timeout=20)
+        how = {"streamer": reader, "max_new_tokens": 12, "custom_generate": _on_another_thread(always(3))}
+        tokens = model.generate(**inputs, do_sample=False, pad_token_id=0, **how)[0]
+        return "".join(reader) == tokenizer.decode(tokens)
+
+    with ThreadPoolExecutor(2) as executor:
+        assert all(executor.map(call, [PROMPTS["rewriting"], "In the beginning"]))
+
+
+@pytest.mark.parametrize("given", [True, None])
+def test_a_call_whose_forwards_are_synced_is_refused(
+    original: PreTrainedModel, tokenizer: Any, given: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers hands none of that to a custom_generate either."""
+    if given is None:
+        monkeypatch.setattr(decoding, "is_deepspeed_zero3_enabled", lambda: True)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match="synced_gpus wants.*Leave custom_generate out"):
+        _generate(
+            original, tokenizer("Once", return_tensors="pt"), synced_gpus=given, custom_generate=torch_mesh.speculate()
+        )
 
 
 class _Gone(_Streamed):

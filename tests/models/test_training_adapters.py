@@ -49,7 +49,8 @@ def test_the_log_says_what_trains_and_what_it_read(tmp_path: Path, capsys: pytes
     assert abs(read - stats.bytes_read) < 1e5 * len(trainer.state.log_history)  # each is rounded
 
 
-def test_counters_that_were_reset_are_not_logged_as_less_than_nothing() -> None:
+@pytest.mark.parametrize("after", [1, 5])
+def test_counters_that_were_reset_are_logged_from_their_beginning(after: int) -> None:
     model = _model()
     callback = torch_mesh.MeshTrainerCallback()
     ids = torch.stack(ROWS[:2])
@@ -58,7 +59,8 @@ def test_counters_that_were_reset_are_not_logged_as_less_than_nothing() -> None:
     state = TrainerState(is_world_process_zero=False)
     callback.on_train_begin(None, state, None, model=model)
     torch_mesh.reset_stats(model)
-    model(input_ids=ids)
+    for _ in range(after):
+        model(input_ids=ids)
     stats, logs = torch_mesh.stats(model), {}
     callback.on_log(None, state, None, model=model, logs=logs)
     assert stats.bytes_read > 0 and abs(logs["mesh_read_gb"] - stats.bytes_read / 1e9) < 1e-4

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.statistics import moment
-from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats
+from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats, counted_since, percent, summed, was_reset
 from torch_mesh.statistics.report import read_report
 from torch_mesh.store.convert import convert
 
@@ -228,6 +228,89 @@ def test_watch_in_a_terminal_survives_the_model(open_model: Callable[..., PreTra
     assert "hit rate by layer" in out.getvalue() and "MB/s" in out.getvalue()
     with pytest.raises(torch_mesh.MeshError, match="not patched"), torch_mesh.watch(model):
         pass
+
+
+def test_watch_counts_from_a_reset_after_which_more_happens(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(prefetch="off")
+    _run(model, 1, 4)
+    console, out = _console()
+    with torch_mesh.watch(model, console=console):
+        torch_mesh.reset_stats(model)
+        _run(model, 1, 9)
+    counted = torch_mesh.stats(model)
+    shown = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines()]
+    [every] = [cells for cells in shown if len(cells) > 2 and cells[1] == "all"]
+    assert every[2] == "9" and every[4:7] == [percent(counted.hit_rate), percent(0.0), percent(0.0)]
+    assert len(out.getvalue().splitlines()[-1].split()[-1]) == len(counted.per_layer)
+
+
+def _assert_same(found: Stats, expected: Stats) -> None:
+    """In what is counted, of each layer and in all."""
+    for mine, other in zip((found, *found.per_layer), (expected, *expected.per_layer), strict=True):
+        for name in ("forwards", "accesses", "hits", "cold_misses", "bytes_read", "promoted", "evicted"):
+            assert getattr(mine, name) == getattr(other, name), name
+            assert getattr(mine.decode, name) == getattr(other.decode, name), name
+
+
+def test_what_was_counted_since_begins_at_a_reset(open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(prefetch="off")
+    _run(model, 1, 3)
+    first = torch_mesh.stats(model)
+    _run(model, 1, 2)
+    second = torch_mesh.stats(model)
+    _assert_same(summed(first, counted_since(first, second)), second)
+    assert counted_since(first, second).decode.forwards == 2 and not was_reset(first, second)
+    torch_mesh.reset_stats(model)
+    _run(model, 1, 7)
+    third = torch_mesh.stats(model)
+    assert third.resets == second.resets + 1 == third.to_dict()["resets"]
+    assert third.forwards > second.forwards and was_reset(second, third)
+    _assert_same(counted_since(second, third), third)
+
+
+def test_a_pool_that_took_anothers_place_counts_from_its_beginning(
+    open_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = open_model(prefetch="off")
+    _run(model, 1, 2)
+    before = torch_mesh.stats(model)
+    torch_mesh.patch(torch_mesh.unpatch(model, lossy=True), resident=0.25, prefetch="off")
+    _run(model, 1, 5)
+    now = torch_mesh.stats(model)
+    assert now.resets == before.resets and now.accesses > before.accesses
+    _assert_same(counted_since(before, now), now)
+
+
+def test_of_several_pools_each_counts_from_its_own_reset(open_model: Callable[..., PreTrainedModel]) -> None:
+    models = [open_model(prefetch="off"), open_model(prefetch="off")]
+    both = torch.nn.ModuleList(models)
+    for model in models:
+        _run(model, 1, 2)
+    before = torch_mesh.stats(both)
+    torch_mesh.reset_stats(models[0])
+    for model in models:
+        _run(model, 1, 4)
+    counted = counted_since(before, torch_mesh.stats(both))
+    layers = len(counted.per_layer) // 2
+    assert [layer.decode.forwards for layer in counted.per_layer] == [4] * 2 * layers
+    assert counted.accesses == sum(layer.accesses for layer in counted.per_layer)
+
+
+def test_a_report_of_a_file_notices_a_reset_after_which_more_happens(
+    open_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    file = tmp_path / "stats.jsonl"
+    model = open_model(stats={"file": file, "every": 4}, prefetch="off")
+    _run(model, 1, 4)
+    _lines(file, 1)
+    first = torch_mesh.stats(model)
+    torch_mesh.reset_stats(model)
+    _run(model, 1, 4)
+    _run(model, 20, 4)
+    last, run = _lines(file, 3)[-1], read_report(file).runs[0]
+    assert last["accesses"] > first.accesses and len({line["run"] for line in _lines(file, 3)}) == 1
+    _assert_same(run.total, summed(first, torch_mesh.stats(model)))
+    assert all(0 <= stretch.stats.hit_rate <= 1 for stretch in run.stretches)
 
 
 def test_watch_wants_an_interval(open_model: Callable[..., PreTrainedModel]) -> None:

@@ -108,18 +108,17 @@ def _print(reports: list[Report], console: Console) -> None:
 
 
 def _over_time(run: Run) -> Table:
-    from torch_mesh.statistics.counters import PHASES, Stats
+    from torch_mesh.statistics.counters import PHASES
     from torch_mesh.statistics.watch import RATES, layer_bars, rate_cells
 
     table = Table("from", "phase", *RATES, "hit rate by layer", title="over time", title_justify="left")
     for stretch in run.stretches:
         seconds = stretch.end - stretch.begin
-        none = Stats(per_layer=[type(layer)() for layer in stretch.stats.per_layer])
-        start, bars = _clock(stretch.begin - run.begin), layer_bars(none, stretch.stats)
+        start, bars = _clock(stretch.begin - run.begin), layer_bars(stretch.stats)
         for name in PHASES:
             counters = getattr(stretch.stats, name)
             if counters.accesses:
-                table.add_row(start, name, *rate_cells(getattr(none, name), counters, seconds), bars)
+                table.add_row(start, name, *rate_cells(counters.forwards, counters, seconds), bars)
                 start = bars = ""
     return table
 

@@ -13,9 +13,10 @@ import copy
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import compress, takewhile
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..cache_names import NAME
 from ..compiled_steps import SLACK
@@ -99,7 +102,10 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """As ``generate`` calls it. Raises ValueError for what cannot be speculated on."""
+        """As ``generate`` calls it, or a function around it. Raises ValueError for what cannot be speculated on."""
+        call = _call_of_generate(model, generation_config)
+        streamer = call.get("streamer") if streamer is None else streamer
+        synced_gpus = synced_gpus or _is_synced(model, call.get("synced_gpus"))
         if reason := why_not(model, input_ids, generation_config, synced_gpus, model_kwargs):
             raise ValueError(f"torch_mesh.speculate cannot take this call: {reason}. Leave custom_generate out.")
         return self.decode(
@@ -108,7 +114,7 @@ class Speculation:
             logits_processor,
             stopping_criteria,
             generation_config,
-            streamer=_lost_streamer() if streamer is None else streamer,
+            streamer=streamer,
             **model_kwargs,
         )
 
@@ -146,8 +152,7 @@ class Speculation:
         texts = len(drafters)
         controller = self._controllers.setdefault(texts, copy.deepcopy(self._new_controller))
         tally = tally_of(model)
-        pool = _Pool(model)
-        pool.since()  # what the prompt did
+        pool = _Pool(model)  # from behind the prompt on
         controller.begin()
 
         def step(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -300,14 +305,15 @@ class _Pool:
         self._engines = list(
             {id(module._mesh_pool): module._mesh_pool.engine for module in patched_modules(model)}.values()
         )
-        self._before: tuple[int, ...] = (0, 0)
+        self._before = [engine.totals() for engine in self._engines]
 
     def since(self) -> tuple[float, int]:
         """Seconds that forwards had nothing to compute, and bytes read, since it was asked last."""
-        counted = [engine.totals() for engine in self._engines]
-        now = tuple(sum(each[name] for each in counted) for name in ("stall_nanoseconds", "bytes_read"))
-        # After reset_stats it is less than before.
-        stalled, read = (max(after - before, 0) for after, before in zip(now, self._before))
+        now, stalled, read = [engine.totals() for engine in self._engines], 0, 0
+        for after, before in zip(now, self._before, strict=True):
+            goes_on = after["resets"] == before["resets"]
+            stalled += after["stall_nanoseconds"] - goes_on * before["stall_nanoseconds"]
+            read += after["bytes_read"] - goes_on * before["bytes_read"]
         self._before = now
         return stalled / 1e9, read
 
@@ -356,7 +362,32 @@ def why_not(
     return why_not_rewindable(model, cache)
 
 
-def _lost_streamer() -> Any:
-    """That of the call: transformers (5.23) hands none to a custom_generate, and whoever reads from it would wait for ever."""
-    frame = sys._getframe(2)
-    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+def _call_of_generate(model: Any, generation_config: Any) -> Mapping[str, Any]:
+    """The arguments of the ``generate`` that led here; empty: none did.
+
+    transformers (5.24) hands a custom_generate neither the streamer, whose reader would wait for ever, nor synced_gpus.
+    It is the innermost call for ``model`` on this thread; where a function around this one has gone to another thread,
+    the call on any thread whose generation_config this is.
+    """
+    for names in _calls_of_generate(model, sys._getframe()):
+        return names
+    for frame in sys._current_frames().values():
+        for names in _calls_of_generate(model, frame):
+            if any(value is generation_config for value in names.values()):
+                return names
+    return {}
+
+
+def _calls_of_generate(model: Any, frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
+    """Their names and values, from ``frame`` outwards."""
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            yield frame.f_locals
+        frame = frame.f_back
+
+
+def _is_synced(model: Any, given: bool | None) -> bool:
+    """As ``generate`` takes its ``synced_gpus``."""
+    if given is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return bool(given)
+    return torch.distributed.get_world_size() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))

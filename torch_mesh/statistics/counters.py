@@ -87,6 +87,7 @@ _NAMES = tuple(entry.name for entry in dataclasses.fields(Counters))
 _RATES = ("hit_rate", "kept_hit_rate", "unkept_hit_rate", "prefetch_accuracy")
 _Size = Literal["slots", "kept", "most_slots", "shrinks", "grows"]
 SIZES: tuple[_Size, ...] = ("slots", "kept", "most_slots", "shrinks", "grows")
+_RESIZES: tuple[_Size, ...] = ("shrinks", "grows")  # of those, counts
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class LayerCounters(PhaseCounters):
     """Counters of one MoE layer."""
 
     experts: ExpertCounters = field(default_factory=ExpertCounters)
+    # Of which pool, and since which reset: counts go on from others of the same epoch alone. Empty: not known.
+    epoch: tuple[int, ...] = field(default=(), repr=False)
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
         counts = super().to_dict()
@@ -174,6 +177,7 @@ class Stats(PhaseCounters):
     most_slots: int = 0  # and at most
     shrinks: int = 0  # times that the pool was made smaller, because memory ran short
     grows: int = 0  # and larger again
+    resets: int = 0  # times that the counters of its pools began anew
     device: DeviceCounters | None = None  # of the experts on GPUs; None: there are none
     share: Share | None = None  # of the model's experts, which these are counters of; None: of all of them
     lossy: str = ""  # the modes by which decode steps differ from the model; empty: they do not
@@ -194,6 +198,7 @@ class Stats(PhaseCounters):
         return {
             **super().to_dict(),
             **{name: getattr(self, name) for name in SIZES},
+            "resets": self.resets,
             "device": None if self.device is None else self.device.to_dict(),
             "share": None if self.share is None else self.share.to_dict(),
             "lossy": self.lossy,
@@ -253,14 +258,75 @@ def engine_stats(
     has none: what they did is added to its counters, but for the numbers of slots, which are its own.
     ``device``: what their GPUs counted; ``share``: which of the experts they have.
     """
-    snapshots = [
-        engine.detailed_stats() if low is None else _added(engine.detailed_stats(), low.detailed_stats())
-        for engine, low in itertools.zip_longest(engines, stand_ins)
-    ]
-    return dataclasses.replace(_combined(snapshots, experts, lossy), device=device, share=share)
+    snapshots, epochs = [], []
+    for engine, low in itertools.zip_longest(engines, stand_ins):
+        own = [each for each in (engine, low) if each is not None]
+        seen = [each.detailed_stats() for each in own]
+        snapshots.append(seen[0] if len(seen) == 1 else _with_low(*seen))
+        pairs = zip(own, seen, strict=True)
+        epochs.append(tuple(n for each, counts in pairs for n in (each.id, each.generation, counts["resets"])))
+    return dataclasses.replace(_combined(snapshots, epochs, experts, lossy), device=device, share=share)
 
 
-def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
+def counted_since(before: Stats, now: Stats) -> Stats:
+    """What ``now`` has counted since ``before``, of one model; of layers whose counters began anew since, all of it.
+
+    What is no count is ``now``'s. Those of each expert are left out.
+    """
+    layers = []
+    for layer, old in itertools.zip_longest(now.per_layer, before.per_layer[: len(now.per_layer)]):
+        goes_on = old is not None and _goes_on(old, layer)
+        layers.append(_changed(layer, old if goes_on else LayerCounters(), -1))
+    resizes = Stats() if was_reset(before, now) else before
+    return _of_layers(now, layers, {name: getattr(now, name) - getattr(resizes, name) for name in _RESIZES})
+
+
+def summed(first: Stats, second: Stats) -> Stats:
+    """The counts of both, for the layers of ``second``, whose is all else. Counts of each expert are left out."""
+    pairs = itertools.zip_longest(second.per_layer, first.per_layer[: len(second.per_layer)])
+    layers = [_changed(layer, LayerCounters() if old is None else old, 1) for layer, old in pairs]
+    return _of_layers(second, layers, {name: getattr(second, name) + getattr(first, name) for name in _RESIZES})
+
+
+def was_reset(before: Stats, now: Stats) -> bool:
+    """Whether some counters of ``now`` do not go on from those of ``before``."""
+    pairs = itertools.zip_longest(before.per_layer, now.per_layer)
+    return any(old is None or layer is None or not _goes_on(old, layer) for old, layer in pairs)
+
+
+def _goes_on(before: LayerCounters, now: LayerCounters) -> bool:
+    """By the epoch, and by each counter: lines of earlier versions name no epoch."""
+    return before.epoch == now.epoch and all(
+        getattr(old, name) <= getattr(new, name)
+        for old, new in ((before, now), (before.prefill, now.prefill), (before.decode, now.decode))
+        for name in _NAMES
+    )
+
+
+def _changed(layer: LayerCounters, other: LayerCounters, sign: int) -> LayerCounters:
+    """``layer`` plus or minus ``other``."""
+
+    def counts(mine: Counters, theirs: Counters) -> dict[str, Any]:
+        return {name: getattr(mine, name) + sign * getattr(theirs, name) for name in _NAMES}
+
+    phases = {name: Counters(**counts(getattr(layer, name), getattr(other, name))) for name in PHASES}
+    return LayerCounters(**counts(layer, other), prefill=phases["prefill"], decode=phases["decode"], epoch=layer.epoch)
+
+
+def _of_layers(stats: Stats, layers: list[LayerCounters], changes: Mapping[str, Any]) -> Stats:
+    return dataclasses.replace(stats, per_layer=layers, **_whole(layers), **changes)
+
+
+def _whole(layers: Sequence[LayerCounters]) -> dict[str, Any]:
+    return {
+        **_sum(layers),
+        "prefill": Counters(**_sum([layer.prefill for layer in layers])),
+        "decode": Counters(**_sum([layer.decode for layer in layers])),
+    }
+
+
+def _with_low(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStats:
+    """With what the engine of ``lossy.fallback`` did."""
     added = exact.copy()
     phases: tuple[Literal["none", "prefill", "decode"], ...] = ("none", *PHASES)
     for phase in phases:
@@ -268,19 +334,22 @@ def _added(exact: _C._DetailedStats, low: _C._DetailedStats) -> _C._DetailedStat
         added[phase] = counts | {"forwards": exact[phase]["forwards"], "stand_ins": low[phase]["accesses"]}
     added["experts"] = {name: exact["experts"][name] + low["experts"][name] for name in exact["experts"]}
     added["prefetch_error"] = exact["prefetch_error"] or low["prefetch_error"]
+    added["resets"] = exact["resets"] + low["resets"]
     return added
 
 
-def _combined(snapshots: Sequence[_C._DetailedStats], with_experts: bool, lossy: str) -> Stats:
-    per_layer = [layer for snapshot in snapshots for layer in _layers(snapshot, with_experts)]
+def _combined(
+    snapshots: Sequence[_C._DetailedStats], epochs: Sequence[tuple[int, ...]], with_experts: bool, lossy: str
+) -> Stats:
+    seen = zip(snapshots, epochs, strict=True)
+    per_layer = [layer for snapshot, epoch in seen for layer in _layers(snapshot, epoch, with_experts)]
     sizes: dict[str, Any] = {name: sum(snapshot[name] for snapshot in snapshots) for name in SIZES}
     errors = [snapshot["prefetch_error"] for snapshot in snapshots if snapshot["prefetch_error"] is not None]
     return Stats(
-        **_sum(per_layer),
-        prefill=Counters(**_sum([layer.prefill for layer in per_layer])),
-        decode=Counters(**_sum([layer.decode for layer in per_layer])),
+        **_whole(per_layer),
         per_layer=per_layer,
         **sizes,
+        resets=sum(snapshot["resets"] for snapshot in snapshots),
         lossy=lossy,
         prefetch_error=errors[-1] if errors else None,
     )
@@ -291,7 +360,7 @@ def _sum(layers: Sequence[Counters]) -> dict[str, Any]:
     return {**counts, "forwards": max((layer.forwards for layer in layers), default=0)}
 
 
-def _layers(snapshot: _C._DetailedStats, with_experts: bool) -> Iterator[LayerCounters]:
+def _layers(snapshot: _C._DetailedStats, epoch: tuple[int, ...], with_experts: bool) -> Iterator[LayerCounters]:
     prefill, decode = snapshot["prefill"], snapshot["decode"]
     every = {name: snapshot["none"][name] + prefill[name] + decode[name] for name in prefill}
     phases = [_by_layer(counts) for counts in (every, prefill, decode)]
@@ -302,6 +371,7 @@ def _layers(snapshot: _C._DetailedStats, with_experts: bool) -> Iterator[LayerCo
             prefill=Counters(**in_prefill),
             decode=Counters(**in_decode),
             experts=ExpertCounters(**{name: tuple(rows[layer]) for name, rows in experts.items()}),
+            epoch=epoch,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Mapping
@@ -26,9 +27,10 @@ _PATIENCE_SECONDS = 3600.0
 class StatsLog:
     """Appends a line to ``path`` each time that ``layer``, the model's last, has seen ``every`` more forwards end.
 
-    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, ``forward``, how many have ended, and what a
-    ``Moment`` says. A thread writes it, so that neither a slow disk nor a full one disturbs a forward: where forwards are faster than the file, lines
-    are left out; a write that fails is warned of once, and later ones are tried in silence. Ends with the engine.
+    A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, ``forward``, how many have ended,
+    ``run``, a name that no other engine has, and what a ``Moment`` says. A thread writes it, so that neither a slow
+    disk nor a full one disturbs a forward: where forwards are faster than the file, lines are left out; a write that
+    fails is warned of once, and later ones are tried in silence. Ends with the engine.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StatsLog:
         self._lossy = lossy
         self._share = share
         self._about = about
+        self._name = secrets.token_hex(8)
         self._warned = False
         self._cut_short = False  # the last line is not whole
         self.thread = BackgroundThread(self._run, "torch_mesh statistics")
@@ -71,7 +74,7 @@ class StatsLog:
                     )
                     counted = stats.to_dict(experts=False)
                     now = look(self._engine, self._stand_ins, len(stats.per_layer), self._about).to_dict()
-                    self._write({"time": time.time(), "forward": ended} | now | counted)
+                    self._write({"time": time.time(), "forward": ended, "run": self._name} | now | counted)
         except PoolClosedError:
             pass
 

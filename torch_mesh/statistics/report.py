@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import MeshError
-from .counters import PHASES, SIZES, Counters, LayerCounters, Stats
+from .counters import PHASES, SIZES, Counters, LayerCounters, Stats, counted_since, summed, was_reset
 from .moment import Moment, parse_moment
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
@@ -34,7 +34,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """Lines of one pool: ``forward`` rises, and the layers are as many. Counters begin anew where they were reset, and are added up here."""
+    """Lines of one pool. Counters begin anew where they were reset, and are added up here.
+
+    Lines name their run and how often counters were reset. In those of earlier versions ``forward`` rises within a run,
+    and a count that falls shows a reset.
+    """
 
     begin: float  # of the first line
     end: float
@@ -73,8 +77,10 @@ class _Place:
     offset: int
     time: float
     forward: int
-    accesses: int
     layers: int
+    run: str | None  # None: of an earlier version
+    resets: int
+    fell: bool  # a count of it is below that of the line before, of the same run
     process: int | None  # bytes of memory: a peak may be in a line that no figure is cut at
     budget: int | None
 
@@ -107,6 +113,7 @@ class StatsFile:
         self._file: tuple[int, int] | None = None  # device and inode
         self._first = b""  # the first line, which has the time that it was written at
         self._seen: dict[int, tuple[Stats, Moment]] = {}  # what the last report was made of, by offset
+        self._latest: tuple[str | None, Stats] = None, Stats()  # the last line that was read, and of which run
 
     def report(self, stretches: int, growing: bool = False) -> Report:
         """As ``read_report``. If the file is ``growing``, a last line without an end is waited for, and there may be no line yet."""
@@ -123,10 +130,7 @@ class StatsFile:
                     f"{self.path} holds no line of statistics: give a file that MeshConfig.stats.file named."
                 )
             seen, self._seen = self._seen, {}
-            runs = tuple(
-                self._run(file, places, stretches, seen)
-                for places in _split(self._places, lambda a, b: b.forward <= a.forward or b.layers != a.layers)
-            )
+            runs = tuple(self._run(file, places, stretches, seen) for places in _runs(self._places))
         return Report(self.path, runs, tuple(self._damaged))
 
     def _begin_anew_if_replaced(self, file: BinaryIO) -> None:
@@ -153,14 +157,17 @@ class StatsFile:
                     self._damaged.append(number)
                 else:
                     time, stats, moment = _parsed(self.path, number, table)
-                    memory = moment.memory or {}
+                    memory, run = moment.memory or {}, table.get("run")
+                    latest, self._latest = self._latest, (run, stats)
                     self._places.append(
                         _Place(
                             offset=self._offset,
                             time=time,
                             forward=table["forward"],
-                            accesses=stats.accesses,
                             layers=len(stats.per_layer),
+                            run=run,
+                            resets=stats.resets,
+                            fell=latest[0] == run and was_reset(latest[1], stats),
                             process=memory.get("process"),
                             budget=memory.get("budget"),
                         )
@@ -184,13 +191,13 @@ class StatsFile:
 
         total, parts = Stats(), []
         share = max(1, math.ceil((len(places) - 1) / stretches))
-        for segment in _split(places, lambda a, b: b.accesses < a.accesses):  # reset
+        for segment in _split(places, lambda a, b: b.resets != a.resets or b.fell):
             chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
             seen = [read(place) for place in chosen]
             for index in range(1, len(chosen)):
                 (old, _), (new, moment) = seen[index - 1 : index + 1]
-                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, _combined(new, old, -1), moment))
-            total = _combined(seen[-1][0], total, 1)
+                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted_since(old, new), moment))
+            total = summed(total, seen[-1][0])
         return Run(
             begin=places[0].time,
             end=places[-1].time,
@@ -204,6 +211,19 @@ class StatsFile:
         )
 
 
+def _runs(places: Sequence[_Place]) -> list[list[_Place]]:
+    """In the order of their first lines. Two processes may write to one file at a time."""
+    by_name: dict[str | None, list[_Place]] = {}
+    for place in places:
+        by_name.setdefault(place.run, []).append(place)
+    runs = [
+        run
+        for name, own in by_name.items()
+        for run in _split(own, lambda a, b: b.layers != a.layers or (b.run is None and b.forward <= a.forward))
+    ]
+    return sorted(runs, key=lambda run: run[0].offset)
+
+
 def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     """Cuts a list before each element that ``begins`` something after the one before it."""
     if not places:
@@ -215,22 +235,6 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
             part = []
         part.append(place)
     yield part
-
-
-def _combined(new: Stats, old: Stats, sign: int) -> Stats:
-    """``new`` plus or minus ``old``; what is no count is ``new``'s."""
-    layers = [
-        LayerCounters(**_added(layer, old.per_layer[index] if index < len(old.per_layer) else LayerCounters(), sign))
-        for index, layer in enumerate(new.per_layer)
-    ]
-    return dataclasses.replace(new, per_layer=layers, **_added(new, old, sign))
-
-
-def _added(new: Any, old: Any, sign: int) -> dict[str, Any]:
-    def sums(a: Counters, b: Counters) -> dict[str, Any]:
-        return {name: getattr(a, name) + sign * getattr(b, name) for name in _COUNTERS}
-
-    return sums(new, old) | {phase: Counters(**sums(getattr(new, phase), getattr(old, phase))) for phase in PHASES}
 
 
 def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
@@ -262,8 +266,10 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
         raise refuse(f"its forward is {forward!r}")
     if not isinstance(layers, list):
         raise refuse("it has no per_layer")
+    if not isinstance(table.get("run", ""), str):
+        raise refuse(f"its run is {table['run']!r:.80}")
     per_layer = [LayerCounters(**phases(layer, f"layer {index}")) for index, layer in enumerate(layers)]
-    sizes = {name: table.get(name, 0) for name in SIZES}
+    sizes = {name: table.get(name, 0) for name in (*SIZES, "resets")}
     if not all(type(size) is int and 0 <= size < _LARGEST_COUNT for size in sizes.values()):
         raise refuse(f"its sizes are {sizes}")
     lossy = table.get("lossy", "")

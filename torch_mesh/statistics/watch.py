@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import nn
 
 from ..errors import MeshError
-from .counters import PHASES, Counters, Stats, engine_stats, percent
+from .counters import PHASES, Counters, Stats, counted_since, engine_stats, percent
 from .stats import engines_of, lossy_of, stand_ins_of
 
 RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "wasted")
@@ -75,13 +75,12 @@ class _View:
 
 def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> RenderableType:
     (begin, old), (end, new) = before, after
-    if new.accesses < old.accesses:  # reset meanwhile
-        old = Stats(per_layer=[type(layer)() for layer in new.per_layer])
+    counted = counted_since(old, new)
     table = Table("", *RATES)
     for name in PHASES:
-        table.add_row(name, *rate_cells(getattr(old, name), getattr(new, name), end - begin))
-    table.add_row("all", *rate_cells(old, new, end - begin))
-    lines: list[RenderableType] = [table, Text(f"hit rate by layer  {layer_bars(old, new)}")]
+        table.add_row(name, *rate_cells(getattr(new, name).forwards, getattr(counted, name), end - begin))
+    table.add_row("all", *rate_cells(new.forwards, counted, end - begin))
+    lines: list[RenderableType] = [table, Text(f"hit rate by layer  {layer_bars(counted)}")]
     if new.lossy:
         lines.append(Text(f"lossy: {new.lossy}", style="yellow"))
     if new.prefetch_error is not None:
@@ -89,30 +88,24 @@ def render(before: tuple[float, Stats], after: tuple[float, Stats]) -> Renderabl
     return Group(*lines)
 
 
-def rate_cells(old: Counters, new: Counters, seconds: float) -> list[str]:
-    """What ``RATES`` names, of the ``seconds`` between two looks."""
-    accesses = new.accesses - old.accesses
-    if not accesses or seconds <= 0:
-        return [str(new.forwards), *["-"] * 8]
-    settled = new.prefetches_used + new.prefetches_wasted - old.prefetches_used - old.prefetches_wasted
+def rate_cells(forwards: int, counted: Counters, seconds: float) -> list[str]:
+    """What ``RATES`` names: ``forwards`` as given, all else by what was counted in so many seconds."""
+    if not counted.accesses or seconds <= 0:
+        return [str(forwards), *["-"] * 8]
     return [
-        str(new.forwards),
-        f"{(new.forwards - old.forwards) / seconds:.1f}",
-        percent((new.hits - old.hits) / accesses),
-        percent((new.inflight_misses - old.inflight_misses) / accesses),
-        percent((new.deferred - old.deferred) / accesses),
-        f"{(new.bytes_read - old.bytes_read) / seconds / 1e6:.0f} MB/s",
-        percent((new.stall_seconds - old.stall_seconds) / seconds),
-        percent((new.prefetches_used - old.prefetches_used) / settled if settled else None),
-        f"{(new.wasted_bytes - old.wasted_bytes) / seconds / 1e6:.0f} MB/s",
+        str(forwards),
+        f"{counted.forwards / seconds:.1f}",
+        percent(counted.hit_rate),
+        percent(counted.inflight_misses / counted.accesses),
+        percent(counted.deferred / counted.accesses),
+        f"{counted.bytes_read / seconds / 1e6:.0f} MB/s",
+        percent(counted.stall_seconds / seconds),
+        percent(counted.prefetch_accuracy),
+        f"{counted.wasted_bytes / seconds / 1e6:.0f} MB/s",
     ]
 
 
-def layer_bars(old: Stats, new: Stats) -> str:
+def layer_bars(counted: Stats) -> str:
     """One bar for each layer, its height the hit rate; ``-`` for a layer that was not asked."""
-    bars = []
-    for before, after in zip(old.per_layer, new.per_layer, strict=True):
-        accesses = after.accesses - before.accesses
-        share = (after.hits - before.hits) / accesses if accesses else None
-        bars.append("-" if share is None else _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))])
-    return "".join(bars)
+    rates = [layer.hit_rate for layer in counted.per_layer]
+    return "".join("-" if rate is None else _BARS[min(len(_BARS) - 1, int(rate * len(_BARS)))] for rate in rates)

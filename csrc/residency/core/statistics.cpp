@@ -58,6 +58,16 @@ void Statistics::reset() {
   std::fill(counts_.experts.begin(), counts_.experts.end(), ExpertStats{});
   counts_.prefetch_error.reset();
   counts_.shrinks = counts_.grows = 0;
+  ++counts_.resets;
+}
+
+PoolTotals Statistics::totals() const {
+  PoolTotals sum;
+  sum.resets = counts_.resets;
+  for (const std::vector<LayerStats>& phase : counts_.layers) {
+    for (const LayerStats& layer : phase) sum.counts += layer;
+  }
+  return sum;
 }
 
 std::vector<LayerStats> Statistics::by_layer() const {

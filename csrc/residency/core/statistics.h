@@ -62,10 +62,17 @@ struct PoolStats {
   std::optional<Error> prefetch_error;                  // of the last prefetch read that failed
   int64_t shrinks = 0;  // calls of Pool::resize() after which fewer slots could be used,
   int64_t grows = 0;    // or more
+  int64_t resets = 0;   // times that all counts but this one were set to zero
   int32_t slots = 0;    // at this moment
   int32_t kept = 0;     // experts that are never given up, at this moment
 
   PoolStats(int32_t layers, int32_t experts);
+};
+
+// The counts of all layers and phases together, at one moment.
+struct PoolTotals {
+  LayerStats counts;
+  int64_t resets = 0;  // as in PoolStats
 };
 
 // One way in which an access ends, in the counts of layers and of experts.
@@ -102,7 +109,8 @@ class Statistics {
 
   PoolStats& counts() { return counts_; }
   const PoolStats& counts() const { return counts_; }
-  std::vector<LayerStats> by_layer() const;                           // over all phases
+  std::vector<LayerStats> by_layer() const;  // over all phases
+  PoolTotals totals() const;
   int64_t forwards(int32_t layer) const { return forwards_[layer]; }  // that ended; never reset
 
  private:
