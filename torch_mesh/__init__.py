@@ -6,7 +6,9 @@
 >>> print(torch_mesh.stats(model))
 
 Importing the package registers its ops with torch and its checkpoints with transformers: at once where they are imported, or else as soon as
-they are. It imports neither itself until one of its names is used.
+they are. It imports neither itself until one of its names is used. Functions of transformers and PEFT are wrapped
+when the first patched model needs it. Only those that find a checkpoint's quantiser and map its names are wrapped
+on import. The wrappers pass on all calls for other models.
 """
 
 from __future__ import annotations
@@ -181,11 +183,6 @@ def _register_with_transformers() -> None:
         importlib.import_module("torch_mesh.loading")
 
 
-def _register_with_peft() -> None:
-    if _unusable is None:
-        importlib.import_module("torch_mesh.adapters.registration").register()
-
-
 _torch = AfterImport(["torch"], ["torch"], _load_extension)
 _torch.watch()
 # All that opens a model, or a quantised config, or the config of a GGUF file, imports one of these.
@@ -194,7 +191,6 @@ AfterImport(
     ["transformers", "torch_mesh"],
     _register_with_transformers,
 ).watch()
-AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], _register_with_peft).watch()
 
 if not TYPE_CHECKING:
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from . import _C
+from .adapters.registration import watch as watch_peft
 from .announce import announce
 from .attention import check_attention, take_attention
 from .config import MeshConfig
@@ -135,6 +136,7 @@ def assemble(
     if placement.needs_pool(origin.weights):
         origin.check_other(placement.weights)
     slots, stand_ins = _choose_slots(model, layers, config, origin, placement)
+    watch_peft()
     with undone_on_error(origin.undo) as undo:
         pack_dense(model, layers, config)  # before the pool, which takes what memory is left
         gpu_pool = None

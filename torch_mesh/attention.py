@@ -6,6 +6,9 @@ heads are repeated in memory first. With one token per step all of that costs mo
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
 
 
-def attention_forward(
-    module: nn.Module,
+def _decode_step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,17 +37,46 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for "sdpa": query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys,
-    head_dim] to [batch, tokens, heads, head_dim]. Models that are not taken, prompts, training, and what the kernel does not know, go
-    to torch's own."""
-    taken = getattr(module, _TAKEN, False) and dropout == 0 and all(kwargs.get(name) is None for name in _FOREIGN)
-    if not taken or not _runs(query, key, value, attention_mask):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+) -> Tensor | None:
+    """Of query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] the output
+    [batch, tokens, heads, head_dim].
+
+    None: for a prompt, in training, and for what the kernel does not know.
+    """
+    known = dropout == 0 and all(kwargs.get(name) is None for name in _FOREIGN)
+    if not known or not _runs(query, key, value, attention_mask):
+        return None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale), None
+    return torch.ops.torch_mesh.attention(query, key, value, attention_mask, scale)
+
+
+def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """What transformers calls for "sdpa": torch_mesh's kernel in decode steps of marked modules, else ``theirs``."""
+
+    @functools.wraps(theirs)
+    def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        computed = _decode_step(*args, **kwargs) if getattr(module, _TAKEN, False) else None
+        return theirs(module, *args, **kwargs) if computed is None else (computed, None)
+
+    attention_forward._mesh_original = theirs  # type: ignore[attr-defined]
+    return attention_forward
+
+
+def _register() -> None:
+    """In the place of "sdpa" and not beside it: many models ask whether their implementation has that name."""
+    with _registering:
+        registered = AttentionInterface()["sdpa"]
+        if not hasattr(registered, "_mesh_original"):
+            AttentionInterface.register("sdpa", _around(registered))
+
+
+_registering = threading.Lock()
+
+
+def _is_torchs_own() -> bool:
+    """Whether what is registered as "sdpa" is transformers' function and not the user's."""
+    registered = AttentionInterface()["sdpa"]
+    return getattr(registered, "_mesh_original", registered) is sdpa_attention_forward
 
 
 def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -74,18 +105,16 @@ def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
     )
 
 
-# In the place of transformers' own and not beside it: many models ask whether their implementation is named "sdpa".
-AttentionInterface.register("sdpa", attention_forward)
-
-
 def take_attention(model: nn.Module, config: MeshConfig) -> None:
     """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
 
-    ``unpatch`` removes the attribute with all others.
+    ``"auto"`` leaves a function alone that was registered as "sdpa" in the place of transformers' own. ``unpatch``
+    removes the attribute with all others.
     """
     # With torch's the bits of a token would depend on how many are drafted with it, and that on the time that steps take.
-    wanted = computes_dense(model) or config.speculation != "off"
+    wanted = (computes_dense(model) or config.speculation != "off") and _is_torchs_own()
     if config.attention == "mesh" or (config.attention == "auto" and wanted):
+        _register()
         for module in model.modules():
             vars(module)[_TAKEN] = True
 

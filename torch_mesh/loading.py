@@ -494,11 +494,15 @@ def _with_key_mapping(find: Any) -> Any:
     return found
 
 
-def _merging(merge: Any) -> Any:
-    """Around what transformers makes of a checkpoint's quantisation and the one that was passed, where either is torch_mesh's."""
+def _merging(theirs: Any) -> Any:
+    """Around what transformers makes of a checkpoint's quantisation and one that was passed, if either is torch_mesh's.
 
-    @functools.wraps(merge)
-    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    ``theirs``: what stands in the class, its own method or another's.
+    """
+
+    @functools.wraps(getattr(theirs, "__func__", theirs))
+    def merged(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        merge = theirs.__get__(None, cls)
         stored, given = quantization_config, quantization_config_from_args
         table = stored if isinstance(stored, dict) else stored.to_dict()
         method = method_of(table)
@@ -516,11 +520,12 @@ def _merging(merge: Any) -> Any:
             warnings.filterwarnings("ignore", message="You passed `quantization_config`", category=UserWarning)
             return merge(stored, given)
 
-    return staticmethod(merged)
+    return classmethod(merged)
 
 
+# These are called for every model, when nothing tells yet whose it is. What is not torch_mesh's passes through.
 auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[method-assign]
-    auto.AutoHfQuantizer.merge_quantization_configs
+    vars(auto.AutoHfQuantizer)["merge_quantization_configs"]
 )
 modeling_utils.get_hf_quantizer = _with_gguf(modeling_utils.get_hf_quantizer)
 modeling_utils.get_model_conversion_mapping = _with_key_mapping(modeling_utils.get_model_conversion_mapping)

@@ -36,7 +36,7 @@ from .families import ExpertsLayer, find_experts, layers_left_alone
 from .files import new_file_mode, scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
-from .shards import PackedPart, Unpacking, being_saved
+from .shards import PackedPart, Unpacking, being_saved, wrap_saving
 from .store.convert import plan_of_model
 from .store.folders import check_free_space, full_disk_as_store_error
 from .store.manifest import (
@@ -216,6 +216,7 @@ def _unpacked_linear(name: str, linear: Any) -> dict[str, torch.Tensor]:
 
 def _write_plainly(original: Any, call: inspect.BoundArguments, unpacking: Unpacking, folder: Path) -> None:
     """transformers' own save_pretrained, of what ``unpacking`` says."""
+    wrap_saving()
     call.arguments.update(save_directory=folder, state_dict=None)
     token = being_saved.set(unpacking)
     try:
@@ -252,8 +253,8 @@ def _write_folder(
 def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
     """Puts all records of ``pool`` into ``staging``: as hard links where the store is at hand and that can be, else as copies.
 
-    A link has the permissions of the store's file. Where a new file would have other readers, or fewer that may write, it
-    is a copy.
+    A link has the permissions of the store's file. Where a new file would have other readers, or fewer that may write,
+    it is a copy.
 
     ``beside``: bytes that will be written beside them.
     """
@@ -317,7 +318,7 @@ def _record(module: Any, expert: int) -> torch.Tensor:
 
 
 def _link(source: Path, target: Path, mode: int) -> bool:
-    """Whether ``target`` is a link now; not where ``source`` has other readers than ``mode``, or more that may write."""
+    """Whether ``target`` is a link now; not where ``source`` has other readers than ``mode``, or more writers."""
     try:
         own = source.stat().st_mode
         if (own ^ mode) & _READABLE or own & ~mode & _WRITABLE:

@@ -7,8 +7,10 @@ memory, and get their values from ``Unpacking`` when their file is written.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,7 +97,10 @@ class Unpacking:
         for part in self._parts:
             if state.keys() & part.weights.keys():
                 state.update(part.unpack())
-        return _revert(self._model, state) if self._original_format else state
+        if not self._original_format:
+            return state
+        converted: Mapping[str, torch.Tensor] = core_model_loading.revert_weight_conversion(self._model, state)
+        return converted
 
 
 class Unwritten(torch.Tensor):
@@ -204,27 +209,40 @@ def _patterns(conversion: Any) -> tuple[type, list[str], list[str]]:
     return type(conversion), conversion.source_patterns, conversion.target_patterns
 
 
-def save_file(
-    tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
-) -> None:
-    """safetensors' own, but for the files of a patched model."""
-    if being_saved.get() is None:
-        _save_file(tensors, filename, metadata=metadata)
-    else:
-        _write(tensors, filename, metadata or {})
+def wrap_saving() -> None:
+    """Wraps two functions that save_pretrained calls, for models that are ``being_saved``; others get what was there.
+
+    There is no other place between its shards and safetensors, which takes all of a shard from memory, nor between the
+    conversion of the weights and the plan of shards and index.
+    """
+    with _wrapping:
+        for name, around in (("safe_save_file", _around_save), ("revert_weight_conversion", _around_revert)):
+            theirs = getattr(modeling_utils, name)
+            if not hasattr(theirs, "_mesh_original"):
+                ours = functools.wraps(theirs)(around(theirs))
+                ours._mesh_original = theirs  # type: ignore[attr-defined]
+                setattr(modeling_utils, name, ours)
 
 
-def revert_weight_conversion(model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers' own, without what becomes of weights that are saved elsewhere."""
-    return _without_elsewhere(_revert(model, state_dict))
+_wrapping = threading.Lock()
 
 
-_revert = core_model_loading.revert_weight_conversion
-# What it makes is spread over shards, and listed in their index, right afterwards.
-modeling_utils.revert_weight_conversion = revert_weight_conversion
-_save_file = modeling_utils.safe_save_file
-# save_pretrained offers no other place between its shards and safetensors, which wants all of a shard in memory.
-modeling_utils.safe_save_file = save_file
+def _around_save(theirs: Any) -> Any:
+    def save_file(tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> None:
+        if being_saved.get() is None:
+            theirs(tensors, filename, metadata=metadata, **kwargs)
+        else:
+            _write(tensors, filename, metadata or {})
+
+    return save_file
+
+
+def _around_revert(theirs: Any) -> Any:
+    def revert_weight_conversion(model: Any, state_dict: Any) -> Any:
+        reverted = theirs(model, state_dict)
+        return reverted if being_saved.get() is None else _without_elsewhere(reverted)
+
+    return revert_weight_conversion
 
 
 def _write(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:

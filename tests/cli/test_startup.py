@@ -219,6 +219,67 @@ def test_transformers_has_the_format_whichever_of_its_modules_is_imported() -> N
     _run(_REGISTERS, *sorted(names), "transformers.models.auto.modeling_auto", "transformers.pipelines", "peft")
 
 
+# Whatever is registered before torch_mesh is imported, and what is called in the end.
+_LEAVES_ALONE = """
+import sys
+import torch, transformers
+from peft.tuners.lora.model import LoraModel
+from peft.utils import hotswap
+from transformers import AttentionInterface, modeling_utils
+from transformers.quantizers.auto import AutoHfQuantizer
+
+def standing():
+    return {
+        "sdpa": AttentionInterface()["sdpa"],
+        "save": modeling_utils.safe_save_file,
+        "revert": modeling_utils.revert_weight_conversion,
+        "adapters": LoraModel._create_new_module,
+        "merges": LoraModel._check_merge_allowed,
+        "hotswap": hotswap.hotswap_adapter_from_state_dict,
+    }
+
+calls = []
+
+class Own(AutoHfQuantizer):
+    pass
+
+def counted(name, function):
+    def call(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+    return call
+
+def merged(cls, *args):
+    calls.append((cls.__name__, "merge", args))
+    return "merged"
+
+AttentionInterface.register("sdpa", counted("sdpa", AttentionInterface()["sdpa"]))
+modeling_utils.safe_save_file = counted("save", modeling_utils.safe_save_file)
+modeling_utils.get_hf_quantizer = counted("quantizer", modeling_utils.get_hf_quantizer)
+AutoHfQuantizer.merge_quantization_configs = classmethod(merged)
+before = standing()
+import torch_mesh
+torch_mesh.MeshConfig(resident=0.5), torch_mesh.patch, torch_mesh.merge, torch_mesh.speculate
+assert standing() == before, [name for name, each in standing().items() if each is not before[name]]
+stored = {"quant_method": "gptq"}
+assert Own.merge_quantization_configs(stored, None) == "merged" and calls == [("Own", "merge", (stored, None))]
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+torch_mesh.patch(model, resident=0.5, attention="mesh")
+model.save_pretrained(sys.argv[2] + "/patched")
+changed = standing()
+assert [name for name in changed if changed[name] is before[name]] == [], changed
+del calls[:]
+plain = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+plain(torch.arange(4)[None])
+plain.save_pretrained(sys.argv[2] + "/plain")
+assert set(calls) == {"quantizer", "sdpa", "save"}, calls
+"""
+
+
+def test_an_import_replaces_nothing_and_keeps_what_was_registered_before(mesh_tiny: Path, tmp_path: Path) -> None:
+    _run(_LEAVES_ALONE, str(mesh_tiny), str(tmp_path))
+
+
 MakePackage = Callable[..., str]
 
 

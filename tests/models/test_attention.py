@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from routes import by_token, given_routes, recorded_routes
 from tiny_models import TINY_MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import torch_mesh
 from torch_mesh.errors import UnsupportedModelError
@@ -131,6 +133,40 @@ def test_another_model_of_the_same_config_is_left_alone() -> None:
     other = type(model)(model.config).bfloat16().eval()
     torch_mesh.patch(model, attention="mesh")
     assert _uses_kernel(model) and not _uses_kernel(other)
+
+
+@pytest.fixture
+def own_sdpa() -> Iterator[list[int]]:
+    """A function that is registered as "sdpa", with the numbers of tokens that it is called with."""
+    registered, calls = AttentionInterface()["sdpa"], []
+
+    def own(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(query.shape[2])
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    AttentionInterface.register("sdpa", own)
+    yield calls
+    AttentionInterface.register("sdpa", registered)
+
+
+def test_a_function_that_was_registered_before_keeps_other_models(own_sdpa: list[int]) -> None:
+    model = TINY_MODELS[MIXTRAL].build()
+    other = type(model)(model.config).bfloat16().eval()
+    torch_mesh.patch(model, attention="mesh")
+    assert _uses_kernel(model)
+    layers = len(model.model.layers)
+    assert own_sdpa == [5] * layers, "a prompt is its own in a patched model, too"
+    own_sdpa.clear()
+    assert not _uses_kernel(other)
+    assert own_sdpa == [5] * layers + [1] * 3 * layers
+    own_sdpa.clear()
+    assert not _uses_kernel(torch_mesh.unpatch(model))
+    assert own_sdpa == [5] * layers + [1] * 3 * layers
+
+
+def test_auto_leaves_a_function_that_was_registered_before_alone(own_sdpa: list[int]) -> None:
+    model = torch_mesh.patch(TINY_MODELS[MIXTRAL].build(), dense="bf16")
+    assert not _uses_kernel(model) and len(own_sdpa) == 4 * len(model.model.layers)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32Experts", "GlmMoeDsaExperts", "AXK2Experts"])

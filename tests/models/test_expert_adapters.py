@@ -508,6 +508,7 @@ def test_it_says_which_experts_train() -> None:
 
 
 def test_peft_is_extended_once() -> None:
+    torch_mesh.patch(_build(), resident=0.3)
     assert LoraModel._create_new_module._mesh_original is not None
     before = LoraModel._create_new_module
     register()

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from upstream import loads_adapters
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, StoreError, saving
+from torch_mesh import MeshConfig, MeshError, StoreError, saving, shards
 from torch_mesh.dense import packed_linears
 from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
@@ -618,20 +618,23 @@ def test_the_place_where_transformers_writes_its_shards_is_the_one_that_is_taken
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no public name. Were it to change, saving would need the memory of a shard, or fail."""
-    written: list[tuple[set[str], str]] = []
-    original = modeling_utils.safe_save_file
+    written: list[tuple[str, set[str], str]] = []
 
-    def watched(tensors: dict[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
-        written.append((set(tensors), Path(filename).name))
-        original(tensors, filename, metadata=metadata)
+    def watched(kind: str, function: Any) -> Any:
+        def save(tensors: dict[str, torch.Tensor], filename: str, *args: Any, **kwargs: Any) -> None:
+            written.append((kind, set(tensors), Path(filename).name))
+            function(tensors, filename, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_utils, "safe_save_file", watched)
-    assert original.__module__ == "torch_mesh.shards"
+        return save
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", watched("plain", modeling_utils.safe_save_file))
+    monkeypatch.setattr(shards, "_write", watched("patched", shards._write))
     model = TINY_MODELS[GPT_OSS].build()
-    model.save_pretrained(tmp_path / "plain")  # others' models go the same way, unchanged
-    torch_mesh.patch(model, resident=0.5).save_pretrained(tmp_path / "patched")
-    assert written == [(set(saved_tensors(tmp_path / "plain")), "model.safetensors")] * 2
-    assert (tmp_path / "plain" / "model.safetensors").stat().st_size > 0
+    plain, patched = copy.deepcopy(model), torch_mesh.patch(model, resident=0.5)
+    for kind, each in (("patched", patched), ("plain", plain), ("patched", patched)):
+        each.save_pretrained(tmp_path / kind)
+    names = set(saved_tensors(tmp_path / "plain"))
+    assert written == [(kind, names, "model.safetensors") for kind in ("patched", "plain", "patched")]
     assert not any(isinstance(module, MeshExperts) for module in torch_mesh.unpatch(model).modules())
 
 

@@ -25,7 +25,7 @@ class Factors(NamedTuple):
 
 
 def rank_of(weight: torch.Tensor, experts: int, *, second: bool, where: str) -> int:
-    """The rank of PEFT's weight for ``experts``: lora_A [rank * experts, in], or the ``second``, lora_B [out, rank * experts].
+    """The rank of lora_A [rank * experts, in] or, if ``second``, of lora_B [out, rank * experts].
 
     PEFT notes a rank when it makes an adapter, and hotswap_adapter puts weights of another one there. Raises MeshError,
     which names ``where``, for weights that are not of so many experts.

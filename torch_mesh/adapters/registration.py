@@ -14,9 +14,16 @@ from typing import Any
 
 from packaging.version import Version
 
+from ..after_import import AfterImport
 from ..errors import MeshError
 
 _LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
+
+
+@functools.cache
+def watch() -> None:
+    """Extends PEFT, now or as soon as it is imported. Called when a model's experts come into a pool."""
+    AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], register).watch()
 
 
 def register() -> None:

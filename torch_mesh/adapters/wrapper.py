@@ -130,9 +130,10 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         named = repr(base) if base else "base"
         alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
         raise MeshError(
-            f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged into "
-            f"it in place. Compute with it unmerged, as it is, or make a new store: model.save_pretrained('adapter'), then{alone} "
-            f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
+            f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged "
+            "into it in place. Compute with it unmerged, as it is, or make a new store: "
+            f"model.save_pretrained('adapter'), then{alone} torch_mesh.merge({named}, 'adapter', 'merged'), and open "
+            "'merged' with from_pretrained."
         )
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
