@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import http.client
 import io
 import json
 import logging
@@ -295,7 +294,9 @@ def test_a_temperature_that_is_nearly_0_is_0(client: Any, server: Any, says: Cal
     assert answer.choices[0].text == says(TEXTS[0])
 
 
-def test_to_stop_waits_for_what_is_computed(serving: Callable[..., Any], folder: Path) -> None:
+def test_to_stop_answers_what_is_not_done_and_waits_for_what_is_computed(
+    serving: Callable[..., Any], folder: Path
+) -> None:
     server = serving(folder, MeshConfig(resident=0.5))
     generate = server.manager.kept._generate
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -311,23 +312,28 @@ def test_to_stop_waits_for_what_is_computed(serving: Callable[..., Any], folder:
     server.manager.kept._generate = slow
     address = f"{server.address}/v1"
     with (
-        openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=10) as client,
-        ThreadPoolExecutor(2) as pool,
+        openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,
+        ThreadPoolExecutor(4) as pool,
     ):
         try:
-            asked = pool.submit(_complete, client, server, TEXTS[0])
+            asked = [pool.submit(_complete, client, server, TEXTS[0])]
             assert begun.wait(60)
-            stopping = pool.submit(server.stop, 2.0)
-            deadline = time.monotonic() + 60
-            while server.is_alive() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            asked += [pool.submit(_complete, client, server, TEXTS[1])]  # which waits for the first
+            stream = _chat(client, server, CHAT, stream=True)
+            next(iter(stream))  # who speaks, which comes before anything is computed
+            stopping = pool.submit(server.stop, 0.5)
+            for each in asked:
+                error: Any = each.exception(60)
+                assert error.status_code == 503 and error.code == "server_stopping" and error.type == "server_error"
+            with pytest.raises(openai.APIError) as cut_off:
+                list(stream)
+            assert cut_off.value.code == "server_stopping"
             with pytest.raises(concurrent.futures.TimeoutError):
                 stopping.result(0.3)
         finally:
             go_on.set()
         stopping.result(60)
         assert ended.is_set()
-        assert isinstance(asked.exception(60), openai.APIError)
 
 
 def test_a_gguf_file_is_served_by_its_name(serving: Callable[..., Any], tmp_path: Path) -> None:
@@ -523,11 +529,52 @@ def test_sigterm_ends_it_and_what_is_under_way(folder: Path) -> None:
                 finally:
                     process.kill()  # or the pool waits for the answer
                 assert process.returncode == 0, errors
-                if answer.exception(60) is None:  # it was done in the time that it had
+                error = answer.exception(60)
+                if error is None:  # it was done in the time that it had
                     assert json.loads(answer.result())["usage"]["completion_tokens"] > 0
                 else:
-                    assert isinstance(answer.exception(), OSError | http.client.HTTPException)
+                    assert isinstance(error, urllib.error.HTTPError) and error.code == 503
+                    assert json.loads(error.read())["error"]["code"] == "server_stopping"
             assert "Fatal" not in errors and "terminate called" not in errors
+        finally:
+            process.kill()
+
+
+_STUCK = """
+import sys, threading
+from torch_mesh.cli import main, serve
+from torch_mesh.serving import kept_keys, server
+
+def stuck(self, **arguments):
+    print("computing", flush=True)
+    threading.Event().wait()
+
+serve.END = 4 + serve._FREEING
+server.Server.stop.__defaults__ = (0.2,)
+kept_keys.KeptKeys.generate = stuck
+main(["serve", *sys.argv[1:]])
+"""
+
+
+def test_sigterm_ends_it_even_if_what_it_computes_does_not_end(folder: Path) -> None:
+    command = [sys.executable, "-c", _STUCK, str(folder), "--resident", "0.25", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[3].removesuffix(",")
+            with (
+                openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120) as client,
+                ThreadPoolExecutor() as pool,
+            ):
+                try:
+                    asked = pool.submit(client.completions.create, model=str(folder), prompt="a")
+                    assert process.stdout.readline() == "computing\n"
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(60) == 0
+                finally:
+                    process.kill()
+                error: Any = asked.exception(60)
+                assert error.status_code == 503
         finally:
             process.kill()
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import signal
+import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from torch_mesh.cli.options import add_config_arguments, given_config, size_or_zero
 from torch_mesh.errors import MeshError
+
+END = 15  # seconds from a signal on until the process is gone, whatever it still computes
+_FREEING = 3  # of those, for the kernel to free its memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Opens a model and answers requests for /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, as transformers serve "
         "does, and for /metrics, which are for Prometheus. Only this machine can reach it unless --host says otherwise: there is no password. "
-        "Ctrl-C and SIGTERM end it; requests under way have five seconds."
+        f"Ctrl-C and SIGTERM end it within {END} seconds; requests under way have five, and then get status 503."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
@@ -26,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serves until it is told to end; returns the exit code."""
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Serve until a signal comes, and then end the process."""
     from torch_mesh.serving.server import Server
 
     config = given_config(arguments)
@@ -40,7 +46,26 @@ def run(arguments: argparse.Namespace) -> int:
             pass
         if not told.is_set():
             raise MeshError("the server has ended by itself; what it said stands above")
-    return 0
+        _end_within(END - _FREEING)
+    _end_now()
+
+
+def _end_within(seconds: float) -> None:
+    """End the process after ``seconds``. The attention of a long prompt, or a stalled disk, cannot be interrupted."""
+    timer = threading.Timer(seconds, os._exit, [0])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_now() -> NoReturn:
+    """End the process without Python's finalization.
+
+    That collects the garbage of torch and transformers several times: half a minute on a busy machine.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def add_kept_keys(parser: argparse.ArgumentParser) -> None:

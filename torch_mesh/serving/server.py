@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
 GRACE = 5.0  # seconds that requests have to end when the server is to end
+AFTERMATH = 20.0  # seconds, after those, that what computes has to end
+_ANSWERING = 2.0  # seconds for answers to requests that are cut off
 
 _NO_TEMPLATE = (
     "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that "
@@ -178,23 +180,30 @@ class Server:
         return self._thread.is_alive()
 
     def stop(self, grace: float = GRACE) -> None:
-        """Takes no more requests and waits for those under way; after ``grace`` seconds it ends them."""
+        """Take no more requests, and end.
+
+        Requests under way have ``grace`` seconds; then they are answered with status 503. Their computation is waited
+        for, AFTERMATH seconds at most.
+        """
         server = self._serve.server
         server.should_exit = True
         self._thread.join(grace)
+        end = time.monotonic() + AFTERMATH
         if self._thread.is_alive():
-            server.force_exit = True
+            self.requests.cut_off()
             for model in [timed.model for timed in list(self.manager.loaded_models.values())]:
                 # None: transformers is unloading it.
                 for pool in set() if model is None else {module._mesh_pool for module in patched_modules(model)}:
                     pool.close()  # whatever computes raises
-            self._thread.join(grace)
+            self._thread.join(_ANSWERING)
+            server.force_exit = True  # there is a client that does not take its answer
+            self._thread.join(_ANSWERING)
         generation = self._serve._generation_state
         generation.shutdown()
         # Behind what the threads of generate still have to end: a process that ends before they do is aborted.
         for manager in list(generation._generate_managers.values()):
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                manager.submit(lambda: None).result(grace)
+                manager.submit(lambda: None).result(max(0, end - time.monotonic()))
         self.manager.shutdown()
 
     def __enter__(self) -> Self:
