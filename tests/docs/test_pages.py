@@ -32,7 +32,7 @@ MODELS = (
     "openai/gpt-oss-120b",
     "openai/gpt-oss-20b",
 )
-QUICK = {"quickstart"}  # the others take seconds to minutes: make test-all runs them
+QUICK = {"README", "quickstart"}  # the others take seconds to minutes: make test-all runs them
 SERVES = {
     "serve",
     "chat",
@@ -92,7 +92,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 def test_page_runs(page: Path, empty_folder: Path, mesh_tiny: Path, request: pytest.FixtureRequest) -> None:
     if "gguf_file" in page.read_text():
         request.getfixturevalue("gguf_download")
-    places = dict.fromkeys(MODELS, str(mesh_tiny)) | {"/nvme": str(empty_folder / "nvme")}
+    places = (
+        dict.fromkeys(MODELS, str(mesh_tiny))
+        | {'"examples/mesh-tiny"': f'"{mesh_tiny}"'}
+        | {"/nvme": str(empty_folder / "nvme")}
+    )
     names: dict[str, object] = {}
     try:
         for language, needs, code in blocks(page):
