@@ -95,6 +95,7 @@ class PlainLinear(nn.Linear):
     """
 
     _mesh_most_rows: int | None = None  # of which the product is torch_mesh's; None: of any number
+    _mesh_shows_formats = False  # whether it prints what dense= would save: one layer of a model does
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -107,12 +108,15 @@ class PlainLinear(nn.Linear):
         return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # which has torch's derivatives
 
     def extra_repr(self) -> str:
-        fewer = ", ".join(
-            f'"{weights}" reads {share} of it, off by {DENSE_ERROR[weights]:.1%}'
-            for weights, share in (("int8", "half"), ("int4", "a quarter"))
-        )
         rows = "" if self._mesh_most_rows is None else f" up to {self._mesh_most_rows} rows"
-        return f"{super().extra_repr()}, products=torch_mesh{rows} (dense={fewer})"
+        shown = f"{super().extra_repr()}, products=torch_mesh{rows}"
+        if not self._mesh_shows_formats:
+            return shown
+        formats = ", ".join(
+            f'"{weights}" reads {fraction} of all such layers, off by {DENSE_ERROR[weights]:.1%}'
+            for weights, fraction in (("int8", "half"), ("int4", "a quarter"))
+        )
+        return f"{shown} (dense={formats})"
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -172,10 +176,12 @@ def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: Mesh
         most = None
         if not torch_emulates_bf16():  # rows of a verifying step have the bits of plain decoding's
             most = _FEW_ROWS if config.speculation == "off" else _C.MOST_DECODE_ROWS
-        for _, linear in _linears(model, layers):
-            if _on_cpu_in_bf16(linear.weight):
-                change_class(linear, PlainLinear)
-                vars(linear)["_mesh_most_rows"] = most
+        taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
+        for linear in taken:
+            change_class(linear, PlainLinear)
+            vars(linear)["_mesh_most_rows"] = most
+        for linear in taken[-1:]:  # the head, where there is one
+            vars(linear)["_mesh_shows_formats"] = True
 
 
 def computes_dense(model: nn.Module) -> bool:
