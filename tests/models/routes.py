@@ -6,10 +6,14 @@ then says nothing about what is tested, and changes all that follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from tiny_pools import as_bytes
 from torch import Tensor, nn
 
 from torch_mesh.families import Router, find_experts, ranking
@@ -74,3 +78,62 @@ def misrouted(router: Router, hidden: Tensor, ids: Tensor, bias: Tensor | None) 
 def by_token(value: Tensor, expected: Tensor) -> Tensor:
     """The relative error of each row."""
     return (value - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+Run = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a model computes in float32, which of its experts it took in bf16, and the error of bf16, as rows' median."""
+
+    run: Run
+    routes: Routes
+    exact: Tensor
+    rounding: float
+
+    @classmethod
+    def by(cls, model: nn.Module, run: Run) -> Computed:
+        """Of the plain ``model``; ``run`` gives rows of it, or of another that computes the same."""
+        with recorded_routes(model) as routes:
+            value = run(model).float()
+        exact = copy.deepcopy(model).float()
+        with given_routes(exact, routes):
+            expected = run(exact).float()
+        return cls(run, routes, expected, by_token(value, expected).median().item())
+
+    def error(self, model: nn.Module) -> float:
+        """Of ``model``, with the same experts chosen, as rows' median."""
+        with given_routes(model, self.routes):
+            return by_token(self.run(model).float(), self.exact).median().item()
+
+    def assert_same(self, model: nn.Module, moved: float = 0.0) -> None:
+        """``model`` errs by no more than twice what bf16 does. ``moved``: the error of what else is rounded in it."""
+        allowed = 2 * (self.rounding + moved)
+        assert self.error(model) < allowed, f"{self.error(model)} of {allowed} allowed"
+
+
+def rounded_to_bytes(module: nn.Module) -> nn.Module:
+    """A copy in float32 whose matrices have values of int8 in groups of 64."""
+    copied = copy.deepcopy(module).float()
+    for name, parameter in copied.named_parameters():
+        if parameter.dim() > 1 and "bias" not in name:
+            parameter.data = as_bytes(64)(parameter.data.flatten(0, -2).double()).view(parameter.shape).float()
+    return copied
+
+
+def assert_same_layer(module: Any, original: nn.Module, inputs: Sequence[Tensor], weights: str = "bf16") -> None:
+    """``module`` rounds no more than ``original`` does, the same layer of transformers; ``weights``: its format, bf16 or int8.
+
+    Where transformers computes in float32, two roundings to bf16 are more than its one. In int8 the inputs of both products
+    are rounded as the weights are, which is as much again each time.
+    """
+    hidden, ids, routing = inputs
+    with torch.no_grad():
+        expected = copy.deepcopy(original).float()(hidden.float(), ids, routing.float())
+        moved = 0.0
+        if weights == "int8":
+            moved = (rounded_to_bytes(original)(hidden.float(), ids, routing.float()) - expected).norm()
+        rounding = max((original(hidden, ids, routing.to(hidden.dtype)) - expected).norm(), 2**-8 * expected.norm())
+        error = (module(hidden, ids, routing) - expected).norm()
+    assert error < 1.25 * rounding + 2 * moved, f"{error} of {1.25 * rounding + 2 * moved} allowed"

@@ -34,12 +34,6 @@ def prompts(mesh_tiny: Path) -> list[list[int]]:
     return [tokenizer(text).input_ids for text in TEXTS]
 
 
-@pytest.fixture(scope="module")
-def expected(original: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What the unpatched model makes of each prompt alone."""
-    return [_alone(original, prompt) for prompt in prompts]
-
-
 def _alone(model: Any, prompt: list[int]) -> list[int]:
     return model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
 
@@ -53,19 +47,22 @@ def _batched(model: Any, prompts: Sequence[list[int]], **options: Any) -> list[A
     )
 
 
-def _assert_follow(model: Any, prompts: list[list[int]], tokens: list[list[int]], expected: list[list[int]]) -> None:
-    """Equal, up to where the two best tokens of ``model`` are as good as tied: rounding differs with the rows of a forward."""
-    assert len(tokens) == len(expected)
-    equal = 0
-    for prompt, mine, others in zip(prompts, tokens, expected, strict=True):
-        assert len(mine) == len(others)
-        same = next((i for i, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b), len(mine))
-        equal += same
-        if same < len(mine):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + others[:same]])).logits[0, -1].float()
-            assert logits[others[same]] - logits[mine[same]] < 0.1 * logits.std(), (prompt, mine, others)
-    assert equal > 0.7 * sum(map(len, expected))
+@torch.no_grad()
+def _assert_follow(model: Any, original: Any, prompts: list[list[int]], tokens: list[list[int]]) -> None:
+    """Each token is the best of ``model`` behind those before it, but where several are as good as tied.
+
+    Rounding differs with the rows of a forward. It moves no logit by more than it does between bf16 and float32, of two
+    logits twice. ``original``: the model whose weights ``model`` has, or rounds.
+    """
+    exact = copy.deepcopy(original).float()
+    assert len(tokens) == len(prompts)
+    for prompt, mine in zip(prompts, tokens, strict=True):
+        assert len(mine) == GREEDY.max_new_tokens
+        text, first = torch.tensor([prompt + mine]), len(prompt) - 1
+        logits, wide = (each(text).logits[0, first:-1].float() for each in (model, exact))
+        moved = (original(text).logits[0, first:-1].float() - wide).abs().max()
+        chosen = logits.gather(1, torch.tensor(mine)[:, None])[:, 0]
+        assert (logits.max(dim=1).values - chosen <= 2 * moved).all(), (prompt, mine)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +77,19 @@ def _assert_follow(model: Any, prompts: list[list[int]], tokens: list[list[int]]
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 def test_tokens_are_those_of_the_unpatched_model(
-    fields: dict[str, Any], original: Any, prompts: list[list[int]], expected: list[list[int]]
+    fields: dict[str, Any], original: Any, prompts: list[list[int]]
 ) -> None:
     model = torch_mesh.patch(copy.deepcopy(original), **fields)
     results = _batched(model, prompts)
     assert [result.error for result in results] == [None] * len(prompts)
-    _assert_follow(original, prompts, [result.generated_tokens for result in results], expected)
+    _assert_follow(original, original, prompts, [result.generated_tokens for result in results])
     stats = torch_mesh.stats(model)
     assert stats.decode.forwards > 0 and (stats.evicted > 0) == (fields["resident"] < 1)
-    _assert_follow(original, prompts, [_alone(model, prompt) for prompt in prompts], expected)  # it is as it was
+    _assert_follow(original, original, prompts, [_alone(model, prompt) for prompt in prompts])  # it is as it was
 
 
 @pytest.mark.parametrize("way", ["raw", "converted"])
-def test_loaded_models(
-    way: str, mesh_tiny: Path, prompts: list[list[int]], expected: list[list[int]], original: Any, tmp_path: Path
-) -> None:
+def test_loaded_models(way: str, mesh_tiny: Path, prompts: list[list[int]], original: Any, tmp_path: Path) -> None:
     folder = mesh_tiny
     if way == "converted":
         convert(mesh_tiny, tmp_path / "store", "int8")
@@ -102,14 +97,12 @@ def test_loaded_models(
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=MeshConfig(resident=0.2)
     )
-    reference, alone = (original, expected) if way == "raw" else (model, [_alone(model, p) for p in prompts])
     results = _batched(model, prompts)
-    _assert_follow(reference, prompts, [result.generated_tokens for result in results], alone)
+    reference = original if way == "raw" else model
+    _assert_follow(reference, original, prompts, [result.generated_tokens for result in results])
 
 
-def test_requests_that_come_while_others_run(
-    original: Any, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_requests_that_come_while_others_run(original: Any, prompts: list[list[int]]) -> None:
     model = torch_mesh.patch(copy.deepcopy(original), resident=0.1)
     found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(
@@ -124,11 +117,11 @@ def test_requests_that_come_while_others_run(
                 later = [manager.add_request(prompt) for prompt in prompts[2:]]
             if result.is_finished():
                 found[result.request_id] = result.generated_tokens
-    _assert_follow(original, prompts, [found[name] for name in first + later], expected)
+    _assert_follow(original, original, prompts, [found[name] for name in first + later])
 
 
 def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
-    mesh_tiny: Path, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    original: Any, mesh_tiny: Path, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = convert(mesh_tiny, tmp_path / "store", "int8").store
     records = tmp_path / "store" / written.manifest.record_files[0].name
@@ -136,7 +129,6 @@ def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "store", dtype=torch.bfloat16, quantization_config=MeshConfig(resident=0.1, io="threads")
     )
-    expected = [_alone(model, prompt) for prompt in prompts]
     with records.open("r+b") as file:
         file.truncate(written.manifest.record_files[0].data_start)
     failed = _batched(model, prompts[:2])
@@ -146,4 +138,4 @@ def test_an_expert_that_cannot_be_read_fails_its_requests_and_no_others(
     with records.open("r+b") as file:  # the same file, which the pool has open
         file.write(whole)
     results = _batched(model, prompts)
-    _assert_follow(model, prompts, [result.generated_tokens for result in results], expected)
+    _assert_follow(model, original, prompts, [result.generated_tokens for result in results])
