@@ -132,7 +132,7 @@ def run_accelerate(
 
 def planned(model: Path, request: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch_mesh", "plan", str(model), "--json", "--train"]
-    command += ["--rank", str(request["rank"]), "--tokens", str(request["tokens"])]
+    command += ["--lora-rank", str(request["rank"]), "--tokens", str(request["tokens"])]
     command += ["--resident", str(request["resident"])]
     command += ["--gradient-checkpointing"] if request["checkpointing"] else []
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)

@@ -1,6 +1,7 @@
 """Writes docs/commands.md, the reference of the command line, from the parser of `torch-mesh`."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_mesh.cli import COMMANDS, _parser
@@ -21,16 +22,22 @@ _TAIL = """
 
 def page() -> str:
     """The text of docs/commands.md."""
-    return _HEAD + "".join(_command(name, parser) for name, parser in _commands().items()) + _TAIL
+    commands = _commands("torch-mesh", _parser(COMMANDS))
+    return _HEAD + "".join(_command(name, parser) for name, parser in commands) + _TAIL
 
 
-def _commands() -> dict[str, argparse.ArgumentParser]:
-    [commands] = [action for action in _parser(COMMANDS)._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(commands.choices)
+def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Names and parsers of the commands of ``parser``, each before its own commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield f"{name} {word}", command
+                yield from _commands(f"{name} {word}", command)
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    left_out = argparse._HelpAction | argparse._SubParsersAction
+    actions = [action for action in parser._actions if not isinstance(action, left_out)]
     fields = [
         action for action in actions if action.option_strings and action.dest in FIELDS and action.metavar == "VALUE"
     ]
@@ -40,7 +47,8 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     elif fields:
         rows.append(f"| {', '.join(f'`{action.option_strings[0]}`' for action in fields)} | fields of `MeshConfig` |")
     table = "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
-    return f"\n## torch-mesh {name}\n{_escaped(parser.description or '')}\n\n{table}\n"
+    level = "##" if name.count(" ") == 1 else "###"
+    return "\n\n".join(filter(None, [f"\n{level} {name}\n{_escaped(parser.description or '')}", table])) + "\n"
 
 
 def _row(action: argparse.Action) -> str:

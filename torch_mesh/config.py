@@ -299,7 +299,7 @@ class MeshConfig(QuantizationConfigMixin):
     predictor: str | None = _field(
         None,
         path("file"),
-        "A file that [`torch-mesh fit`](predictor.md) wrote for this model: its matrices foretell experts in the place of the next layer's "
+        "A file that [`torch-mesh routing fit`](predictor.md) wrote for this model: its matrices foretell experts in the place of the next layer's "
         "router, the first layer's too. Needs `prefetch`.",
     )
     profile: str | None = _field(

@@ -427,7 +427,7 @@ Error Loader::checksum_error(ExpertId id) const {
                describe(source_, id) +
                    " is not what was stored: its checksum is wrong in a second read, too (" +
                    place.file + ", offset " + std::to_string(place.offset) +
-                   "); run torch-mesh verify on the store, then convert it again",
+                   "); run torch-mesh inspect --verify on the store, then convert it again",
                place);
 }
 

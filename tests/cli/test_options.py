@@ -50,6 +50,8 @@ def test_help_says_what_each_field_may_be(capsys: pytest.CaptureFixture[str], mo
         (["doctor", "--jsn"], " (did you mean --json?)"),
         (["inspect", "here", "there"], ""),
         (["cache", "ls", "--foo"], ""),
+        (["routing", "simulate", "trace.npz", "--sed"], " (did you mean --seed?)"),
+        (["plan", "here", "--rank"], " (did you mean --ranks or --lora-rank?)"),
     ],
 )
 def test_an_unknown_option_shows_the_usage_of_its_command(
@@ -58,12 +60,25 @@ def test_an_unknown_option_shows_the_usage_of_its_command(
     with pytest.raises(SystemExit) as end:
         main(arguments)
     said = capsys.readouterr().err
-    command = " ".join(arguments[: 2 if arguments[0] == "cache" else 1])
+    command = " ".join(arguments[: 2 if arguments[0] in ("cache", "routing") else 1])
     assert end.value.code == 2 and said.startswith(f"usage: torch-mesh {command}")
     assert said.endswith(f"torch-mesh {command}: error: unrecognized arguments: {arguments[-1]}{hint}\n")
 
 
-@pytest.mark.parametrize("arguments", [["report"], ["simulate"], ["fit", "model", "--out", "out", "--text"]])
+@pytest.mark.parametrize(
+    ("former", "name"), [("verify", "inspect --verify"), ("fit", "routing fit"), ("simulate", "routing simulate")]
+)
+def test_a_command_of_a_former_name_says_the_new_one(
+    former: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([former, "here"])
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"torch-mesh {former} is now torch-mesh {name}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["report"], ["routing", "simulate"], ["routing", "fit", "model", "--out", "out", "--text"]]
+)
 def test_a_missing_file_is_named(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert main([*arguments, str(missing)]) == 1

@@ -64,7 +64,9 @@ def test_a_step_takes_what_was_planned(
     mesh_tiny: Path, capsys: pytest.CaptureFixture[str], modules: list[str], parameters: list[str]
 ) -> None:
     targets = ["--targets", *modules, *parameters] if modules else []
-    planned = run(capsys, mesh_tiny, "--rank", "4", "--tokens", str(TOKENS), "--resident", "0.25", *targets)["training"]
+    planned = run(capsys, mesh_tiny, "--lora-rank", "4", "--tokens", str(TOKENS), "--resident", "0.25", *targets)[
+        "training"
+    ]
     model = adapted(mesh_tiny, modules, parameters)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
@@ -103,7 +105,7 @@ def test_reads_are_those_of_a_step(mesh_tiny: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_training_takes_is_taken_from_residency(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small, large = (run(capsys, mesh_tiny, "--rank", rank, "--memory", "64GiB") for rank in ("1", "64"))
+    small, large = (run(capsys, mesh_tiny, "--lora-rank", rank, "--memory", "64GiB") for rank in ("1", "64"))
     assert small["training"]["adapter_bytes"] * 64 == large["training"]["adapter_bytes"]
     beside = [
         sum(planned["training"][name] for name in ("adapter_bytes", "gradient_bytes", "optimizer_bytes"))
@@ -125,7 +127,7 @@ def test_its_table_and_what_is_refused(
     assert main(["plan", str(mesh_tiny), "--train", "--targets", "query_proj", *GIVEN]) == 2
     assert "query_proj: no module or parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
     for arguments, message in (
-        (["--rank", "4"], "--rank is of training: give --train"),
+        (["--lora-rank", "4"], "--lora-rank is of training: give --train"),
         (["--gradient-checkpointing"], "--gradient-checkpointing is of training"),
         (["--train", "--hit-rate", "0.5"], "--hit-rate is of generating"),
     ):

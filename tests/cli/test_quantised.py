@@ -15,7 +15,7 @@ def test_convert_auto_says_what_it_takes_and_why(tmp_path: Path, capsys: pytest.
     with pytest.warns(UserWarning, match="weights='auto' converts AWQ experts to int8 in groups of 32, which rounds"):
         assert main(["convert", str(tmp_path / "raw"), str(tmp_path / "store"), "--weights", "auto"]) == 0
     assert "as int8" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path / "store")]) == 0
+    assert main(["inspect", "--verify", str(tmp_path / "store")]) == 0
 
 
 def test_plan_and_inspect_speak_of_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_a_gguf_file_goes_where_a_folder_does(tmp_path: Path, capsys: pytest.Cap
     path = str(gguf_files.write(tmp_path / "model.gguf", "qwen3moe", {"_exps": "Q5_0"}).path)
     with pytest.warns(UserWarning, match="converts Q5_0 experts to int8 in groups of 32"):
         assert main(["convert", path, str(tmp_path / "store"), "--weights", "auto"]) == 0
-    assert main(["verify", str(tmp_path / "store")]) == 0
+    assert main(["inspect", "--verify", str(tmp_path / "store")]) == 0
     assert main(["inspect", path]) == 0
     assert "Q5_0" in capsys.readouterr().out
     assert main(["plan", path, "--disk-speed", "1GB/s", "--memory-speed", "10GB/s"]) == 0

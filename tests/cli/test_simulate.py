@@ -1,4 +1,4 @@
-"""torch-mesh simulate: golden miss counts, and laws of its rows."""
+"""torch-mesh routing simulate: golden miss counts, and laws of its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
 
 def rows(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     out = folder / "out.json"
-    assert main(["simulate", str(TRACE), *arguments, "--json", str(out)]) == 0
+    assert main(["routing", "simulate", str(TRACE), *arguments, "--json", str(out)]) == 0
     return json.loads(out.read_text())["rows"]
 
 
@@ -243,11 +243,11 @@ def test_prompts_count_apart_add_up() -> None:
     ],
 )
 def test_wrong_usage_says_what_is_allowed(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(TRACE), *arguments]) == 2
+    assert main(["routing", "simulate", str(TRACE), *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_trace_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.npz").write_text("no")
-    assert main(["simulate", str(tmp_path / "t.npz")]) == 1
+    assert main(["routing", "simulate", str(tmp_path / "t.npz")]) == 1
     assert "no routing trace" in capsys.readouterr().err

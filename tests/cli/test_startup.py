@@ -163,7 +163,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib, "import_module", interrupted)
-    assert main(["verify", "here"]) == 130
+    assert main(["inspect", "--verify", "here"]) == 130
     assert capsys.readouterr().err == "torch-mesh: interrupted\n"
 
 

@@ -53,7 +53,7 @@ def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
     said()
     assert main(["inspect", converted]) == 0
     assert "bf16" in said()
-    assert main(["verify", converted]) == 0
+    assert main(["inspect", "--verify", converted]) == 0
     said()
 
     config = MeshConfig(resident=0.5, io="threads")
@@ -76,7 +76,7 @@ def _check_tools(name: str, folder: Path, said: Callable[[], str]) -> None:
     said()
     before = output_of(opened, inputs)
     opened.save_pretrained(folder / "rounded again")
-    assert main(["verify", str(folder / "rounded again")]) == 0
+    assert main(["inspect", "--verify", str(folder / "rounded again")]) == 0
     again = cls.from_pretrained(folder / "rounded again", quantization_config=config)
     assert torch.equal(output_of(again, inputs), before)
 

@@ -256,7 +256,7 @@ def test_the_command_fits_and_says_what_it_adds(
     out = tmp_path / "tiny.safetensors"
     files = [str(TEXT / f"{name}.jsonl") for name in ("prose", "code")]
     arguments = [str(mesh_tiny), "--out", str(out), "--resident", "0.5", "--length", "128", "--io", "threads"]
-    assert main(["fit", *arguments, "--tokens", "2000", "--text", *files]) == 0
+    assert main(["routing", "fit", *arguments, "--tokens", "2000", "--text", *files]) == 0
     printed = capsys.readouterr().out
     assert "routers, 4" in printed and "fitted, 8" in printed and "Use it with MeshConfig(predictor=" in printed
     _generate(mesh_tiny, predictor=out)
@@ -276,6 +276,6 @@ def test_the_command_says_what_it_lacks(mesh_tiny: Path, tmp_path: Path, capsys:
         (short, ["--out", str(tmp_path / "none" / "out")], 1, "there is no such folder"),
     ):
         arguments = ["--text", str(text), "--out", str(tmp_path / "out"), *extra]
-        assert main(["fit", str(mesh_tiny), *arguments]) == code
+        assert main(["routing", "fit", str(mesh_tiny), *arguments]) == code
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

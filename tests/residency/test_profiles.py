@@ -315,16 +315,16 @@ def test_old_tokens_fade(tmp_path: Path) -> None:
 
 def test_a_trace_makes_a_profile_that_simulate_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, profile = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz", tmp_path / "p.json"
-    assert main(["profile", str(trace), str(profile), "--prompts", "0:9"]) == 0
+    assert main(["routing", "profile", str(trace), str(profile), "--prompts", "0:9"]) == 0
     assert "6 layers of 32 experts" in capsys.readouterr().out
     out = tmp_path / "out.json"
     options = ["--resident", "0.25", "--policy", "lru", "--prompts", "9:", "--json", str(out)]
-    assert main(["simulate", str(trace), *options, "--profile", str(profile), "--pins", "0,0.5"]) == 0
+    assert main(["routing", "simulate", str(trace), *options, "--profile", str(profile), "--pins", "0,0.5"]) == 0
     plain, pinned = json.loads(out.read_text())["rows"]
     assert (plain["pins"], pinned["pins"]) == (0.0, 0.5)
     assert plain["kept_hit_rate"] is None and plain["unkept_hit_rate"] is not None
     assert pinned["kept_hit_rate"] > 0.99 > plain["hit_rate"] > pinned["unkept_hit_rate"]
     assert "others" in capsys.readouterr().out
-    assert main(["simulate", str(trace), "--pins", "0.5"]) == 2
+    assert main(["routing", "simulate", str(trace), "--pins", "0.5"]) == 2
     assert "profile" in capsys.readouterr().err
-    assert main(["simulate", str(trace), "--profile", str(tmp_path / "none")]) == 1
+    assert main(["routing", "simulate", str(trace), "--profile", str(tmp_path / "none")]) == 1

@@ -20,23 +20,28 @@ from torch_mesh.version import __version__
 COMMANDS = {
     "convert": "convert a checkpoint to a store that experts are read from fastest",
     "merge": "make a store of a model with an adapter merged into it",
-    "verify": "read all of a store and name every bad record",
-    "inspect": "show what a store or a checkpoint holds",
+    "inspect": "show what a store or a checkpoint holds, and whether every byte of it is sound",
     "plan": "say what a model will need and reach here, and what to change",
     "cache": "list and remove the stores that were made where none was named",
     "serve": "answer requests as OpenAI's API does, through transformers serve",
     "chat": "talk with a model in the terminal, through transformers chat",
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
-    "fit": "learn from text which experts a model will want next",
-    "profile": "make a profile for a warm start of recorded routing",
-    "simulate": "replay recorded routing against policies and pool sizes",
+    "routing": "warm starts, predictors and simulations from recorded routing",
     "report": "summarise the statistics that a model has written",
     "doctor": "explain what this machine offers and what to change",
 }
 
+# Former names of commands.
+_RENAMED = {
+    "verify": "inspect --verify",
+    "fit": "routing fit",
+    "profile": "routing profile",
+    "simulate": "routing simulate",
+}
+
 _FAILURE, _USAGE, _INTERRUPTED = 1, 2, 130
-_WITHOUT_EXTENSION = ("doctor", "verify")
+_WITHOUT_EXTENSION = ("doctor", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Command(argparse.ArgumentParser):
-    """Shows its own usage for an option that it does not know, where argparse would show that of all commands."""
+    """Shows its own usage for an option that it does not know, where argparse would show that of all commands.
+
+    Options cannot be abbreviated: a new option would change what an abbreviation means.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, 0.8)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            option = unknown[0].partition("=")[0]
+            options = [name for name in self._option_string_actions if option.lstrip("-") in name]
+            close = options or difflib.get_close_matches(option, self._option_string_actions, 1, 0.8)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
@@ -96,6 +109,8 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Command)
     chosen = next((word for word in given if not word.startswith("-")), None)
+    if chosen in _RENAMED:
+        parser.error(f"torch-mesh {chosen} is now torch-mesh {_RENAMED[chosen]}")
     for name, about in COMMANDS.items():
         command = subparsers.add_parser(name, help=about)
         if name == chosen or given is COMMANDS:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal as format_bytes
@@ -25,18 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "store for each model, format and group size. What is removed is made again when it is needed."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = commands.add_parser("ls", help="list them, the one that was used last first")
+    listing = _add(commands, "ls", "list the stores, the one that was used last first")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_list)
-    removing = commands.add_parser("rm", help="remove some of them")
+    removing = _add(commands, "rm", "remove stores")
     removing.add_argument("names", nargs="+", metavar="NAME", help="as ls has it")
     removing.set_defaults(run=_remove)
-    pruning = commands.add_parser(
-        "prune", help="remove what has not been used for long, what is damaged and conversions that have not ended"
+    pruning = _add(
+        commands, "prune", "remove stores that are damaged or were not used for long, and unfinished conversions"
     )
     pruning.add_argument("--days", type=positive, default=30, help="not used for so many days (default: %(default)s)")
     pruning.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
     pruning.set_defaults(run=_prune)
+
+
+def _add(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
+    return parser
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""``torch-mesh inspect``: what a store or a checkpoint holds."""
+"""``torch-mesh inspect``: what a store or a checkpoint holds, and whether a store is sound."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -12,25 +13,51 @@ from rich.table import Table
 
 from torch_mesh.store.hub import local_folder
 from torch_mesh.store.inspect import describe
+from torch_mesh.store.manifest import open_store
+from torch_mesh.store.progress import progress_bar
+from torch_mesh.store.verify import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Shows what a store or a checkpoint holds, from its headers alone."
+    parser.description = (
+        "Shows what a store or a checkpoint holds, from its headers alone. With --verify it reads all of a store, and "
+        "exits with 1 if any record or file is damaged."
+    )
     parser.add_argument(
         "folder", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of a store, and name every damaged record and file"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the description; returns the exit code."""
+    """Print the description, or what is damaged; return the exit code."""
+    if arguments.verify:
+        return _verify(arguments)
     description = describe(local_folder(arguments.folder))
     if arguments.json:
         print(json.dumps(description))
     else:
         _print_table(description)
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    store = open_store(arguments.folder)
+    with progress_bar("verifying", show=not arguments.json) as progress:
+        damages = list(verify(store, progress))
+    records = store.manifest.shape.layers * store.manifest.shape.experts
+    if arguments.json:
+        print(json.dumps({"records": records, "damages": [asdict(damage) for damage in damages]}))
+    else:
+        for damage in damages:
+            print(damage)
+        verdict = f"{len(damages)} damaged" if damages else "all as they were written"
+        print(f"{arguments.folder}: {records} records and {len(store.manifest.other_files)} other files: {verdict}")
+    return 1 if damages else 0
 
 
 def _print_table(held: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--train", action="store_true", help="plan a step of training, and how many experts stay resident beside it"
     )
-    training.add_argument("--rank", type=positive, help="of the adapters (default: 8)")
+    training.add_argument("--lora-rank", type=positive, help="rank of the adapters (default: 8)")
     training.add_argument("--tokens", type=positive, help="of a forward: sequences times their length (default: 512)")
     training.add_argument(
         "--targets",
@@ -167,7 +167,9 @@ def _check_training(arguments: argparse.Namespace) -> None:
         raise ValueError(
             "--train plans one process: leave --ranks out. Each of several ranks takes as much for adapters, gradients and moments, and less for experts."
         )
-    others = ("hit_rate", "overlap") if arguments.train else ("rank", "tokens", "targets", "gradient_checkpointing")
+    others = (
+        ("hit_rate", "overlap") if arguments.train else ("lora_rank", "tokens", "targets", "gradient_checkpointing")
+    )
     given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) not in (None, False)]
     if given and arguments.train:
         raise ValueError(f"{given[0]} is of generating, and a step of training reads all that it uses: leave it out")
@@ -187,7 +189,7 @@ def _training(
         folder,
         config,
         sizes,
-        rank=arguments.rank or 8,
+        rank=arguments.lora_rank or 8,
         tokens=arguments.tokens or 512,
         targets=arguments.targets or (),
         gradient_checkpointing=arguments.gradient_checkpointing,

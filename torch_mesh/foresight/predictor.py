@@ -1,4 +1,4 @@
-"""Routers fitted for lookahead: what ``torch-mesh fit`` learns of a model, and its file. docs/predictor.md describes both."""
+"""Routers fitted for lookahead: what ``torch-mesh routing fit`` learns of a model, and its file. docs/predictor.md describes both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Predictor:
         if self.identity != identity_of(model, layers):
             raise MeshError(
                 f"{path} was fitted to another model: the routers of {type(model).__name__} are not those that it has seen. Fit "
-                "one to this model with torch-mesh fit."
+                "one to this model with torch-mesh routing fit."
             )
 
 
@@ -159,7 +159,8 @@ def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer])
     header = read_header(path)
     if header.metadata.get("format") != FORMAT:
         raise store_error(
-            path, f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: torch-mesh fit writes those"
+            path,
+            f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: torch-mesh routing fit writes those",
         )
     expected = {_name(index): (layer.routed_experts, layer.hidden) for index, layer in enumerate(layers)}
     found = {tensor.name: tensor.shape for tensor in header.tensors.values() if tensor.dtype == "BF16"}

@@ -83,7 +83,9 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     try:
         size = path.stat().st_size
     except OSError as error:
-        advice = "name a file that torch_mesh.save_profile or torch-mesh profile has written, or leave profile out"
+        advice = (
+            "name a file that torch_mesh.save_profile or torch-mesh routing profile has written, or leave profile out"
+        )
         raise OSError(error.errno, f"{error.strerror}: {advice}", os.fspath(path)) from error
     if size > _LARGEST_FILE:
         raise MeshError(f"{path} has {size} bytes; a profile has at most {_LARGEST_FILE}.")

@@ -167,7 +167,7 @@ def record_trace(
     """Records the routing of every forward of ``model`` within the block, and writes it to ``path`` (.npz) at its end.
 
     ``scores`` adds the probabilities of all experts, ``lookahead`` those that each layer's router makes of the hidden states
-    one layer before; ``predictor``, a file of ``torch-mesh fit``, those that it makes in their place, the first layer's from
+    one layer before; ``predictor``, a file of ``torch-mesh routing fit``, those that it makes in their place, the first layer's from
     the last one's a token earlier. A forward of more than one token begins a new sequence. Works for patched and for plain models; one
     sequence at a time, so that a batch raises ValueError. Nothing is written when the block raises, or ran no forward:
     then MeshError.

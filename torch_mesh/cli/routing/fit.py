@@ -1,4 +1,4 @@
-"""``torch-mesh fit``: a predictor for one model, learned from text that it reads."""
+"""``torch-mesh routing fit``: a predictor for one model, learned from text that it reads."""
 
 from __future__ import annotations
 

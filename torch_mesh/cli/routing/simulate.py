@@ -1,4 +1,4 @@
-"""``torch-mesh simulate``: hit rates of policies and pool sizes on recorded routing."""
+"""``torch-mesh routing simulate``: hit rates of policies and pool sizes on recorded routing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recall", type=float, default=0.75, help="of the stand-in predictor")
     parser.add_argument("--seed", type=int, default=0, help="of the stand-in predictor and of --synthetic")
     parser.add_argument(
-        "--profile", metavar="FILE", help="of torch_mesh.save_profile or torch-mesh profile: a warm start"
+        "--profile", metavar="FILE", help="of torch_mesh.save_profile or torch-mesh routing profile: a warm start"
     )
     parser.add_argument(
         "--pins", default="0", help="shares of the pool that are never given up, with commas; need --profile"

@@ -1,10 +1,10 @@
-"""``torch-mesh profile``: what recorded routing used of a model's experts, for ``MeshConfig(profile=)``."""
+"""``torch-mesh routing profile``: what recorded routing used of a model's experts, for ``MeshConfig(profile=)``."""
 
 from __future__ import annotations
 
 import argparse
 
-from torch_mesh.cli.simulate import parse_prompts
+from torch_mesh.cli.routing.simulate import parse_prompts
 from torch_mesh.foresight.profiles import profile_of_trace, write_profile
 from torch_mesh.foresight.traces import load_trace
 

@@ -25,18 +25,18 @@ def damage(store: Store, layer: int, expert: int) -> tuple[str, int]:
 
 
 def test_a_sound_store(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(store.folder)]) == 0
+    assert main(["inspect", "--verify", str(store.folder)]) == 0
     assert "192 records" in capsys.readouterr().out
 
 
 def test_every_bad_record_is_named(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     places = {place: damage(store, *place) for place in ((0, 0), (3, 17), (5, 31))}
-    assert main(["verify", str(store.folder)]) == 1
+    assert main(["inspect", "--verify", str(store.folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
     for (layer, expert), (file, offset) in places.items():
         assert f"layer {layer}, expert {expert}: {file} at byte {offset}: its checksum is another" in lines
     assert lines[-1].endswith("3 damaged")
-    assert main(["verify", str(store.folder), "--json"]) == 1
+    assert main(["inspect", "--verify", str(store.folder), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert {(d["layer"], d["expert"]): (d["file"], d["offset"]) for d in report["damages"]} == places
 
@@ -45,12 +45,12 @@ def test_changed_and_missing_other_files_are_named(store: Store, capsys: pytest.
     (store.folder / "tokenizer.json").unlink()
     with (store.folder / "config.json").open("a") as stream:
         stream.write(" ")
-    assert main(["verify", str(store.folder)]) == 1
+    assert main(["inspect", "--verify", str(store.folder)]) == 1
     output = capsys.readouterr().out
     assert "tokenizer.json: is missing" in output
     assert "config.json: has " in output
 
 
 def test_what_is_no_store_is_a_failure(mesh_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(mesh_tiny)]) == 1
+    assert main(["inspect", "--verify", str(mesh_tiny)]) == 1
     assert "is not a store" in capsys.readouterr().err
