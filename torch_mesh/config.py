@@ -231,10 +231,19 @@ class MeshConfig(QuantizationConfigMixin):
     weights: str = _field(
         "auto",
         values.weights("auto", *WEIGHTS, *OF_CODES),
-        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or [nearest to it](checkpoints.md). `"auto:8GiB"`, for `from_pretrained` alone: [the fastest for experts in that much memory](formats.md), '
-        'weights being off by at most 10 %, or as in `"auto:8GiB:15%"`. lut4 has the bytes of int4, a seventh less error and '
-        "somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, tcq2+tcq3 two for gate and up and three for down, and take up to half an hour to convert to. The last five hold the codes of a [quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
+        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or '
+        "[nearest to it](checkpoints.md); with `max_error`, the fastest. lut4 has the bytes of int4, a seventh less error "
+        "and somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and tcq2+tcq3 two for "
+        "gate and up and three for down; converting to them takes up to half an hour. The last five hold the codes of a "
+        "[quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
         of_checkpoint=True,
+    )
+    max_error: float | None = _field(
+        None,
+        values.max_error,
+        'How far weights may be off, relative to their root mean square, where `weights="auto"` is to be '
+        "[the fastest format](formats.md) for experts in `resident` bytes. For `from_pretrained` of a checkpoint; 0.1 "
+        "lets four bits in.",
     )
     dense: str = _field(
         "auto",
@@ -388,12 +397,6 @@ class MeshConfig(QuantizationConfigMixin):
                 f"with MeshConfig({refused[0].argument}) or {refused[0].variable}.",
                 stacklevel=2,
             )
-        if str(flat.get("weights")).startswith("auto:"):
-            warnings.warn(
-                f"The checkpoint's config.json sets weights={flat['weights']!r}, which is ignored: only you choose how much memory experts take.",
-                stacklevel=2,
-            )
-            del flat["weights"]
         config = cls()
         config._resolve({}, {name: value for name, value in flat.items() if FIELDS[name].of_checkpoint})
         return config

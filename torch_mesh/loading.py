@@ -170,7 +170,7 @@ def _forget_quantization(model: Any) -> None:
 class _Opened(OfRecords):
     """The experts of a model that is being loaded."""
 
-    choice = ""  # why they are in their format, where weights="auto:8GiB" asked for the best
+    choice = ""  # why they are in their format, where max_error asked for the fastest
     folder: Path  # of the checkpoint, or its GGUF file
 
     def __init__(
@@ -342,6 +342,11 @@ def _find_origin(
     if is_store(folder) or (
         stored and method_of(stored) == "mesh" and not _has_expert_weights(folder, model, key_mapping)
     ):
+        if config.max_error is not None:
+            raise ValueError(
+                f"max_error={config.max_error} chooses among formats, and the experts in {folder} are in one already: "
+                "leave max_error out, or give the checkpoint that it was converted from."
+            )
         return _OfStore(model, folder, layers, config)
     _check_files(folder, checkpoint_files)
     config, choice = _with_format(folder, config, key_mapping)
@@ -353,15 +358,15 @@ def _find_origin(
 
 
 def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str] | None) -> tuple[MeshConfig, str]:
-    """``config`` with the format that ``weights="auto:8GiB"`` takes, and why it does."""
-    if not config.weights.startswith("auto:"):
+    """``config`` with the format that ``max_error`` lets in, and why that was chosen."""
+    if config.max_error is None:
         return config, ""
     if key_mapping:
-        raise ValueError(f"weights={config.weights!r} does not go with key_mapping=: name a format.")
+        raise ValueError(f"max_error={config.max_error} does not go with key_mapping=: name a format.")
     from .planning.choosing import choose_format  # which brings all of the plan
 
     chosen, why = choose_format(folder, config)
-    _LOG.info("weights=%r has taken %s: %s", config.weights, chosen.weights, why)
+    _LOG.info("max_error=%s has taken %s: %s", config.max_error, chosen.weights, why)
     return chosen, why
 
 

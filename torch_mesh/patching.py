@@ -56,10 +56,10 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     """
     check_model(model)
     config = with_fields(config, fields)
-    if config.weights.startswith("auto:"):
+    if config.max_error is not None:
         raise ValueError(
-            f"weights={config.weights!r} compares formats by a checkpoint's files, which a loaded model has none of: give it to from_pretrained, "
-            "or name a format, which torch-mesh plan --memory finds."
+            f"max_error={config.max_error} compares formats by a checkpoint's files, and a loaded model has none: give it "
+            "to from_pretrained, or name a format, which torch-mesh plan --memory finds."
         )
     check_undivided(model)
     layers = find_experts(model)

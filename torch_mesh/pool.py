@@ -133,7 +133,7 @@ class ExpertPool:
         self.top_k = least_slots
         self.lossy = config.lossy.modes
         self.left_alone = ""  # the experts of the model that are not in it
-        self.choice = ""  # why its format was taken, where weights="auto:..." chose it
+        self.choice = ""  # why its format was taken, where max_error chose it
         self.fallback = fallback
         self.moves_from: ExpertPool | None = None  # what moves to GPUs, if not this pool: one in another format
         self.in_memory = source is None

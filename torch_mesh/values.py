@@ -60,33 +60,31 @@ def one_of(*allowed: str | int) -> Values:
     return Values(", ".join(shown(entry) for entry in allowed), check)
 
 
-def auto_weights(name: str, value: str) -> tuple[int, float | None]:
-    """Bytes and the limit of error, if one is given, of weights such as ``"auto:8GiB"`` or ``"auto:8GiB:15%"``; ValueError for others."""
-    _, size_text, *limits = value.split(":")
-    size = parse_size(size_text if not size_text.strip().isdigit() else int(size_text), name)
-    if not limits:
-        return size, None
-    text = limits[0].strip()
-    number = _real(text[:-1]) if text.endswith("%") else None
-    if len(limits) > 1 or number is None or not 0 <= number <= 100:
-        raise ValueError(f"{name}={value!r}: after the size comes how far weights may be off, such as 'auto:8GiB:15%'.")
-    return size, number / 100
-
-
 def weights(*allowed: str) -> Values:
-    """One of ``allowed``, or "auto:SIZE" with a limit of error behind it or without."""
     named = one_of(*allowed)
 
     def check(name: str, value: Any) -> str:
         if isinstance(value, str) and value.startswith("auto:"):
-            try:
-                auto_weights(name, value)
-            except ValueError as error:
-                raise ValueError(f"{error} weights='auto:8GiB' takes the fastest format in that memory.") from None
-            return value
+            raise ValueError(
+                f"{name}={value!r}: the memory and the error that a choice of format may take are fields of their own "
+                'now: weights="auto", resident="8GiB", max_error="15%".'
+            )
         return str(named.check(name, value))
 
-    return Values(f'{named.words}, or `"auto:8GiB"`', check)
+    return Values(named.words, check)
+
+
+@partial(Values, 'a fraction such as `0.15` or `"15%"`, or none')
+def max_error(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    text = value.strip() if isinstance(value, str) else value
+    number = _real(text[:-1]) if isinstance(text, str) and text.endswith("%") else _real(text)
+    if number is not None and isinstance(text, str) and text.endswith("%"):
+        number /= 100
+    if number is None or not 0 <= number <= 1:
+        raise ValueError(f"{name}={value!r} is not a fraction in [0, 1]: give 0.15 or '15%', or None.")
+    return number
 
 
 def count(of: str, least: int = 0, give: str = "0 or a positive number") -> Values:

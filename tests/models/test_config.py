@@ -118,6 +118,7 @@ OF_THIS_MACHINE = {
     "shared": "/tmp/a.socket",
     "dense": "int8",
     "attention": "mesh",
+    "max_error": 0.5,
     "speculation": "lookup",
     "store": "/somewhere",
     "io": "threads",

@@ -1,4 +1,4 @@
-"""weights="auto:8GiB": the format that torch-mesh plan names, with the memory that was given."""
+"""max_error: the format that torch-mesh plan names, with the memory that was given."""
 
 from __future__ import annotations
 
@@ -29,19 +29,17 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: EQUALLY_FAST)
 
 
-def load(folder: Path, weights: str, **fields: Any) -> Any:
-    config = MeshConfig(weights=weights, io="threads", **fields)
+def load(folder: Path, **fields: Any) -> Any:
+    config = MeshConfig(**{"io": "threads"} | fields)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("", "lut4"), (":15%", "tcq3"), (":30%", "tcq2+tcq3"), (":0%", "bf16")]
-)
-def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) -> None:
-    model = load(mesh_tiny, f"auto:{MEMORY}{limit}")
+@pytest.mark.parametrize(("limit", "expected"), [("10%", "lut4"), (0.15, "tcq3"), ("30%", "tcq2+tcq3"), (0, "bf16")])
+def test_what_plan_names_is_taken(mesh_tiny: Path, limit: Any, expected: str) -> None:
+    config = MeshConfig(resident=MEMORY, max_error=limit)
+    model = load(mesh_tiny, resident=MEMORY, max_error=limit)
     pool = next(patched_modules(model))._mesh_pool
-    share = float(limit[1:-1] or 10) / 100 if limit else 0.1
-    named = plan(mesh_tiny, MeshConfig(resident=MEMORY), speeds=SLOW_DISK, format_speeds=EQUALLY_FAST, max_error=share)
+    named = plan(mesh_tiny, config, speeds=SLOW_DISK, format_speeds=EQUALLY_FAST)
     (choice,) = (choice for choice in named.format_choices if choice.chosen)
     assert (pool.weights, pool.group_size, pool.slots) == (expected, choice.group_size or 0, choice.slots)
     assert choice.weights == expected
@@ -49,7 +47,8 @@ def test_what_plan_names_is_taken(mesh_tiny: Path, limit: str, expected: str) ->
     assert "chosen as fastest of 7 formats" in shown and f"weights off by {choice.weight_error:.1%}" in shown
     # What others see of it is the format, and not the question.
     assert model.config.quantization_config.weights == expected
-    assert "chosen" not in str(load(mesh_tiny, expected, resident=MEMORY))
+    assert model.config.quantization_config.max_error is None
+    assert "chosen" not in str(load(mesh_tiny, weights=expected, resident=MEMORY))
 
 
 @pytest.mark.parametrize(
@@ -64,66 +63,66 @@ def test_a_quantised_checkpoint_keeps_its_codes_or_takes_fewer_bits(
     monkeypatch.setattr("torch_mesh.planning.choosing.measure_formats", lambda *_: speeds)
     memory = 4 * _C.record_bytes(*made.nearest, 128, 64, True, False)
     chosen = {}
-    for limit in ("0%", "30%"):
-        if not own and limit == "0%":  # each format rounds what has zero points
+    for limit in (0, 0.3):
+        if not own and limit == 0:  # each format rounds what has zero points
             with pytest.raises(ValueError, match="no format whose weights are off by at most 0.0% fits"):
-                load(folder, f"auto:{memory}:{limit}")
+                load(folder, resident=memory, max_error=limit)
             continue
-        pool = next(patched_modules(load(folder, f"auto:{memory}:{limit}")))._mesh_pool
+        pool = next(patched_modules(load(folder, resident=memory, max_error=limit)))._mesh_pool
         chosen[limit] = (pool.weights, pool.group_size)
-    assert chosen.pop("0%", None) == (made.nearest if own else None)
-    assert chosen["30%"][0].startswith("tcq")
+    assert chosen.pop(0, None) == (made.nearest if own else None)
+    assert chosen[0.3][0].startswith("tcq")
     large = 8 * _C.record_bytes("bf16", 0, 128, 64, True, False)
-    planned = plan(folder, MeshConfig(resident=large), speeds=SLOW_DISK, format_speeds=speeds, max_error=0.3)
+    planned = plan(folder, MeshConfig(resident=large, max_error=0.3), speeds=SLOW_DISK, format_speeds=speeds)
     errors = {choice.weights: choice.weight_error for choice in planned.format_choices}
     assert set(errors) == set(speeds) and (not own or errors[own] == 0)
     assert (errors["bf16"] == 0) == (kind == "ct_mxfp4")  # codes of four bits times powers of two are exact in bf16
 
 
 @pytest.mark.parametrize(
-    ("weights", "fields", "reason"),
+    ("fields", "reason"),
     [
-        ("auto:8GiB", {"resident": "1GiB"}, "give one"),
-        ("auto:8GiB", {"store": "here"}, "leave store out"),
-        ("auto:8GiB", {"lossy": {"fallback": "int4"}}, "two formats"),
-        ("auto:1", {}, "fit in no format"),
-        ("auto:100KB:1%", {}, "no format whose weights are off by at most 1.0% fits; "),
+        ({}, "give resident="),
+        ({"resident": 0.5}, "give it as a size"),
+        ({"resident": "8GiB", "weights": "int4"}, "leave one of them out"),
+        ({"resident": "8GiB", "store": "here"}, "leave store out"),
+        ({"resident": "8GiB", "lossy": {"fallback": "int4"}}, "two formats"),
+        ({"resident": "1B"}, "fit in no format"),
+        ({"resident": "100KB", "max_error": "1%"}, "no format whose weights are off by at most 1.0% fits; "),
     ],
 )
-def test_what_it_cannot_choose_is_named(mesh_tiny: Path, weights: str, fields: Any, reason: str) -> None:
+def test_what_it_cannot_choose_is_named(mesh_tiny: Path, fields: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        load(mesh_tiny, weights, **fields)
+        load(mesh_tiny, **{"max_error": 0.1} | fields)
 
 
 def test_where_there_is_nothing_to_choose(mesh_tiny: Path, tmp_path: Path) -> None:
     store = convert(mesh_tiny, tmp_path / "int8", "int8").store.folder
-    with pytest.raises(ValueError, match="in .* are int8: leave weights"):
-        load(store, "auto:8GiB")
+    with pytest.raises(ValueError, match="leave max_error out"):
+        load(store, resident="8GiB", max_error=0.1)
     model = AutoModelForCausalLM.from_pretrained(mesh_tiny)
     with pytest.raises(ValueError, match="give it to from_pretrained"):
-        torch_mesh.patch(model, weights="auto:8GiB")
+        torch_mesh.patch(model, resident="8GiB", max_error=0.1)
     with pytest.raises(MeshError, match="not patched"):
         torch_mesh.unpatch(model)
-    with pytest.raises(ValueError, match="--max-error"):
-        plan(mesh_tiny, MeshConfig(weights="auto:8GiB"))
-    with pytest.raises(ValueError, match="is unknown"):
-        convert(mesh_tiny, tmp_path / "other", "auto:8GiB")
 
 
-@pytest.mark.parametrize(
-    "weights",
-    ["auto:", "auto:much", "auto:0", "auto:-1GiB", "auto:8GiB:", "auto:8GiB:15", "auto:8GiB:101%", "auto:8GiB:nan%",
-     "auto:8GiB:15%:1", "Auto:8GiB", "int4:8GiB"],
-)  # fmt: skip
-def test_nonsense_is_refused(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="weights="):
-        MeshConfig(weights=weights)
-    monkeypatch.setenv("TORCH_MESH_WEIGHTS", weights)
-    with pytest.raises(ValueError, match="TORCH_MESH_WEIGHTS="):
-        MeshConfig()
+@pytest.mark.parametrize("limit", ["", "much", "-1%", "101%", "15", "nan%", "nan", -0.1, 1.5, float("nan"), [0.1]])
+def test_nonsense_is_refused(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="max_error="):
+        MeshConfig(max_error=limit)
+    if limit:
+        monkeypatch.setenv("TORCH_MESH_MAX_ERROR", str(limit))
+        with pytest.raises(ValueError, match="TORCH_MESH_MAX_ERROR="):
+            MeshConfig()
 
 
-def test_a_checkpoint_takes_no_memory_by_it() -> None:
+def test_the_former_way_to_ask_names_the_fields() -> None:
+    with pytest.raises(ValueError, match="max_error="):
+        MeshConfig(weights="auto:8GiB:15%")
+
+
+def test_a_checkpoint_sets_no_limit() -> None:
     with pytest.warns(UserWarning, match="only you choose"):
-        config = MeshConfig.of_checkpoint({"weights": "auto:8GiB", "group_size": 32})
-    assert (config.weights, config.group_size) == ("auto", 32)
+        config = MeshConfig.of_checkpoint({"max_error": 0.5, "group_size": 32})
+    assert (config.max_error, config.group_size) == (None, 32)

@@ -166,7 +166,7 @@ def test_quantised_experts_are_renamed_too(tmp_path: Path) -> None:
 
 def test_a_choice_of_formats_and_key_mapping_are_apart(folder: Path) -> None:
     with pytest.raises(ValueError, match="does not go with key_mapping=: name a format"):
-        _open(folder, {"key_mapping": {"a": "b"}}, weights="auto:1GiB", resident="auto")
+        _open(folder, {"key_mapping": {"a": "b"}}, resident="1GiB", max_error=0.1)
 
 
 @pytest.mark.parametrize("shard", ["50GB", "60KB"])

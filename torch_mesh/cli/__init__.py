@@ -68,7 +68,7 @@ class _Command(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)

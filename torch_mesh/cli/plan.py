@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _FIELDS = (
     "resident",
     "weights",
+    "max_error",
     "fallback",
     "dense",
     "group_size",
@@ -53,11 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )
     parser.add_argument("--memory", type=size, help="what the process may take in all (default: what it can take here)")
-    parser.add_argument(
-        "--max-error",
-        type=_share,
-        help="with --memory: how far weights may be off, such as 15%%, in the format that is named as the fastest (default: 10%%, which is four bits)",
-    )
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
     parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
@@ -136,8 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
             planned = training.plan
         else:
             ranks = arguments.ranks
-            if arguments.max_error is not None:
-                rates["max_error"] = arguments.max_error
             planned = plan(
                 folder,
                 config,
@@ -354,16 +348,6 @@ def _workspace(planned: Plan) -> str:
 
 def _bytes(value: int | None) -> str:
     return "unknown" if value is None else format_bytes(value)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 15% or 0.15")
-    return share
 
 
 def _speed(text: str) -> float:

@@ -73,7 +73,6 @@ def plan(
     card: tuple[int, int] | None = None,
     ranks: int = 1,
     format_speeds: Mapping[str, float] | None = None,
-    max_error: float = MAX_ERROR,
 ) -> Plan:
     """What the model in ``folder`` needs with ``config`` and what it will reach.
 
@@ -86,17 +85,15 @@ def plan(
     ``ranks``: so many processes divide the experts, and each has the rest of the model whole; ``memory``, the speeds and the answer are of one of them.
 
     ``format_speeds``: bytes per second of packed weights of experts in each format, computed for one token. With them and ``speeds`` the plan
-    compares these formats, and chooses the fastest whose error of weights is at most ``max_error`` (0.15 is 15 %). There is nothing to choose, and the
+    compares these formats, and chooses the fastest whose error of weights is at most ``config.max_error``, or else 10 %. There is nothing to choose, and the
     comparison is empty, for a store or a checkpoint that is quantised, with a hit rate that is known (it is of one format), ranks, a card or stand-ins,
     and where ``resident`` is a share of the experts and not an amount of memory.
 
     With ``lossy.fallback`` or a card it says what takes memory, but nothing of hits and time.
 
     Raises StoreError, UnsupportedModelError and ValueError as loading would, ValueError for an overlap that no routing has, for what does not go
-    with ranks, for a ``max_error`` outside of [0, 1], and for a card where it is not known what the rest of the model takes.
+    with ranks, and for a card where it is not known what the rest of the model takes.
     """
-    if not 0 <= max_error <= 1:
-        raise ValueError(f"max_error={max_error} is a share of the weights between 0 and 1: give 0.15 for 15 %")
     sizes = find_sizes(folder, config)
     of_ranks = None
     if ranks > 1:
@@ -157,7 +154,7 @@ def plan(
         tokens_per_second_range=None if seconds is None else (1 / seconds[1], 1 / seconds[2]),
         chunk_seconds=None if speeds is None or chunk_bytes is None else chunk_bytes / speeds.disk,
         dense_choices=() if gpu or of_ranks else tuple(dense_choices(folder, config, rate, speeds)),
-        format_choices=with_chosen(choices, max_error),
+        format_choices=with_chosen(choices, MAX_ERROR if config.max_error is None else config.max_error),
     )
 
 

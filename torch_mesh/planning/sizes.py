@@ -66,10 +66,6 @@ def find_sizes(folder: Path, config: MeshConfig) -> Sizes:
     """
     if not folder.is_dir() and not is_gguf(folder):
         raise FileNotFoundError(f"{folder} is not a folder: give one with a checkpoint or a store, or a GGUF file")
-    if config.weights.startswith("auto:"):
-        raise ValueError(
-            f"weights={config.weights!r}: a plan compares the formats itself; leave weights out, and give --memory and --max-error."
-        )
     return _store_sizes(folder, config) if is_store(folder) else _checkpoint_sizes(folder, config)
 
 
