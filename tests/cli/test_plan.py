@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from pairs import each_once_quick
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -306,8 +307,7 @@ def test_speeds_are_measured(store: Path) -> None:
     assert disk_speed(sizes.files, 1 << 30) is None
 
 
-@pytest.mark.parametrize("hidden", [8, 32, 96])
-@pytest.mark.parametrize("dense", ["auto", "bf16", "int8"])
+@pytest.mark.parametrize(("hidden", "dense"), each_once_quick([8, 32, 96], ["auto", "bf16", "int8"]))
 def test_a_narrow_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: int, dense: str) -> None:
     monkeypatch.setattr(measuring, "seconds_per_call", lambda call, seconds=0.0: call() is not None or 1.0)
     save_tiny(tmp_path, "qwen3_moe", hidden_size=hidden, vocab_size=16, num_attention_heads=2, head_dim=16)

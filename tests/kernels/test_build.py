@@ -41,7 +41,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(REPOSITORY / "setup.py")))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+    "folder", [" ".join(FOLDERS), *(pytest.param(folder, marks=pytest.mark.thorough) for folder in FOLDERS)]
+)
 def test_any_path_can_be_built_in(build: SimpleNamespace, tmp_path: Path, folder: str) -> None:
     root = tmp_path / folder
     (root / "include").mkdir(parents=True)

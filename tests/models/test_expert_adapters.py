@@ -146,7 +146,15 @@ def test_files_open_both_ways(name: str, tmp_path: Path) -> None:
     assert torch.equal(_logits(of_theirs, ids), own)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "lut4", "tcq2", "tcq2+tcq3"])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        "bf16",
+        "int4",
+        "tcq2+tcq3",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "lut4", "tcq2")),
+    ],
+)
 def test_experts_of_a_store_train(weights: str, ids: torch.Tensor, tmp_path: Path) -> None:
     _build().save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "store", weights)
@@ -231,7 +239,7 @@ class Adapters:
         hotswap_adapter(model, self.folder / key, "default", torch_device="cpu")
 
 
-@pytest.fixture(scope="module", params=[QWEN, GPT_OSS])
+@pytest.fixture(scope="module", params=[QWEN, pytest.param(GPT_OSS, marks=pytest.mark.thorough)])
 def adapters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     return Adapters(request.param, tmp_path_factory.mktemp("adapters"))
 
