@@ -527,6 +527,15 @@ def test_two_threads_save_two_models(tmp_path: Path) -> None:
         assert_same_checkpoint(tmp_path / str(number), tmp_path / "plain")
 
 
+def test_of_several_ranks_the_first_alone_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_mesh.patch(TINY_MODELS[QWEN].build(), resident=0.5)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, main in ((1, True), (0, False), (0, True)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        model.save_pretrained(tmp_path / "saved", is_main_process=main)
+        assert bool(list((tmp_path / "saved").iterdir())) == (rank == 0 and main)
+
+
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("way", ["save_pretrained", "push_to_hub"])
 def test_push_to_hub_uploads_all_that_was_saved(

@@ -130,6 +130,11 @@ def test_what_it_says_would_fit_does(
     door.check(prompt, fits, known=0, held=0)
     with pytest.raises(RequestTooLongError):
         door.check(prompt, fits + 1, known=0, held=0)
+    known = prompt // 2  # of which only the other half is computed
+    short_of_memory(door.needs.peak(prompt - known, prompt, prompt + new))
+    door.check(prompt, new, known=known, held=0)
+    with pytest.raises(RequestTooLongError):
+        door.check(prompt, new, known=known - 1, held=0)
     short_of_memory(door.needs.peak(prompt, prompt, prompt) - 1)
     with pytest.raises(RequestTooLongError, match="A prompt of ") as error:
         door.check(prompt, 1, known=0, held=0)
