@@ -10,10 +10,10 @@ from torch_mesh.config import FIELDS
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _HEAD = """\
 # The command line
-`python -m torch_mesh` is `torch-mesh` where that is not on the path. `torch-mesh --version` says which,
-`torch-mesh --debug COMMAND ...` where an error comes from. The exit status is 0, 1 for a failure, 2 for
-wrong usage, 130 after Ctrl-C. Where a command takes fields of `MeshConfig`, they are those of
-[options](config.md): `--group-size`, `--gpu-experts`.
+`python -m torch_mesh` does the same as `torch-mesh`, where that is not on the path. `torch-mesh --version` prints the
+version, `torch-mesh --debug COMMAND ...` an error's traceback. The exit status is 0, 1 for a failure, 2 for wrong usage,
+130 after Ctrl-C. [Options](config.md) describes the fields of `MeshConfig` that commands take, such as `--group-size` and
+`--gpu-experts`.
 """
 _TAIL = """
 <!-- `python tools/commands_page.py` writes this page from the parser of `torch-mesh`; a test compares them. -->
@@ -46,7 +46,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
         rows.append("| `--FIELD VALUE` | every field of `MeshConfig` |")
     elif fields:
         rows.append(f"| {', '.join(f'`{action.option_strings[0]}`' for action in fields)} | fields of `MeshConfig` |")
-    table = "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
+    table = "\n".join(["| argument | meaning |", "|---|---|", *rows]) if rows else ""
     level = "##" if name.count(" ") == 1 else "###"
     return "\n\n".join(filter(None, [f"\n{level} {name}\n{_escaped(parser.description or '')}", table])) + "\n"
 
@@ -59,7 +59,9 @@ def _row(action: argparse.Action) -> str:
         words += f" {action.metavar or ('' if action.choices else action.dest.upper())}".rstrip()
     choices = f" One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
     about = (action.help or "") % {"default": action.default, "prog": "torch-mesh"}
-    return f"| `{words}` | {_escaped(about)}{'.' if choices and about else ''}{choices}{' Required.' if action.required and action.option_strings else ''} |"
+    required = " Required." if action.required and action.option_strings else ""
+    stop = "." if about and (choices or required) else ""
+    return f"| `{words}` | {_escaped(about)}{stop}{choices}{required} |"
 
 
 def _escaped(text: str) -> str:

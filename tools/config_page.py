@@ -15,9 +15,10 @@ import torch_mesh
 config = torch_mesh.MeshConfig(resident="8GiB", gpu={"experts": 8})
 config.resident, config.gpu.experts
 ```
-Fields of a group are given as a mapping, and read as attributes. An argument beats the environment, that beats the checkpoint's config, that beats the
-default. A checkpoint's config.json may set what is marked so, and no other field: those are of this machine, and a file that names one is warned
-of. There a group's field has the name of its variable: `early_layers`. So have the options of `torch-mesh`: `--gpu-experts 8`.
+Give the fields of a group as a mapping, and read them as attributes. Arguments override the environment, which overrides
+the checkpoint's config, which overrides the default. A checkpoint's config.json may set the fields marked "may set it";
+any other field there warns and is ignored, since it depends on the machine. In config.json and in the options of
+`torch-mesh` a group's field has the name of its variable: `early_layers`, `--gpu-experts 8`.
 """
 _TAIL = """
 <!-- `python tools/config_page.py` writes this page from `torch_mesh/config.py`; a test compares them. -->
@@ -31,11 +32,11 @@ def page() -> str:
         if name is not None:
             about = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", GROUPS[name].kind.__doc__ or "")
             parts.append(f"\n## {name}\n{about}\n")
-        parts.append("\n| field | values | default | environment | checkpoint | |\n|---|---|---|---|---|---|\n")
+        parts.append("\n| field | values | default | environment | checkpoint | meaning |\n|---|---|---|---|---|---|\n")
         for field in FIELDS.values():
             if field.group == name:
                 cells = [f"`{field.name}`", field.values.words, shown(field.default), f"`{field.variable}`"]
-                cells += ["may set it" if field.of_checkpoint else "", field.sentence]
+                cells += ["may set it" if field.of_checkpoint else "–", field.sentence]
                 parts.append(f"| {' | '.join(cells)} |\n")
     return "".join([*parts, _TAIL])
 

@@ -82,59 +82,63 @@ class Group(Generic[FieldsT]):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFields:
-    """Experts on the GPU that their layer is on: docs/gpu.md."""
+    """Experts on the GPU of their layer (experimental): docs/gpu.md."""
 
     experts: str | int | tuple[tuple[bool, ...], ...] = _field(
         0,
         values.placed_experts,
-        "Which experts are computed on the GPU that their layer is on when the model is patched. A number takes those that "
-        '`profile` says are used most, or else the first; `torch_mesh.hottest_experts` makes a mask; `"auto"` takes as many as the card '
-        "holds beside a reserve. They are not kept in memory as well.",
+        "Which experts the GPU of their layer computes, placed when the model is patched. A number takes the "
+        "most used of each layer by `profile`, else the first. `torch_mesh.hottest_experts` makes a mask. "
+        '`"auto"` takes as many as fit on the card beside a reserve. They are not kept in memory as well.',
     )
     weights: str = _field(
         "auto",
         one_of("auto", *WEIGHTS),
-        'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store of their own, in `store`\'s folder with the format '
-        "behind its name, or from a bf16 checkpoint itself. Of a converted checkpoint only formats of fewer bits can be had.",
+        'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store in '
+        "`store`'s folder with the format behind its name, or from a bf16 checkpoint itself. For a converted "
+        "checkpoint only formats of fewer bits are available.",
     )
     streaming: str | tuple[float, float, float] = _field(
         "auto",
         values.streaming,
-        'Which of the other experts a prompt brings up to be computed there. `"auto"` decides by what a copy and the CPU took when '
-        "experts were placed; the three numbers take the place of those: a copy of an expert, the CPU for a row of one, and for an "
-        "expert beside its rows. The output depends on it within rounding.",
+        'Which of the other experts a prompt copies to the GPU. `"auto"` decides by times measured when '
+        "experts were placed. Three numbers replace these times: a copy of an expert, the CPU's time per row, "
+        "and per expert. The output depends on it within rounding.",
     )
     placement: str = _field(
         "static",
         one_of("static", "dynamic"),
-        'Whether experts stay on the GPU where they were put. With `"dynamic"` those that are used most move up while the model runs, which makes the last '
-        "bits of its output depend on when they arrive; `torch_mesh.place_experts` moves them by hand then.",
+        'Whether experts stay where they were placed. With `"dynamic"` the most used move to the GPU while '
+        "the model runs, and the last bits of the output depend on when they arrive. "
+        "`torch_mesh.place_experts` then moves them by hand.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossyFields:
-    """Modes of decode steps that trade exactness for fewer waits: docs/lossy.md."""
+    """Modes of decode steps that trade exactness for fewer waits (experimental): docs/lossy.md."""
 
     deferred_experts: int = _field(
         0,
         count("experts per token", give="0 (exact) or a positive number"),
-        "How many of a token's experts, cold ones of least weight, decode steps read while the model goes on, to add them one MoE layer later. 0 is exact. "
-        "Not for models whose experts run by projection.",
+        "How many of a token's experts, cold ones with the least weight, decode steps do not wait for but add "
+        "one MoE layer later. 0 is exact. Not for models with "
+        "[unfused](models.md#what-is-peculiar-about-some) experts.",
     )
     routing_bias: float = _field(
         0.0,
         share(1, "a share of the spread of scores: give a number in [0, 1]; 0 is exact"),
-        "In decode steps a resident expert takes the place of a cold one whose score is higher by less than this share of the spread of the token's scores. "
-        "The first of a token's choices stay. 0 is exact, 1: wherever there is one. For the model types that "
-        "`torch_mesh.lossy.ROUTING_BIAS_FAMILIES` lists.",
+        "In decode steps a resident expert replaces a cold one whose score is higher by less than this "
+        "fraction of the spread of the token's scores. The first of a token's choices stay. 0 is exact; 1 "
+        "replaces wherever possible. For the model types in `torch_mesh.lossy.ROUTING_BIAS_FAMILIES`.",
     )
     fallback: str = _field(
         "none",
         one_of("none", *(name for name in WEIGHTS if name != "bf16")),
-        "Format, of fewer bits, of records from which cold experts are computed in decode steps. Three quarters of `resident` are a pool of those. "
-        '`"none"` is exact. Not for models whose experts run by projection, nor with `lossy.deferred_experts`, `gpu.experts` or '
-        '`io="mmap"`.',
+        "Format, with fewer bits, of the records that decode steps use for cold experts. They take three "
+        'quarters of `resident`. `"none"` is exact. Not for models with '
+        "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts`, "
+        '`gpu.experts` or `io="mmap"`.',
     )
 
     @property
@@ -146,60 +150,61 @@ class LossyFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencyFields:
-    """What is kept, and when the pool gives way."""
+    """What stays resident, and when the pool shrinks."""
 
     pins: float = _field(
         0.0,
         share(0.5, "a share of the pool: it must be in [0, 0.5]"),
-        "Share of the pool for the profile's most used experts, which are then never given up while the pool has at least twice as many slots. "
-        "Needs `profile`.",
+        "Fraction of the pool for the profile's most used experts, which are then never evicted while the "
+        "pool has at least twice as many slots. Needs `profile`.",
     )
     early_layers: int = _field(
         0,
         count("layers"),
-        "How many first MoE layers are favoured: `residency.early_experts` of each, the ones used most of late, stay resident. At most half of "
-        "the pool.",
+        "Number of first MoE layers whose most recently used experts stay resident, `residency.early_experts` "
+        "of each. They take at most half of the pool.",
         of_checkpoint=True,
     )
     early_experts: int = _field(
         0,
         count("experts"),
-        "How many experts of each favoured layer stay resident. 0 here or in `residency.early_layers` is off.",
+        "Number of experts of each early layer that stay resident. 0 here or in `residency.early_layers` is off.",
         of_checkpoint=True,
     )
     guard: str = _field(
         "auto",
         one_of("auto", "on", "off"),
-        "Whether the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back afterwards, never beyond its size at "
-        'first. `"auto"`: on for `resident="auto"`. Several models in a process, or several layers alone, give up and take back the same '
-        "share of what each had.",
+        "Whether the pool shrinks when the machine or a memory cgroup runs short of memory, and grows back "
+        'afterwards, at most to its original size. `"auto"`: on for `resident="auto"`. Several models in a '
+        "process, or several single layers, shrink and grow by the same fraction.",
     )
     fill: str = _field(
         "on",
         one_of("on", "off"),
-        "Whether experts are read into empty slots while the disk is idle, those that `profile` names first. A model that "
-        "fits then decodes at full speed seconds after it was opened. Reads that a forward waits for go first.",
+        "Whether experts are read into empty slots while the disk is idle, the profile's first. A model that "
+        "fits then decodes at full speed seconds after it was opened. Reads that a forward waits for go "
+        "first.",
     )
     timeout: float = _field(30.0, values.seconds, "Seconds that a read or a wait for a slot may take.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatsFields:
-    """Statistics that are written while the model runs."""
+    """Statistics written while the model runs."""
 
     file: str | None = _field(
         None,
         path("file"),
-        "A file to which statistics are appended, a line of JSON at a time. A line is `Stats.to_dict(experts=False)` "
-        "with `time`, `forward`, `run` (a name for the lines of one pool), which experts are resident, who has the "
-        "memory, and the model, format, policy and machine that it is of; "
-        "`torch-mesh report` sums them up. Each model needs a file of its own, and a [rank](scaleout.md) takes "
-        "`NAME.rank0.jsonl` for `NAME.jsonl`. A write that fails is warned of once and disturbs nothing.",
+        "File to which statistics are appended, one line of JSON at a time. A line is "
+        "`Stats.to_dict(experts=False)` with `time`, `forward`, `run` (a name for the lines of one pool), the "
+        "resident experts, the memory by owner, and the model, format, policy and machine. `torch-mesh "
+        "report` summarises them. Each model needs its own file, and a [rank](scaleout.md) writes "
+        "`NAME.rank0.jsonl` for `NAME.jsonl`. A failed write warns once and has no other effect.",
     )
     every: int = _field(
         100,
         count("forwards", 1, "a positive number"),
-        "How many forwards of the model lie between two lines of statistics.",
+        "Number of forwards of the model between two lines of statistics.",
     )
 
 
@@ -218,52 +223,58 @@ class MeshConfig(QuantizationConfigMixin):
     resident: str | float = _field(
         "auto",
         values.resident,
-        'How much of the experts stays in memory. `"auto"`: free memory less a margin of an eighth, at least 512 MiB or, '
-        "of less than 2 GiB, a quarter; cgroup limits count. With [ranks](scaleout.md) it is that of each of them, and a "
-        "share is of its own experts; those on one machine divide its free memory.",
+        'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a '
+        "margin of an eighth, at least 512 MiB, or a quarter if less than 2 GiB are free. With "
+        "[ranks](scaleout.md) it applies to each rank: a fraction is of its own experts, and ranks on one "
+        "machine divide its free memory.",
     )
     shared: str | None = _field(
         None,
         path("socket"),
-        "The socket of a [`torch-mesh share`](scaleout.md#one-pool-for-several-processes) of the same converted folder, which lends its experts: several "
-        "processes then have one pool together. `resident` is said there.",
+        "Socket of a [`torch-mesh share`](scaleout.md#one-pool-for-several-processes) of the same converted "
+        "folder. Several processes then borrow experts from one pool. Set `resident` there.",
     )
     weights: str = _field(
         "auto",
         values.weights("auto", *WEIGHTS, *OF_CODES),
-        'Format of the experts\' weights. `"auto"`: as the checkpoint or store has them, or '
-        "[nearest to it](checkpoints.md); with `max_error`, the fastest. lut4 has the bytes of int4, a seventh less error "
-        "and somewhat more arithmetic. [tcq3 and tcq2](formats.md) have three and two bits a weight, and tcq2+tcq3 two for "
-        "gate and up and three for down; converting to them takes up to half an hour. The last five hold the codes of a "
-        "[quantised checkpoint](checkpoints.md) as they are; nothing is rounded to them.",
+        'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the nearest](checkpoints.md); with '
+        "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
+        "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
+        "down; their conversion takes up to half an hour. The last five hold the codes of a "
+        "[quantised checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
         of_checkpoint=True,
     )
     max_error: float | None = _field(
         None,
         values.max_error,
-        'How far weights may be off, relative to their root mean square, where `weights="auto"` is to be '
+        'Largest error of weights, relative to their root mean square, with which `weights="auto"` chooses '
         "[the fastest format](formats.md) for experts in `resident` bytes. For `from_pretrained` of a checkpoint; 0.1 "
-        "lets four bits in.",
+        "admits four bits.",
     )
     dense: str = _field(
         "auto",
         one_of("auto", "none", *DENSE_WEIGHTS),
-        'How the linear layers outside the experts (attention, shared experts, the head) are computed on the CPU. `"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel '
-        "multiplies with them, gradients aside: up to four rows at a time, and where the processor has no products of bf16, which torch emulates then, all; sums are in another order. "
-        '`"none"`: torch\'s own products, always. A format: the layers are packed to it when the model is patched or loaded, and frozen.',
+        "How the CPU computes the linear layers outside the experts (attention, shared experts, the head). "
+        '`"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel multiplies with them, in inference '
+        "only: up to 4 rows, or any number on CPUs without native bf16. Sums are in another order than "
+        "torch's. `\"none\"`: always torch's own products. A format: the layers are packed to it when the model "
+        "is patched or loaded, and frozen.",
     )
     attention: str = _field(
         "auto",
         one_of("auto", "model", "mesh"),
-        'Who computes the attention of decode steps on the CPU. `"mesh"`: the kernel of torch_mesh (fp32 sums; for models that use torch\'s '
-        '`scaled_dot_product_attention`); `"model"`: the model; `"auto"`: torch_mesh where the linear layers outside '
-        "the experts are its own (`dense`) or `speculation` is on, and no function of yours is registered as `sdpa`. "
-        'With `dense="none"` every bit outside the experts is the model\'s own.',
+        'What computes the attention of decode steps on the CPU. `"mesh"`: torch_mesh\'s kernel (fp32 sums; '
+        'for models that use torch\'s `scaled_dot_product_attention`). `"model"`: the model. `"auto"`: '
+        "torch_mesh where it also computes the linear layers outside the experts (`dense`) or `speculation` "
+        'is on, unless your own function is registered as `sdpa`. With `dense="none"` every bit outside the '
+        "experts is the model's own.",
     )
     group_size: int = _field(
         64,
         one_of(*GROUP_SIZES),
-        'How many weights share a scale along the input. Take 128 for tcq3, tcq2+tcq3 and tcq2. Ignored for bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is `"auto"` for one.',
+        "How many weights share a scale along the input. Use 128 for tcq3, tcq2+tcq3 and tcq2. Ignored for "
+        "bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is "
+        '`"auto"` for one.',
         of_checkpoint=True,
     )
     store: str | None = _field(
@@ -275,59 +286,62 @@ class MeshConfig(QuantizationConfigMixin):
     io: str = _field(
         "auto",
         one_of("auto", "uring", "threads", "mmap"),
-        'How experts are read into the pool. `"auto"`: by io_uring or else by threads, the first that works here. `"mmap"` has no pool but uses '
-        "the records of a store where the page cache holds them; `resident` is then how many the kernel is advised to keep, and takes no "
-        "memory that it could not have back ([slower](decisions/0023-mapped-stores.md)).",
+        'How experts are read into the pool. `"auto"`: by io_uring if it works here, else by threads. '
+        '`"mmap"` uses a store\'s records in the page cache without a pool. `resident` is then how many the '
+        "kernel is advised to keep, in memory that it can reclaim "
+        "([slower](decisions/0023-mapped-stores.md)).",
     )
     policy: str = _field(
         "auto",
         one_of("auto", "lru", "lfu", "slru", "2q", "sieve", "s3fifo", "wtinylfu", "heat"),
-        'What decides which expert makes room for another. `"auto"` is heat.',
+        'Which expert is evicted for another. `"auto"` is heat.',
         of_checkpoint=True,
     )
     prefetch: str = _field(
         "auto",
         one_of("auto", "off"),
-        "Whether the next layer's router foretells, while one layer computes, which experts to read.",
+        "Whether the next layer's router predicts, while one layer computes, which experts to read.",
         of_checkpoint=True,
     )
     prefill: str = _field(
         "auto",
         one_of("auto", "window", "off"),
-        'How prompts of more than 16 tokens read experts. `"auto"`: a layer that needs nearly all of its experts streams them through a '
-        'window of the pool, reading the next layer\'s ahead; `"window"`: each layer does; `"off"`: experts are read when their layer runs. '
-        "No window for models whose experts run by projection.",
+        'How prompts of more than 16 tokens read experts. `"auto"`: a layer that needs nearly all of its '
+        'experts streams them through a window of the pool, and reads the next layer\'s ahead. `"window"`: '
+        'each layer does. `"off"`: experts are read when their layer runs. Models with '
+        "[unfused](models.md#what-is-peculiar-about-some) experts have no window.",
         of_checkpoint=True,
     )
     speculation: str = _field(
         "off",
         one_of("off", "lookup"),
-        'Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). `"lookup"` drafts what followed when the text ended like this before, '
-        "where measuring says that it pays; greedy search and sampling of up to four texts at a time.",
+        "Whether `generate` verifies several drafted tokens in one forward ([speculation](speculation.md)). "
+        '`"lookup"` drafts what followed the same ending earlier in the text, where measurements show that it '
+        "pays; for greedy search and sampling of up to four texts at a time.",
     )
     predictor: str | None = _field(
         None,
         path("file"),
-        "A file that [`torch-mesh routing fit`](predictor.md) wrote for this model: its matrices foretell experts in the place of the next layer's "
-        "router, the first layer's too. Needs `prefetch`.",
+        "File of [`torch-mesh routing fit`](predictor.md) for this model. Its matrices predict experts "
+        "instead of the next layer's router, also for the first layer. Needs `prefetch`.",
     )
     profile: str | None = _field(
         None,
         path("file"),
-        "A file that `torch_mesh.save_profile` wrote ([profiles](profiles.md)): the experts that the model used most are read in the background "
-        "as soon as the pool is open. heat and lfu start from what it says.",
+        "File of `torch_mesh.save_profile` ([profiles](profiles.md)): the model's most used experts are read "
+        "in the background as soon as the pool is open. heat and lfu start from its counts.",
     )
     verify: str = _field(
         "first",
         one_of("first", "always", "never"),
-        "When checksums are compared: on an expert's first read, always or never. But for `\"never\"` a store's config and other tensors are "
-        "checked when it is opened.",
+        'When checksums are compared: on an expert\'s first read, always or never. Except with `"never"` a '
+        "store's config and other tensors are checked when it is opened.",
     )
     threads: str | int = _field(
         "auto", values.threads, 'Threads that compute. `"auto"`: as many as torch\'s intra-op threads.'
     )
     workspace: str | int = _field(
-        "256MiB", values.size, "Memory for products and activations. Longer prompts go in chunks."
+        "256MiB", values.size, "Memory for products and activations. Longer prompts are computed in chunks."
     )
 
     gpu: Group[GpuFields] = Group(GpuFields, "gpu_")

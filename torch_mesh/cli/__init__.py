@@ -18,12 +18,12 @@ from torch_mesh.version import __version__
 
 # What each does stands here and not in its module: whoever asks for help, or for the version, waits for no import.
 COMMANDS = {
-    "convert": "convert a checkpoint to a store that experts are read from fastest",
+    "convert": "convert a checkpoint to a store, whose experts are read fastest",
     "merge": "make a store of a model with an adapter merged into it",
-    "inspect": "show what a store or a checkpoint holds, and whether every byte of it is sound",
-    "plan": "say what a model will need and reach here, and what to change",
-    "cache": "list and remove the stores that were made where none was named",
-    "serve": "answer requests as OpenAI's API does, through transformers serve",
+    "inspect": "show what a store or a checkpoint holds, and check every byte of a store",
+    "plan": "predict what a model will need and reach here, and say what to change",
+    "cache": "list, remove and prune the cached conversions",
+    "serve": "serve OpenAI's API, through transformers serve",
     "chat": "talk with a model in the terminal, through transformers chat",
     "share": "keep a store's experts in memory for several processes",
     "bench": "measure what a model reaches here, beside the machine's limits and the plan",
@@ -96,17 +96,17 @@ def _parser(given: Collection[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-mesh",
         description="Mixture-of-Experts models with their experts on NVMe.",
-        epilog="Status: 0 when all is well, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C; some commands give 1 a meaning more, as their "
-        "help says.",
+        epilog="Status: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C. Some commands also use 1 for a "
+        "result, as their help says.",
     )
     parser.add_argument("--version", action="version", version=f"torch-mesh {__version__}")
     parser.add_argument(
         "--print-completion",
         choices=("bash", "zsh", "tcsh"),
         action=_PrintCompletion,
-        help="print what makes this shell complete commands and options, and exit",
+        help="print a completion script for this shell, and exit",
     )
-    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Command)
     chosen = next((word for word in given if not word.startswith("-")), None)
     if chosen in _RENAMED:

@@ -21,22 +21,24 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures the disk and the memory, opens a model, lets it read a prompt and generate, and prints what it "
-        "reached beside what the machine allows and what torch-mesh plan foretells. Weights in another format than the checkpoint's are "
-        "converted when it is opened for the first time, which counts."
+        "Measures the disk and the memory, opens a model, runs a prompt and generates. Prints the result "
+        "beside the machine's limits and the prediction of torch-mesh plan. The first opening converts "
+        "weights in another format than the checkpoint's, and its time includes that."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )
-    parser.add_argument("--tokens", type=positive, default=64, help="to generate (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=positive, default=128, help="of the prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens to generate (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=128, help="length of the prompt (default: %(default)s)"
+    )
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="what the prompt is the beginning of (default: the source of torch.nn.functional)",
+        help="the prompt is the beginning of this file (default: the source of torch.nn.functional)",
     )
-    parser.add_argument("--memory", type=size, help="what the process may take in all, for --resident auto")
-    parser.add_argument("--json", metavar="OUT", help="write everything to this file, too")
+    parser.add_argument("--memory", type=size, help="total memory of the process, for --resident auto")
+    parser.add_argument("--json", metavar="OUT", help="also write everything to this file")
     add_config_arguments(parser)
     parser.set_defaults(run=run)
 

@@ -22,21 +22,22 @@ _OTHER_COLUMNS = 48  # characters, at least, that a table has beside the names o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A model that is opened in another format than its checkpoint's is converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: a "
-        "store for each model, format and group size. What is removed is made again when it is needed."
+        "Lists and removes cached stores. A model that is opened in another format than its checkpoint's is "
+        "converted once, into $XDG_CACHE_HOME/torch_mesh or ~/.cache/torch_mesh: one store per model, format "
+        "and group size. A removed store is made again when it is needed."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = _add(commands, "ls", "list the stores, the one that was used last first")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_list)
     removing = _add(commands, "rm", "remove stores")
-    removing.add_argument("names", nargs="+", metavar="NAME", help="as ls has it")
+    removing.add_argument("names", nargs="+", metavar="NAME", help="name of a store, as ls prints it")
     removing.set_defaults(run=_remove)
     pruning = _add(
         commands, "prune", "remove stores that are damaged or were not used for long, and unfinished conversions"
     )
-    pruning.add_argument("--days", type=positive, default=30, help="not used for so many days (default: %(default)s)")
-    pruning.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    pruning.add_argument("--days", type=positive, default=30, help="days without use (default: %(default)s)")
+    pruning.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     pruning.set_defaults(run=_prune)
 
 

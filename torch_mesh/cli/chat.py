@@ -16,17 +16,20 @@ _LOOPBACK = "127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Opens a model, serves it to this machine alone on a port that is free, and talks with it as transformers chat does. !help says what "
-        "can be typed, !exit ends it."
+        "Opens a model, serves it to this machine on a free port, and talks with it as transformers chat "
+        "does. !help lists the commands, !exit ends it."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )
     parser.add_argument(
-        "flags", nargs="*", metavar="NAME=VALUE", help="for generate, such as max_new_tokens=500 or do_sample=False"
+        "flags",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="option of generate, such as max_new_tokens=500 or do_sample=False",
     )
-    parser.add_argument("--system-prompt", help="what the model is told before the conversation")
-    parser.add_argument("--save-folder", default="./chat_history/", help="where !save writes to (default: %(default)s)")
+    parser.add_argument("--system-prompt", help="system message of the conversation")
+    parser.add_argument("--save-folder", default="./chat_history/", help="folder of !save (default: %(default)s)")
     add_kept_keys(parser)
     add_server_arguments(parser, without=frozenset({"host", "port", "enable_cors"}))
     add_config_arguments(parser)

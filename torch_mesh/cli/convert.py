@@ -15,8 +15,8 @@ from torch_mesh.store.progress import progress_bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, quantised "
-        "and checksummed, one contiguous read each. Interrupted at any moment, the same command continues."
+        "Converts a Hugging Face checkpoint to a store: a complete checkpoint whose experts are packed, "
+        "quantised and checksummed, one contiguous read each. Repeat an interrupted command to continue."
     )
     parser.add_argument("source", help="a checkpoint folder, a GGUF file, or a model id on the Hugging Face hub")
     parser.add_argument("destination", help="the folder to write")
@@ -24,19 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("auto", *WEIGHTS, *OF_CODES),
         required=True,
-        help="format of the experts' weights; auto: the one that holds the checkpoint's as they are, or is nearest to them",
+        help="format of the experts' weights; auto: the checkpoint's own if a store can hold it, else the nearest",
     )
     parser.add_argument(
         "--calibrate",
         metavar="TEXT",
-        help='pack int8, int4, lut4, tcq3, tcq2+tcq3 or tcq2 by what this text shows the experts: plain text, or .jsonl with a "text" in each line, of the kind that the model will read. The model '
-        "is run on it first",
+        help="calibrate int8, int4, lut4, tcq3, tcq2+tcq3 or tcq2 on this text, of the kind that the model will read: "
+        'plain text, or .jsonl with a "text" in each line. The model is run on it first',
     )
     parser.add_argument(
         "--calibrate-tokens",
         type=positive,
         metavar="N",
-        help=f"how many tokens of it to run at most (default: {CALIBRATE_TOKENS})",
+        help=f"maximum number of its tokens to run (default: {CALIBRATE_TOKENS})",
     )
     add_store_arguments(parser, "a model", calibrates=True)
     parser.set_defaults(run=run)

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exits with 1 only where torch_mesh cannot work at all."
     )
     parser.add_argument(
-        "--folder", type=Path, help="where stores lie or will lie (default: torch_mesh's folder in $XDG_CACHE_HOME)"
+        "--folder", type=Path, help="folder of the stores (default: torch_mesh's folder in $XDG_CACHE_HOME)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

@@ -11,13 +11,14 @@ from torch_mesh.store.progress import progress_bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a store of a base model with a PEFT adapter merged into it: adapters on experts, on other layers, and modules_to_save. "
-        "Takes the memory of a few experts. Interrupted at any moment, the same command continues."
+        "Writes a store of a base model with a PEFT adapter merged into it: adapters on experts, on other "
+        "layers, and modules_to_save. Takes the memory of a few experts. Repeat an interrupted command to "
+        "continue."
     )
     parser.add_argument(
         "base",
-        help="a checkpoint folder, a store, a GGUF file, or a model id on the Hugging Face hub: what was trained on, or better what that was "
-        "converted from",
+        help="a checkpoint folder, a store, a GGUF file, or a model id on the Hugging Face hub: the base of the "
+        "training, or better the checkpoint that it was converted from",
     )
     parser.add_argument("adapter", help="a folder that PEFT's save_pretrained wrote")
     parser.add_argument("destination", help="the folder to write")

@@ -45,49 +45,59 @@ _STATUS_STYLE = {"ok": "green", "nothing to do": "green", "below recommended": "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says how many experts of a model fit into memory, how often a token will find them there, and how fast it "
-        "will be. Reads headers, config and manifest, of a model id on the hub too, and for two seconds the disk's and the memory's speed: where the "
-        "model is not on this disk, give --disk-speed. "
-        "Exits with 1 only where the model cannot run."
+        "Predicts how many experts of a model fit into memory, its hit rate and its speed. Reads headers, "
+        "config and manifest, also of a model id on the hub, and measures the disk and the memory for two "
+        "seconds. Give --disk-speed if the model is not on this disk. Exits with 1 only if the model cannot "
+        "run."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
     )
-    parser.add_argument("--memory", type=size, help="what the process may take in all (default: what it can take here)")
+    parser.add_argument("--memory", type=size, help="total memory of the process (default: what is available here)")
     parser.add_argument("--disk-speed", type=_speed, help="bytes per second, or 1.5GB/s (default: measured)")
     parser.add_argument("--memory-speed", type=_speed, help="bytes per second, or 30GB/s (default: measured)")
-    parser.add_argument("--hit-rate", type=float, help="a known one, as with prefetch='off' (default: expected)")
+    parser.add_argument(
+        "--hit-rate", type=float, help="hit rate, if known, as with prefetch='off' (default: predicted)"
+    )
     parser.add_argument(
         "--overlap",
         type=float,
-        help="a known share of a token's experts that the next token uses too, such as 0.39 for Qwen3-30B-A3B: hits are then simulated",
+        help="fraction of a token's experts that the next token also uses, if known, such as 0.39 for "
+        "Qwen3-30B-A3B: hits are then simulated",
     )
     parser.add_argument(
         "--gpu-memory",
         type=size,
-        help="of a card, all of it free but 0.5 GB for CUDA itself (default: the card here, as it is); with it --gpu-experts is auto by default",
+        help="memory of a card, of which CUDA takes 0.5 GB (default: what is free on the card here); makes "
+        "--gpu-experts auto by default",
     )
     parser.add_argument(
         "--ranks",
         type=positive,
         default=1,
-        help="so many processes divide the experts (docs/scaleout.md): what one of them needs, --memory being one's too",
+        help="number of processes that divide the experts (docs/scaleout.md); the plan and --memory are those of "
+        "one of them",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     training = parser.add_argument_group("training", "low-rank adapters of PEFT in fp32, with AdamW in fp32")
     training.add_argument(
-        "--train", action="store_true", help="plan a step of training, and how many experts stay resident beside it"
+        "--train", action="store_true", help="plan a training step, and how many experts stay resident beside it"
     )
     training.add_argument("--lora-rank", type=positive, help="rank of the adapters (default: 8)")
-    training.add_argument("--tokens", type=positive, help="of a forward: sequences times their length (default: 512)")
+    training.add_argument(
+        "--tokens", type=positive, help="tokens of a forward: sequences times their length (default: 512)"
+    )
     training.add_argument(
         "--targets",
         nargs="+",
         metavar="NAME",
-        help="what has adapters, by the names that PEFT's target_modules and target_parameters take (default: both projections of all experts)",
+        help="modules and parameters with adapters, as in PEFT's target_modules and target_parameters (default: "
+        "both projections of all experts)",
     )
     training.add_argument(
-        "--gradient-checkpointing", action="store_true", help="keep the input of each layer alone, and compute it twice"
+        "--gradient-checkpointing",
+        action="store_true",
+        help="keep only the input of each layer, and compute the layer twice",
     )
     add_config_arguments(parser, _FIELDS)
     parser.set_defaults(run=run)

@@ -19,22 +19,22 @@ _WIDTH = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads files that MeshConfig.stats.file named: hits, reads and waits by layer, by phase and over time. "
-        "Each run of a process is summarised by itself."
+        "Summarises files of MeshConfig.stats.file: hits, reads and waits by layer, by phase and over time. "
+        "Each run of a process has its own summary."
     )
     parser.add_argument("files", nargs="+", metavar="STATS", help="a file of JSON lines")
-    parser.add_argument("--stretches", type=positive, default=12, help="rows of the table over time (%(default)s)")
+    parser.add_argument(
+        "--stretches", type=positive, default=12, help="rows of the table over time (default: %(default)s)"
+    )
     parser.add_argument(
         "--html", metavar="OUT", help="write a page that opens without a network: curves, residency by expert, memory"
     )
-    parser.add_argument(
-        "--plan", metavar="PLAN", help="beside it what `torch-mesh plan --json` has printed to this file"
-    )
+    parser.add_argument("--plan", metavar="PLAN", help="show beside it this output of `torch-mesh plan --json`")
     parser.add_argument(
         "--live",
         metavar="PORT",
         type=_port,
-        help="serve that page on this machine's loopback while the files grow; 0: on a free port",
+        help="serve that page on this machine's loopback while the files grow; 0: a free port",
     )
     parser.add_argument("--png", metavar="OUT", help="draw the last run over time; needs matplotlib")
     parser.set_defaults(run=run)

@@ -19,9 +19,10 @@ _FREEING = 3  # of those, for the kernel to free its memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Opens a model and answers requests for /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, as transformers serve "
-        "does, and for /metrics, which are for Prometheus. Only this machine can reach it unless --host says otherwise: there is no password. "
-        f"Ctrl-C and SIGTERM end it within {END} seconds; requests under way have five, and then get status 503."
+        "Opens a model and serves /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, as transformers "
+        "serve does, and /metrics for Prometheus. There is no password; only this machine can reach it unless --host "
+        f"says otherwise. Ctrl-C and SIGTERM end it within {END} seconds; running requests have five, and then get "
+        "status 503."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"
@@ -74,8 +75,8 @@ def add_kept_keys(parser: argparse.ArgumentParser) -> None:
         type=size_or_zero,
         default=2**30,
         metavar="SIZE",
-        help="keys and values of the last conversations that are kept, so that a turn computes only what is new; 0 keeps none "
-        "(default: 1GiB)",
+        help="memory for keys and values of the last conversations, so that a turn computes only what is new; 0 "
+        "keeps none (default: 1GiB)",
     )
 
 

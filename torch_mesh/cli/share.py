@@ -16,23 +16,24 @@ from torch_mesh.store.manifest import open_store
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Keeps experts of a store in shared memory and lends them to processes that open it with MeshConfig(shared=SOCKET), until Ctrl-C. "
-        "They share one pool and one reader; only processes of the same user may."
+        "Keeps experts of a store in shared memory and lends them to processes that open it with "
+        "MeshConfig(shared=SOCKET), until Ctrl-C. They share one pool and one reader. Only processes of the "
+        "same user are accepted."
     )
     parser.add_argument("store", help="a folder that torch-mesh convert wrote")
-    parser.add_argument("--socket", required=True, metavar="SOCKET", help="where workers find it")
+    parser.add_argument("--socket", required=True, metavar="SOCKET", help="path of the socket for workers")
     parser.add_argument(
         "--resident",
         default="auto",
         metavar="SIZE",
-        help="of the whole pool, as MeshConfig's (default: auto, which leaves room for the rest of each worker)",
+        help="size of the whole pool, as in MeshConfig (default: auto, which leaves room for the rest of each worker)",
     )
     parser.add_argument(
         "--workers",
         type=positive,
         default=4,
         metavar="N",
-        help="how many processes at most; each may hold this part of the pool (default: 4)",
+        help="maximum number of processes; each may hold this part of the pool (default: 4)",
     )
     parser.set_defaults(run=run)
 

@@ -24,9 +24,11 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
         default=64,
         help="weights that share one scale, for int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2 (default: %(default)s)",
     )
-    parser.add_argument("--revision", help=f"of {model} on the hub: a branch, a tag or a commit (default: main)")
     parser.add_argument(
-        "--token", help=f"for {model} on the hub that asks for one (default: $HF_TOKEN, or that of `hf auth login`)"
+        "--revision", help=f"revision of {model} on the hub: a branch, a tag or a commit (default: main)"
+    )
+    parser.add_argument(
+        "--token", help=f"access token for {model} on the hub (default: $HF_TOKEN, or that of `hf auth login`)"
     )
     calibrating = "; with --calibrate one, on all threads" if calibrates else ""
     parser.add_argument(

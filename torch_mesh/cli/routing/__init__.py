@@ -7,14 +7,14 @@ import importlib
 
 COMMANDS = {
     "profile": "count what a trace used, for a warm start",
-    "fit": "learn from text to predict which experts a model will want next",
+    "fit": "fit matrices on text that predict a model's next experts",
     "simulate": "replay traces against policies and pool sizes",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Uses recorded routing: which experts each token chose. torch_mesh.record_trace writes a trace."
+        "Uses recorded routing: the experts that each token chose. torch_mesh.record_trace writes a trace."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():

@@ -23,8 +23,9 @@ _WORTH_IT = 0.03  # recall at k that a predictor should add
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a model over text and fits the matrices that foretell its experts, for MeshConfig(predictor=...). "
-        "Every fifth sequence is left out, and the recall on those is printed beside that of the routers alone."
+        "Runs a model over text and fits matrices that predict its experts, for MeshConfig(predictor=...). "
+        "Every fifth sequence is left out of the fit; the recall on those is printed beside that of the "
+        "routers alone."
     )
     parser.add_argument(
         "model", help="a store or checkpoint folder, a GGUF file, or a model id on the Hugging Face hub"

@@ -10,10 +10,13 @@ from torch_mesh.foresight.traces import load_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Counts what a trace (torch_mesh.record_trace) used. A model that runs writes the same with torch_mesh.save_profile."
+    parser.description = (
+        "Counts the experts that a trace (torch_mesh.record_trace) used. torch_mesh.save_profile writes the same for a "
+        "running model."
+    )
     parser.add_argument("trace", help="an .npz file")
     parser.add_argument("out", help="the profile, a JSON file")
-    parser.add_argument("--prompts", help="FIRST:END, the sequences that are counted; all by default")
+    parser.add_argument("--prompts", help="FIRST:END, the sequences to count (default: all)")
     parser.set_defaults(run=run)
 
 

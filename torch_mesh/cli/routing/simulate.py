@@ -26,35 +26,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic",
         metavar="SHAPE",
-        help="made-up routing of LAYERS,EXPERTS,TOP_K[,OVERLAP], such as 48,128,8,0.39 (OVERLAP: with the next token)",
-    )
-    parser.add_argument("--resident", default="0.1,0.25,0.5", help="fractions of all experts, with commas between them")
-    parser.add_argument("--policy", default="auto,belady", help="all, belady (the bound), or some of MeshConfig's")
-    parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits are counted (all are replayed)")
-    parser.add_argument("--no-scores", action="store_true", help="leave the trace's router scores aside")
-    parser.add_argument("--prefetch", default="off", help="what foretells the next layer: gate, lookahead or standin")
-    parser.add_argument("--fetch", type=int, help="experts to ask for ahead of each layer (as many as a token uses)")
-    parser.add_argument("--recall", type=float, default=0.75, help="of the stand-in predictor")
-    parser.add_argument("--seed", type=int, default=0, help="of the stand-in predictor and of --synthetic")
-    parser.add_argument(
-        "--profile", metavar="FILE", help="of torch_mesh.save_profile or torch-mesh routing profile: a warm start"
+        help="synthetic routing of LAYERS,EXPERTS,TOP_K[,OVERLAP], such as 48,128,8,0.39 (OVERLAP: with the next "
+        "token)",
     )
     parser.add_argument(
-        "--pins", default="0", help="shares of the pool that are never given up, with commas; need --profile"
-    )
-    parser.add_argument("--early-layers", type=int, default=0, help="first layers that are favoured")
-    parser.add_argument("--early-experts", type=int, default=0, help="of each, that stay resident")
-    parser.add_argument("--as-decode", action="store_true", help="replay prompts as a decode step for each token")
-    parser.add_argument(
-        "--prefill", default="auto", choices=("auto", "window", "off"), help="as MeshConfig's, of prompts"
+        "--resident",
+        default="0.1,0.25,0.5",
+        help="fractions of all experts, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
-        "--deferred-experts", type=int, default=0, help="of a token, that are put off by a layer where cold"
+        "--policy",
+        default="auto,belady",
+        help="all, belady (the bound), or policies of MeshConfig (default: %(default)s)",
     )
-    parser.add_argument("--expert-bytes", help="of one packed expert; with both speeds it gives tokens/s")
-    parser.add_argument("--other-bytes", help="of all weights but the experts")
+    parser.add_argument("--prompts", help="FIRST:END, the sequences whose hits count; all are replayed (default: all)")
+    parser.add_argument("--no-scores", action="store_true", help="ignore the trace's router scores")
     parser.add_argument(
-        "--other-seconds", type=float, help="that a token takes besides its experts, as measured; or this"
+        "--prefetch",
+        default="off",
+        help="predictor of the next layer: previous, coactivation, lookahead or standin (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fetch", type=int, help="experts to predict for each layer (default: as many as a token uses)"
+    )
+    parser.add_argument(
+        "--recall", type=float, default=0.75, help="recall of the simulated predictor, standin (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the simulated predictor and of --synthetic (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="file of torch_mesh.save_profile or torch-mesh routing profile, for a warm start",
+    )
+    parser.add_argument(
+        "--pins", default="0", help="pinned fractions of the pool, separated by commas; needs --profile"
+    )
+    parser.add_argument(
+        "--early-layers", type=int, default=0, help="number of first layers whose experts stay resident"
+    )
+    parser.add_argument("--early-experts", type=int, default=0, help="experts of each of them that stay resident")
+    parser.add_argument("--as-decode", action="store_true", help="replay each token of a prompt as a decode step")
+    parser.add_argument(
+        "--prefill",
+        default="auto",
+        choices=("auto", "window", "off"),
+        help="how prompts read experts, as in MeshConfig",
+    )
+    parser.add_argument(
+        "--deferred-experts", type=int, default=0, help="cold experts of a token that are deferred by a layer"
+    )
+    parser.add_argument("--expert-bytes", help="size of one packed expert; with both speeds it gives tokens/s")
+    parser.add_argument("--other-bytes", help="size of all weights but the experts")
+    parser.add_argument(
+        "--other-seconds", type=float, help="measured time of a token besides its experts, instead of --other-bytes"
     )
     parser.add_argument("--disk-speed", help="bytes per second, such as 1.5GB")
     parser.add_argument("--memory-speed", help="bytes per second, such as 30GB")
@@ -62,23 +88,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--nodes",
         metavar="N",
-        help="how many, with commas between them, such as 1,2,4; sizes and speeds are those of one",
+        help="numbers of machines, separated by commas, such as 1,2,4; sizes and speeds are those of one",
     )
     several.add_argument(
         "--network",
         metavar="BANDWIDTH,LATENCY",
-        help="of each machine's link, such as 10Gbit/s,0.2ms; the latency with what software adds",
+        help="each machine's link, such as 10Gbit/s,0.2ms; the latency includes the software's",
     )
-    several.add_argument(
-        "--hidden-size", type=int, help="numbers in a token's hidden state, which are exchanged in bf16"
-    )
+    several.add_argument("--hidden-size", type=int, help="size of a token's hidden state, which is exchanged in bf16")
     several.add_argument(
         "--placement",
-        help=f"of experts, with commas: some of {', '.join(PLACEMENTS)} (by what sequences before --prompts use together); contiguous by itself",
+        help=f"placement of experts, separated by commas: {', '.join(PLACEMENTS)} (by what sequences before --prompts use together; default: contiguous)",
     )
     several.add_argument("--one-disk", action="store_true", help="the ranks are on one machine, and share its disk")
     several.add_argument(
-        "--dispatch", help=f"of tokens, with commas: some of {', '.join(DISPATCHES)}; all_reduce by itself"
+        "--dispatch", help=f"dispatch of tokens, separated by commas: {', '.join(DISPATCHES)} (default: all_reduce)"
     )
     parser.add_argument("--json", metavar="OUT", help='write {"rows": [...]} to this file')
     parser.set_defaults(run=run)
