@@ -21,32 +21,33 @@ from tiny_models import TINY_MODELS, UNMARKED_MODELS, Tiny
 
 _HEAD = f"""\
 # Families
-The families of transformers {transformers.__version__} that torch_mesh runs. Tests compare a tiny random model of each patched
-and unpatched, and fail for a family that is neither here nor among those refused below.
+The families of transformers {transformers.__version__} that torch_mesh runs. Tests compare a tiny random model of each,
+patched and unpatched. They fail for a family that is neither listed here nor refused below.
 
-Each takes every format: bf16, int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2, in groups of 32, 64 or 128, made of bf16, fp16 or fp32, or of any [quantised checkpoint](checkpoints.md).
+Each family takes every format: bf16, int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2, in groups of 32, 64 or 128, made from
+bf16, fp16 or fp32, or from any [quantised checkpoint](checkpoints.md).
 
-Model types are those of a family that hold these experts; one that holds a language model of another family, as Kimi K2.5 holds DeepSeek V3, is as that.
+- **model types**: those of the family that hold these experts. A model that contains a language model of another family,
+  as Kimi K2.5 contains DeepSeek V3, behaves like that family.
+- **layout** of the experts' parameters: gate and up are *halves* of one tensor, or *interleaved* row by row; stored as
+  [out, in], or *transposed*. Records are the same for all.
+- **path**: *kernel* is one fused op per layer, with the given activation. *unfused*: the kernel does not know what the
+  module computes between or after its two products. These are two ops with the module's own code around them: somewhat
+  slower, on the CPU only (no `gpu.experts`), without a prefill window, `lossy.deferred_experts` and `lossy.fallback`.
+- **lookahead**: whether the next layer's router predicts which experts to read, and what it adds for the choice: a *bias*
+  to its logits, or to the named function of them. *groups*: it chooses groups of experts first, which the prediction
+  ignores. Without lookahead use a [fitted predictor](predictor.md).
+- **routing_bias**: whether [`lossy.routing_bias`](lossy.md) works. It does not if the router needs more than hidden states
+  (token ids, or a bias of the block around it), takes a single expert, or does not choose by one `topk`.
 
-**layout**: how the experts' parameters lie: gate and up as *halves* of one tensor or *interleaved* row by row, as [out, in] or *transposed*. Records are alike for all.
-
-**path**: *kernel*, one fused op per layer, with the activation beside it. *projections*: the fused kernel does not know what the module computes between or after its two products,
-so that these are two ops with the module's own code around them: somewhat slower, on the CPU alone (no `gpu.experts`), without a prefill window,
-`lossy.deferred_experts` and `lossy.fallback`.
-
-**lookahead**: whether the next layer's router foretells which experts to read, and with what it adds for the choice: a *bias* to its logits, or to what it makes of
-them. *groups*: it chooses groups of experts first, which is not foretold. Where there is none, a [fitted predictor](predictor.md) takes its place.
-
-**routing_bias**: whether `lossy.routing_bias` can lean the choice ([how](lossy.md)). Where not, the router asks for more than hidden states (token ids, or a bias of the block around
-it), takes a single expert, or does not choose by one `topk`.
-
-| family | model types | layout | path | lookahead | routing_bias | besides |
+| family | model types | layout | path | lookahead | routing_bias | remarks |
 |---|---|---|---|---|---|---|
 """
 
 _REFUSED = """
 ## Refused
-Their experts do not follow the layout that transformers marks with `use_experts_implementation`; `patch` and `from_pretrained` say so.
+`patch` and `from_pretrained` refuse these families: their experts do not have the layout that transformers marks with
+`use_experts_implementation`.
 
 | family | why |
 |---|---|
@@ -61,7 +62,7 @@ _BESIDES = {
     "DiffusionGemmaTextExperts": "encoder and decoder share experts: load it as it is, then `patch`; no `lossy.deferred_experts`",
     "Dots3NoteExperts": "the vision tower's experts stay in memory",
     "Ernie4_5_VLMoeMoeExperts": "the experts for images stay in memory",
-    "Qwen3OmniMoeTalkerTextExperts": "stay in memory beside the thinker's",
+    "Qwen3OmniMoeTalkerTextExperts": "the talker's experts stay in memory",
 }
 
 
@@ -84,7 +85,7 @@ def _row(name: str, tiny: Tiny) -> list[str]:
     assert name in {type(layer.module).__name__ for layer in layers}
     types = " ".join(f"`{each}`" for each in _model_types(tiny.family, type(model.config)))
     leans = "yes" if model.config.model_type in ROUTING_BIAS_FAMILIES else "no"
-    besides = _BESIDES.get(name, "")
+    besides = _BESIDES.get(name, "–")
     return [tiny.family, types, _layout(layers[0]), _path(layers[0]), _lookahead(model, layers), leans, besides]
 
 
@@ -111,8 +112,8 @@ def _path(layer: ExpertsLayer) -> str:
         return f"kernel, {layer.fused_activation}"
     module: Any = layer.module
     if layer.has_post_expert_norm:
-        return "projections: a norm after each expert"
-    return "projections: a gate of its own" if layer.has_gate else f"projections: {type(module.act_fn).__name__}"
+        return "unfused: a norm after each expert"
+    return "unfused: a gate of its own" if layer.has_gate else f"unfused: {type(module.act_fn).__name__}"
 
 
 def _lookahead(model: Any, layers: list[ExpertsLayer]) -> str:
