@@ -23,7 +23,17 @@ _TAIL = """
 def page() -> str:
     """The text of docs/commands.md."""
     commands = _commands("torch-mesh", _parser(COMMANDS))
-    return _HEAD + "".join(_command(name, parser) for name, parser in commands) + _TAIL
+    served: list[str] = []  # the rows of serve's options, which chat has too
+    parts = []
+    for name, parser in commands:
+        parts.append(_command(name, parser, served))
+        if name == "torch-mesh serve":
+            served += [_row(action) for action in parser._actions if _is_option(action)]
+    return "".join([_HEAD, *parts, _TAIL])
+
+
+def _is_option(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and not isinstance(action, argparse._HelpAction)
 
 
 def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -35,13 +45,20 @@ def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
                 yield from _commands(f"{name} {word}", command)
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> str:
+def _command(name: str, parser: argparse.ArgumentParser, served: list[str]) -> str:
+    """A section; options that are in ``served`` are only named."""
     left_out = argparse._HelpAction | argparse._SubParsersAction
     actions = [action for action in parser._actions if not isinstance(action, left_out)]
     fields = [
         action for action in actions if action.option_strings and action.dest in FIELDS and action.metavar == "VALUE"
     ]
     rows = [_row(action) for action in actions if action not in fields]
+    shared = [row for row in rows if row in served]
+    if len(shared) > 2:
+        rows = [row for row in rows if row not in shared]
+        rows.append(
+            f"| {', '.join(row.split(' | ')[0].removeprefix('| ') for row in shared)} | as for `torch-mesh serve` |"
+        )
     if len(fields) == len(FIELDS):
         rows.append("| `--FIELD VALUE` | every field of `MeshConfig` |")
     elif fields:
