@@ -37,13 +37,8 @@ def test_it_lies_there_as_one_run_left_it(path: Path) -> None:
     assert not re.search(r"/(site-packages|home|root|Users)/", text), "a path of the machine that it ran on"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem != "quickstart"))
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_shows_what_it_showed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     stored, now = _code(nbformat.read(path, as_version=4)), _code(execute(path))

@@ -356,3 +356,7 @@ def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert MeshConfig(**LOSSY).replace(resident=0.5).lossy.modes == "deferred_experts=2, routing_bias=0.3"
     monkeypatch.setenv("TORCH_MESH_DEFERRED_EXPERTS", "1")
     assert MeshConfig().lossy.modes == "deferred_experts=1"
+
+
+def test_a_quarter_of_a_tokens_choices_and_one_at_least_is_kept() -> None:
+    assert [kept_choices(top_k) for top_k in (1, 3, 4, 8, 16)] == [1, 1, 1, 2, 4]

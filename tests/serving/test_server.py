@@ -556,6 +556,7 @@ main(["serve", *sys.argv[1:]])
 """
 
 
+@pytest.mark.thorough
 def test_sigterm_ends_it_even_if_what_it_computes_does_not_end(folder: Path) -> None:
     command = [sys.executable, "-c", _STUCK, str(folder), "--resident", "0.25", "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -70,7 +70,13 @@ def _seen(source: Path, sequences: torch.Tensor, folder: Path) -> list[LayerRows
     return [files.read(folder, layer) for layer in range(files.layers)]
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "lut4", "tcq3", "tcq2+tcq3", "tcq2"])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        "int4",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "lut4", "tcq3", "tcq2+tcq3", "tcq2")),
+    ],
+)
 def test_what_experts_make_of_the_text_is_nearer(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
     done: list[tuple[int, int]] = []
     calibrated = convert(
