@@ -288,6 +288,7 @@ def test_a_known_overlap_says_more_of_the_hits(mesh_tiny: Path, capsys: pytest.C
     assert all(rate.low <= rate.expected <= rate.high for rate in rates)
     assert all(a.expected < b.expected for a, b in itertools.pairwise(rates))
     assert simulated_hit_rate(shape, 0.5, 0.4).expected > rates[1].expected
+    assert simulated_hit_rate(shape, 1.0, 0.4).expected == 1, "the first prompt has filled the pool, and does not count"
     planned = run(capsys, str(mesh_tiny), "--resident", "0.25", "--overlap", "0.4")
     share = planned["slots"] / 192
     assert planned["hit_rate"]["expected"] == simulated_hit_rate(shape, share, 0.4).expected
