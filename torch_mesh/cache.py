@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import MeshError, StoreError
-from .files import scratch_folder
 from .store.header import store_error
+from .system.atomic_files import scratch_folder
 
 
 def cache_folder() -> Path:

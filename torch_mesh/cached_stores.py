@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch_mesh.cache import cache_folder
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.files import locked
 from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
+from torch_mesh.system.atomic_files import locked
 
 _REST = "-rest-"  # of a quantised checkpoint, beside its experts: loading.py
 _REMOVED = re.compile(r"(\.removed)+$")

@@ -20,7 +20,7 @@ from torch import nn
 from .config import MeshConfig
 from .errors import LostRankError, MeshError, UnsupportedModelError
 from .families import ExpertsLayer, layers_left_alone
-from .memory import available_bytes
+from .system.memory import available_bytes
 from .undivided import dispatches
 
 _SHARE = "_mesh_share"  # attribute of an experts module, by which families.py finds it, too

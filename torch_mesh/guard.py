@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from . import _C
-from .background import BackgroundThread
 from .errors import PoolClosedError, ReadTimeoutError
-from .memory import auto_margin, left_bytes
+from .system.background import BackgroundThread
+from .system.memory import auto_margin, left_bytes
 
 _LOG = logging.getLogger(__name__)
 

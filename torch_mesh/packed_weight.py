@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from .errors import MeshError
-from .memory import shortage
+from .system.memory import shortage
 
 if TYPE_CHECKING:
     from .families import ExpertsLayer

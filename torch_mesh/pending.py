@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .background import TaskThreads
 from .modules import MeshExperts
 from .ops.device import DeviceLayer, find
 from .ops.experts_split import SplitForward
+from .system.background import TaskThreads
 
 # What a forward fails with, beside KeyboardInterrupt, which is raised at once.
 _ERRORS = (RuntimeError, ValueError, MemoryError)

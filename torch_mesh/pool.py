@@ -21,12 +21,12 @@ from .errors import MeshError, ReadTimeoutError
 from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
-from .memory import resident_slots
 from .ops.device import DeviceLayer, SharedDevice
 from .statistics.log import StatsLog
 from .statistics.machine import describe_machine
 from .store.convert import pack_expert
 from .store.manifest import Store, has_chosen_groups
+from .system.memory import resident_slots
 
 if TYPE_CHECKING:
     from .expert_parallel import Share

@@ -33,7 +33,6 @@ from .announce import patched_models
 from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .families import ExpertsLayer, find_experts, layers_left_alone
-from .files import new_file_mode, scratch_folder
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved, wrap_saving
@@ -52,6 +51,7 @@ from .store.manifest import (
 from .store.progress import progress_bar
 from .store.rest import mesh_config, plain_config
 from .store.writer import write_store
+from .system.atomic_files import new_file_mode, scratch_folder
 
 _COPY_BYTES = 64 << 20
 _READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH

@@ -22,9 +22,9 @@ from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from .errors import MeshError
 from .families import ExpertsLayer
-from .files import new_file
 from .packed_weight import NoStorage
 from .store.header import DTYPE_BITS, encode_header
+from .system.atomic_files import new_file
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",

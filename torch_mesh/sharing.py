@@ -9,8 +9,8 @@ from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
 from .families import ExpertsLayer
-from .memory import resident_slots
 from .store.manifest import Store
+from .system.memory import resident_slots
 
 
 def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:

@@ -19,12 +19,12 @@ from .config import MeshConfig
 from .errors import StoreError
 from .families import ExpertsLayer
 from .growing_cache import undo_caches
-from .memory import shortage
 from .modules import restored_parameters
 from .pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.folders import partial_path
 from .store.writer import remove_made_from
+from .system.memory import shortage
 
 
 class Undo:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
-from torch_mesh.files import locked
 from torch_mesh.store.folders import lock_path
+from torch_mesh.system.atomic_files import locked
 
 
 @pytest.fixture

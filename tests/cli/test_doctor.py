@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import torch_mesh
 from torch_mesh.cli import doctor, main
-from torch_mesh.timing import memory_speed
+from torch_mesh.system.timing import memory_speed
 
 FEATURES = {
     "isa": "avx512",

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
-from torch_mesh.memory import anonymous_bytes
 from torch_mesh.planning import measuring
 from torch_mesh.planning.formats import WEIGHT_ERROR
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
@@ -35,6 +34,7 @@ from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.planning.token_time import Speeds, token_seconds
 from torch_mesh.store.convert import convert
 from torch_mesh.store.header import encode_header
+from torch_mesh.system.memory import anonymous_bytes
 
 RECORD = _C.record_bytes("bf16", 0, 192, 64, True, False)
 # Nothing is measured but what small functions cost.

@@ -16,9 +16,10 @@ import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
-from torch_mesh import MeshConfig, memory
+from torch_mesh import MeshConfig
 from torch_mesh.config import FIELDS, GROUPS, Field
-from torch_mesh.memory import auto_budget, auto_margin, available_bytes, resident_slots
+from torch_mesh.system import memory
+from torch_mesh.system.memory import auto_budget, auto_margin, available_bytes, resident_slots
 from torch_mesh.values import parse_size
 
 GROUPED = [field for field in FIELDS.values() if field.group]

@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig,
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
-from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, loading, memory
+from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, loading
 from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.packed_weight import PackedWeight
 from torch_mesh.store.convert import convert
+from torch_mesh.system import memory
 
 RAW = ["Qwen3MoeExperts", "MixtralExperts", "GptOssExperts", "DeepseekV3Experts"]
 

@@ -268,7 +268,7 @@ def test_heads_that_have_no_room_are_refused(folder: Path, loads: list[Any], mon
     model = _patched(folder)
     message = r"take [\d,]+ bytes until their experts are packed, and 1,000 are free"
     with monkeypatch.context() as patched, pytest.raises(MeshError, match=message):
-        patched.setattr("torch_mesh.memory.available_bytes", lambda: 1000)
+        patched.setattr("torch_mesh.system.memory.available_bytes", lambda: 1000)
         _generate(model, use_mtp=True)
     assert not loads
     _check(model)

@@ -228,7 +228,7 @@ def test_safetensors_writes_every_weight_and_loads_it_again(tmp_path: Path) -> N
 
 def test_experts_that_do_not_fit_into_memory_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch_mesh.patch(_build(), resident=0.3)
-    monkeypatch.setattr("torch_mesh.memory.available_bytes", lambda: 1000)
+    monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"gate_up_proj takes 92,160 bytes .* 1,000 left\. .*save_pretrained"):
         torch.save(model.state_dict(), io.BytesIO())
 

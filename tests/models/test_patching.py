@@ -244,7 +244,7 @@ def test_an_automatic_pool_fits_beside_the_originals(monkeypatch: pytest.MonkeyP
     record = record_bytes(layers, "bf16", 0)
     _, packed = dense_bytes(model, layers, config)
     left = config.workspace_bytes + packed + 10 * record * 4 // 3  # of which auto's margin is a quarter
-    monkeypatch.setattr("torch_mesh.memory.available_bytes", lambda: left)
+    monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: left)
     torch_mesh.patch(model, config, resident="auto")
     assert next(patched_modules(model))._mesh_pool.slots == 10
 

@@ -30,13 +30,13 @@ from upstream import loads_adapters
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError, saving, shards
 from torch_mesh.dense import packed_linears
-from torch_mesh.files import scratch_folder
 from torch_mesh.modules import MeshExperts
 from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
 from torch_mesh.store.rest import WITHOUT_TORCH_MESH
 from torch_mesh.store.verify import verify
+from torch_mesh.system.atomic_files import scratch_folder
 
 QWEN, MIXTRAL, GPT_OSS = "Qwen3MoeExperts", "MixtralExperts", "GptOssExperts"
 

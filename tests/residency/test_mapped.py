@@ -13,7 +13,7 @@ from raw_experts import RawExperts
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 
 from torch_mesh import _C, ReadError
-from torch_mesh.memory import resident_slots
+from torch_mesh.system.memory import resident_slots
 
 SPEC = Spec(weights="int8", layers=2, experts=8)
 EVERY = SPEC.layers * SPEC.experts

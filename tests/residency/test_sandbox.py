@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.background import BackgroundThread, TaskThreads, usable_processors
 from torch_mesh.cli import doctor, main
 from torch_mesh.guard import MemoryGuard
-from torch_mesh.memory import anonymous_bytes, available_bytes, resident_slots, shortage
 from torch_mesh.modules import patched_modules
 from torch_mesh.planning.measuring import disk_speed
 from torch_mesh.store.convert import convert
 from torch_mesh.store.verify import check_other_files
+from torch_mesh.system.background import BackgroundThread, TaskThreads, usable_processors
+from torch_mesh.system.memory import anonymous_bytes, available_bytes, resident_slots, shortage
 
 Hide = Callable[..., None]
 

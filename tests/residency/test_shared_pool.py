@@ -148,7 +148,7 @@ def test_auto_leaves_room_for_the_rest_of_each_worker(
     manifest = store.manifest
     rest = sum(file.bytes for file in manifest.other_files) + MeshConfig().workspace_bytes
     free = 4 * rest + 100 * manifest.record_bytes * 4 // 3  # of which auto's margin is a quarter
-    monkeypatch.setattr("torch_mesh.memory.available_bytes", lambda: free)
+    monkeypatch.setattr("torch_mesh.system.memory.available_bytes", lambda: free)
     assert share(resident="auto", workers=4).slots == 100
 
 

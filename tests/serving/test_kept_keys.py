@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from torch_mesh.growing_cache import take_caches
-from torch_mesh.memory import anonymous_bytes
 from torch_mesh.serving.kept_keys import KeptKeys
+from torch_mesh.system.memory import anonymous_bytes
 
 VOCABULARY = 97
 WINDOW = 16

@@ -21,7 +21,7 @@ import torch_mesh
 from torch_mesh.cache import cache_folder, unnamed_folder
 from torch_mesh.config import FIELDS
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.files import locked, new_file, scratch_folder
+from torch_mesh.system.atomic_files import locked, new_file, scratch_folder
 
 PATCH = """
 import os, signal, sys

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.files import new_file, new_file_mode
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
+from torch_mesh.system.atomic_files import new_file, new_file_mode
 
 
 @pytest.fixture(params=[0o077, 0o022, 0o002], ids="{:03o}".format)

@@ -18,11 +18,11 @@ from limited_processes import small_disk, without_privileges
 from tiny_checkpoints import save_tiny
 
 from torch_mesh.errors import StoreError
-from torch_mesh.files import exchange
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, convert_model
 from torch_mesh.store.manifest import MANIFEST_NAME, open_store
 from torch_mesh.store.verify import verify
+from torch_mesh.system.atomic_files import exchange
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def test_what_a_file_system_cannot_exchange_is_replaced_in_two_steps(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished, tmp_path / "folder")
-    monkeypatch.setattr("torch_mesh.files.ctypes.get_errno", lambda: errno.EINVAL)
-    monkeypatch.setattr("torch_mesh.files._RENAME_EXCHANGE", 1 << 30)  # a flag that no file system has
+    monkeypatch.setattr("torch_mesh.system.atomic_files.ctypes.get_errno", lambda: errno.EINVAL)
+    monkeypatch.setattr("torch_mesh.system.atomic_files._RENAME_EXCHANGE", 1 << 30)  # a flag that no file system has
     small_stores.write(tmp_path / "folder" / "store", "int4", force=True)
     assert held(tmp_path / "folder" / "store") == "int4" and os.listdir(tmp_path / "folder") == ["store"]
 

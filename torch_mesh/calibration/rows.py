@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..files import FILE_MODE
+from ..system.atomic_files import FILE_MODE
 
 _STATE = "calibration.json"
 _ALIGNMENT = 8  # of a row, for the types in it

@@ -29,9 +29,9 @@ import torch_mesh
 from ..cache import cache_folder
 from ..config import LEAST_CAPABILITY
 from ..errors import MeshError
-from ..memory import available_bytes
 from ..store.sources import METHODS
-from ..timing import memory_speed
+from ..system.memory import available_bytes
+from ..system.timing import memory_speed
 
 Status = Literal["ok", "limited", "missing"]
 

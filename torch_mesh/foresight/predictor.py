@@ -15,9 +15,9 @@ from torch import nn
 
 from ..errors import MeshError
 from ..families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
-from ..files import new_file
-from ..memory import shortage
 from ..store.header import encode_header, read_header, store_error
+from ..system.atomic_files import new_file
+from ..system.memory import shortage
 
 FORMAT = "torch_mesh predictor 1"
 # How many tokens, for each hidden channel, weigh as much as the router does from which the fit starts: docs/decisions/0024.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..config import MeshConfig, pins_without_profile
 from ..errors import MeshError
 from ..families import ExpertsLayer
-from ..files import new_file
+from ..system.atomic_files import new_file
 from .traces import Trace
 
 if TYPE_CHECKING:

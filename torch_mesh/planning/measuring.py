@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..background import TaskThreads
 from ..config import MeshConfig
 from ..store.manifest import Shape
-from ..timing import LARGE_BYTES, SECONDS, seconds_per_call
+from ..system.background import TaskThreads
+from ..system.timing import LARGE_BYTES, SECONDS, seconds_per_call
 from .formats import compared_formats
 from .sizes import Sizes
 from .token_time import Speeds

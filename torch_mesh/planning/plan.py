@@ -12,8 +12,8 @@ from ..config import MeshConfig
 from ..fallback import check_fallback_config
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.planning import GpuPlan
-from ..memory import anonymous_bytes, available_bytes
 from ..store.manifest import is_store
+from ..system.memory import anonymous_bytes, available_bytes
 from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk
 from .formats import MAX_ERROR, DenseChoice, FormatChoice, dense_choices, format_choices, why_no_choice, with_chosen
 from .hit_rates import HitRate, known_or_expected

@@ -18,8 +18,8 @@ from torch import nn
 
 from ..config import MeshConfig
 from ..families import find_experts
-from ..memory import available_bytes
 from ..store.checkpoint import meta_model, read_config
+from ..system.memory import available_bytes
 from .plan import Plan, plan, process_bytes
 from .sizes import Sizes
 from .token_time import Speeds

@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch_mesh.memory import left_bytes
 from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
 from torch_mesh.serving.errors import (
     AnsweredError,
@@ -27,6 +26,7 @@ from torch_mesh.serving.errors import (
 )
 from torch_mesh.serving.generation import OptionError, settle
 from torch_mesh.serving.requests import CHAT, COMPLETIONS, DECISIONS, PROMPTS, RESPONSES, checked_request
+from torch_mesh.system.memory import left_bytes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

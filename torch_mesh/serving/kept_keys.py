@@ -18,9 +18,9 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_mesh.cache_names import NAME
-from torch_mesh.memory import trim_heap
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
+from torch_mesh.system.memory import trim_heap
 
 # Arguments of generate that change nothing in what is computed for a token.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}

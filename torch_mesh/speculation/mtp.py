@@ -20,8 +20,8 @@ from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
 from ..families import has_experts
-from ..memory import shortage
 from ..modules import patched_modules
+from ..system.memory import shortage
 from ..undivided import divided_sizes
 from .controller import Controller
 

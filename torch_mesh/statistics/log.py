@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import _C
-from ..background import BackgroundThread
 from ..errors import PoolClosedError
-from ..files import FILE_MODE
+from ..system.atomic_files import FILE_MODE
+from ..system.background import BackgroundThread
 from .counters import engine_stats
 from .moment import look
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..background import usable_processors
+from ..system.background import usable_processors
 from ..version import __version__
 
 

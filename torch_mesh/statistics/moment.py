@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..memory import anonymous_bytes, available_bytes
+from ..system.memory import anonymous_bytes, available_bytes
 
 _READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
 _LARGEST = 1 << 63

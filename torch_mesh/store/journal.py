@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_mesh.files import FILE_MODE
 from torch_mesh.store.header import parse_json
 from torch_mesh.store.manifest import OtherFile
+from torch_mesh.system.atomic_files import FILE_MODE
 
 JOURNAL_NAME = "journal.jsonl"
 JOURNAL_START = b'{"plan":{"format_version":'

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_mesh.background import TaskThreads
-from torch_mesh.files import FILE_MODE
 from torch_mesh.store.contents import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
@@ -31,6 +29,8 @@ from torch_mesh.store.manifest import (
     file_digest,
     plan_record_files,
 )
+from torch_mesh.system.atomic_files import FILE_MODE
+from torch_mesh.system.background import TaskThreads
 
 _SYNC_BYTES = 256 << 20  # written between two syncs, the first of which may still run: bounds the dirty pages
 _SMALL_FILE = 1 << 20

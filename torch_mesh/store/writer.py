@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_mesh.background import usable_processors
 from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
-from torch_mesh.files import locked
 from torch_mesh.store.contents import NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.folders import (
     check_free_space,
@@ -38,6 +36,8 @@ from torch_mesh.store.folders import (
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, open_store, plan_record_files
 from torch_mesh.store.unfinished import UnfinishedStore
+from torch_mesh.system.atomic_files import locked
+from torch_mesh.system.background import usable_processors
 
 _THREADS_READING = 2  # beside those that pack: about as many wait for the disk
 
