@@ -28,8 +28,8 @@ from harness import Report, Row
 from rich.console import Console
 from safetensors.torch import save_file
 
-from torch_mesh.families import ExpertTensors
 from torch_mesh.foresight.traces import save_trace
+from torch_mesh.models.families import ExpertTensors
 from torch_mesh.store.contents import NewFile, StorePlan
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import Shape as StoreShape

@@ -24,8 +24,8 @@ from speculation import prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.families import ExpertsLayer, find_experts, router_module
 from torch_mesh.lossy import Selection
+from torch_mesh.models.families import ExpertsLayer, find_experts, router_module
 
 
 class ResidentAlone(Selection):

@@ -93,7 +93,7 @@ def _unit(FORMAT):
 
 @triton.constexpr_function
 def _number(ACTIVATION, name):
-    """The kind of an activation, or a number of it, as torch_mesh/activation.py has them: Triton lets this call no function of that."""
+    """The kind of an activation, or a number of it, as torch_mesh/models/activations.py has them: Triton lets this call no function of that."""
     spelled = "swiglu(alpha=1.702,offset=1,gate=7,up=7)" if ACTIVATION == "swigluoai" else ACTIVATION
     kind, _, numbers = spelled.partition("(")
     given = dict(pair.split("=") for pair in numbers[:-1].split(",") if pair)

@@ -11,8 +11,16 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
-from torch_mesh.families import UNDECORATED, UNMARKED, ExpertsLayer, Router, find_experts, find_router, why_no_router
 from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
+from torch_mesh.models.families import (
+    UNDECORATED,
+    UNMARKED,
+    ExpertsLayer,
+    Router,
+    find_experts,
+    find_router,
+    why_no_router,
+)
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "families.md"

@@ -20,7 +20,6 @@ from .config import MeshConfig
 from .dense import dense_bytes, pack_dense, take_products
 from .expert_parallel import Share
 from .fallback import check_fallback, split_pool
-from .families import ExpertsLayer, common_geometry, pool_activations
 from .foresight.lookahead import check_predictor, connect
 from .foresight.profiles import check_profile
 from .gpu.choosing import check_gpu_weights, choose_experts
@@ -29,6 +28,7 @@ from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
 from .growing_cache import take_caches
 from .left_alone import announce_left_alone
 from .lossy import check_lossy, make_lossy
+from .models.families import ExpertsLayer, common_geometry, pool_activations
 from .modules import install
 from .other_format import Records, open_other
 from .packed_weight import device_of

@@ -16,7 +16,7 @@ from torch.nn import functional
 from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
+from .models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from .modules import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
 from .store.convert import checked_group_size

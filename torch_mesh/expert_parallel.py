@@ -19,11 +19,11 @@ from torch import nn
 
 from .config import MeshConfig
 from .errors import LostRankError, MeshError, UnsupportedModelError
-from .families import ExpertsLayer, layers_left_alone
+from .models.families import ExpertsLayer, layers_left_alone
 from .system.memory import available_bytes
 from .undivided import dispatches
 
-_SHARE = "_mesh_share"  # attribute of an experts module, by which families.py finds it, too
+_SHARE = "_mesh_share"  # attribute of an experts module, by which models/families.py finds it, too
 _DISPATCH = (
     "EpDispatchExpertsParallel.install_forward.<locals>"  # of transformers' function that takes a forward's place
 )

@@ -11,10 +11,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from .activation import FUNCTIONS, Gate, gate_named
 from .assembling import OfRecords, assemble, check
 from .config import MeshConfig, with_fields
-from .families import find_experts
+from .models.activations import FUNCTIONS, Gate, gate_named
+from .models.families import find_experts
 from .modules import MeshExperts
 from .other_format import Records
 from .patching import patch

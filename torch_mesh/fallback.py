@@ -8,7 +8,7 @@ from torch import nn
 
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import ExpertsLayer
+from .models.families import ExpertsLayer
 from .other_format import formats_of_fewer_bits
 from .pool import least_slots, record_bytes
 from .store.convert import checked_group_size

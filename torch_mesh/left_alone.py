@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .families import ExpertsLayer, describe_left_alone, layers_left_alone
 from .gpu.choosing import layer_device
+from .models.families import ExpertsLayer, describe_left_alone, layers_left_alone
 from .modules import MeshExperts
 from .store.checkpoint import CheckpointExperts
 

@@ -23,8 +23,8 @@ from .cache import cache_folder, note_use
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
-from .families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .left_alone import load_left_alone
+from .models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .modules import Absent, PackedModule, patched_modules
 from .other_format import Records, format_of, other_config
 from .saving import PatchedModelQuantizer

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .adapters.factors import Factors
-from .families import ExpertsLayer, InPool, apply_gate, check_model
 from .foresight.lookahead import NextLayer
+from .models.families import ExpertsLayer, InPool, apply_gate, check_model
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
 from .pool import ExpertPool, refuse_to_pickle

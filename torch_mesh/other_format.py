@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _C
 from .config import MeshConfig
-from .families import ExpertsLayer, common_geometry, pool_activations
+from .models.families import ExpertsLayer, common_geometry, pool_activations
 from .pool import ExpertPool
 from .store.manifest import WEIGHTS, Store
 

@@ -16,7 +16,7 @@ from .errors import MeshError
 from .system.memory import shortage
 
 if TYPE_CHECKING:
-    from .families import ExpertsLayer
+    from .models.families import ExpertsLayer
     from .pool import ExpertPool
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .errors import MeshError, ReadTimeoutError
-from .families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
+from .models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .ops.device import DeviceLayer, SharedDevice
 from .statistics.log import StatsLog
 from .statistics.machine import describe_machine

@@ -32,7 +32,7 @@ from transformers.utils.hub import create_and_tag_model_card
 from .announce import patched_models
 from .dense import packed_linears
 from .errors import MeshError, StoreError
-from .families import ExpertsLayer, find_experts, layers_left_alone
+from .models.families import ExpertsLayer, find_experts, layers_left_alone
 from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved, wrap_saving

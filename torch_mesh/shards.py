@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from .errors import MeshError
-from .families import ExpertsLayer
+from .models.families import ExpertsLayer
 from .packed_weight import NoStorage
 from .store.header import DTYPE_BITS, encode_header
 from .system.atomic_files import new_file

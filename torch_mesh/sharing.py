@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from . import _C
 from .config import MeshConfig
 from .errors import UnsupportedModelError
-from .families import ExpertsLayer
+from .models.families import ExpertsLayer
 from .store.manifest import Store
 from .system.memory import resident_slots
 

@@ -17,8 +17,8 @@ from torch import nn
 from .announce import announce, withdraw
 from .config import MeshConfig
 from .errors import StoreError
-from .families import ExpertsLayer
 from .growing_cache import undo_caches
+from .models.families import ExpertsLayer
 from .modules import restored_parameters
 from .pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer

@@ -16,7 +16,7 @@ import torch
 from tiny_pools import as_bytes
 from torch import Tensor, nn
 
-from torch_mesh.families import Router, find_experts, ranking
+from torch_mesh.models.families import Router, find_experts, ranking
 
 # By layer, of each call: the experts [tokens, top_k] and their weights.
 Routes = list[list[tuple[Tensor, Tensor]]]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.dense import MeshLinear, PlainLinear, _mapped_files, dense_saving, find_dense
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.modules import change_class
 from torch_mesh.packed_weight import PackedLinearWeight
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.adapters.registration import register
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.store.convert import convert
 
 QWEN, GPT_OSS, BY_PROJECTION = "Qwen3MoeExperts", "GptOssExperts", "MuseSparkExperts"

@@ -30,7 +30,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 import torch_mesh
 import torch_mesh.experts
 from torch_mesh.dense import MeshLinear
-from torch_mesh.families import (
+from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
+from torch_mesh.models.families import (
     ADAPTERS,
     ROUTERS,
     UNDECORATED,
@@ -40,7 +41,6 @@ from torch_mesh.families import (
     supported_families,
     why_no_router,
 )
-from torch_mesh.lossy import ROUTING_BIAS_FAMILIES
 from torch_mesh.store.convert import convert
 
 _CLASSES = sorted({name for _, name in decorated_classes()})

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.families import find_experts
 from torch_mesh.lossy import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
+from torch_mesh.models.families import find_experts
 from torch_mesh.modules import patched_modules
 from torch_mesh.store.convert import convert
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshError, StoreError, merge
 from torch_mesh.cli import main
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert, stored_record
 from torch_mesh.store.manifest import Store, open_store

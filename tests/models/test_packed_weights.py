@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshError
 from torch_mesh.dense import WEIGHT_READERS, MeshLinear
-from torch_mesh.families import supported_families
+from torch_mesh.models.families import supported_families
 from torch_mesh.modules import patched_modules
 from torch_mesh.packed_weight import PackedExpertsWeight, PackedLinearWeight, PackedWeight
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, PoolClosedError
 from torch_mesh.dense import dense_bytes
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.packed_weight import PackedExpertsWeight
 from torch_mesh.pool import record_bytes

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, Kimi_K25Config, PreTrained
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 
 # transformers takes seconds a token for their linear attention.
 _SLOW_TO_GENERATE = {"BailingHybridExperts", "KimiLinearExperts", "NemotronHExperts"}

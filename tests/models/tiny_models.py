@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 
 # Sizes are no multiples of 64, so that padding is part of every comparison.
 _SIZES: dict[str, Any] = {

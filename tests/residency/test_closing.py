@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 from torch_mesh import _C, _testing, MeshConfig, ReadTimeoutError
-from torch_mesh.families import Geometry
+from torch_mesh.models.families import Geometry
 from torch_mesh.pool import ExpertPool
 
 experts = TinyExperts(Spec(layers=2), 0)

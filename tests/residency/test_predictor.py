@@ -17,10 +17,10 @@ from transformers.generation import CompileConfig
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
-from torch_mesh.families import find_experts, find_router
 from torch_mesh.foresight.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
 from torch_mesh.foresight.simulation import simulate
 from torch_mesh.foresight.traces import load_trace
+from torch_mesh.models.families import find_experts, find_router
 from torch_mesh.modules import patched_modules
 
 TEXT = Path(__file__).parents[1] / "data" / "text"

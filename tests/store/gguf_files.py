@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 
 Tensors = dict[str, torch.Tensor]
 _SIZES: dict[str, Any] = {

@@ -25,7 +25,7 @@ from torch_mesh.calibration.collecting import collect, text_sequences
 from torch_mesh.calibration.rows import LayerRows, RowFiles
 from torch_mesh.cli import main
 from torch_mesh.errors import MeshError, StoreError
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert
 from torch_mesh.store.inspect import describe

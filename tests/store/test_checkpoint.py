@@ -11,7 +11,7 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from torch_mesh.errors import StoreError, UnsupportedModelError
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     checkpoint_fingerprint,

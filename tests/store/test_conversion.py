@@ -22,7 +22,7 @@ from tiny_checkpoints import save_tiny, tiny_model
 
 from torch_mesh import _C
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, convert_model, pack_expert

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError, StoreError, UnsupportedModelError
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store import gguf_model
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config

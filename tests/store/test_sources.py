@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import StoreError
-from torch_mesh.families import ExpertTensors, find_experts
+from torch_mesh.models.families import ExpertTensors, find_experts
 from torch_mesh.planning.formats import compared_formats
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.checkpoint import CheckpointExperts, find_checkpoint_experts, meta_model, read_config

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from torch_mesh.families import find_experts
+from torch_mesh.models.families import find_experts
 
 # Applied where a config has the attribute.
 _SIZES = {

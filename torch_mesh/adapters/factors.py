@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import MeshError
 from ..expert_parallel import Share
-from ..families import ExpertsLayer
+from ..models.families import ExpertsLayer
 from .ranks import own_experts
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import ExpertsLayer
+from ..models.families import ExpertsLayer
 from ..store.checkpoint import checkpoint_fingerprint
 from ..store.header import check_folder, read_header, read_json_file, store_error
 from .factors import Factors, factors_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..families import ExpertsLayer, ExpertTensors, find_experts
+from ..models.families import ExpertsLayer, ExpertTensors, find_experts
 from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
 from ..store.contents import Progress, StorePlan
 from ..store.convert import (

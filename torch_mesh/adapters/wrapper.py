@@ -14,7 +14,7 @@ from peft.tuners.lora import layer as lora
 
 from ..errors import MeshError
 from ..expert_parallel import past_dispatch
-from ..families import ExpertsLayer
+from ..models.families import ExpertsLayer
 from ..modules import MeshExperts
 from ..packed_weight import PackedExpertsWeight
 from .factors import Factors, factors_of, rank_of, together, widened

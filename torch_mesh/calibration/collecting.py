@@ -12,7 +12,7 @@ import torch
 
 from ..config import MeshConfig
 from ..errors import MeshError, UnsupportedModelError
-from ..families import InPool
+from ..models.families import InPool
 from ..opening import open_model, open_tokenizer, read_documents
 from .rows import LayerRows, RowFiles
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .. import _C
 from ..errors import MeshError
-from ..families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
+from ..models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
 from ..store.checkpoint import CheckpointExperts
 from ..store.contents import Scratch
 from ..store.header import store_error

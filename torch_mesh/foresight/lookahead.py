@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config import MeshConfig
-from ..families import ExpertsLayer, find_router, why_no_router
+from ..models.families import ExpertsLayer, find_router, why_no_router
 from .predictor import fitted_routers, load_predictor
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
+from ..models.families import ExpertsLayer, Router, check_recordable, find_experts, find_router, ranking
 from ..store.header import encode_header, read_header, store_error
 from ..system.atomic_files import new_file
 from ..system.memory import shortage

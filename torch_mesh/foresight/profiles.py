@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..config import MeshConfig, pins_without_profile
 from ..errors import MeshError
-from ..families import ExpertsLayer
+from ..models.families import ExpertsLayer
 from ..system.atomic_files import new_file
 from .traces import Trace
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..families import check_recordable, find_experts, find_router, ranking, why_no_router
+from ..models.families import check_recordable, find_experts, find_router, ranking, why_no_router
 from ..system.atomic_files import new_file
 from .predictor import fitted_routers, load_predictor
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..config import LEAST_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
-from ..families import ExpertsLayer
 from ..foresight.profiles import check_fits, load_profile
+from ..models.families import ExpertsLayer
 from ..other_format import formats_of_fewer_bits
 from ..packed_weight import device_of
 from ..pool import record_bytes

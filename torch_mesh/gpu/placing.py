@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import MeshConfig
-from ..families import ExpertsLayer
+from ..models.families import ExpertsLayer
 from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
 from ..other_format import Records, open_other
 from ..pool import ExpertPool, record_bytes

@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from ..config import MeshConfig
 from ..dense import dense_saving, kept_in_fp32, packs
-from ..families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
+from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from ..store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..config import MeshConfig
-from ..families import find_experts
+from ..models.families import find_experts
 from ..store.checkpoint import meta_model, read_config
 from ..system.memory import available_bytes
 from .plan import Plan, plan, process_bytes

@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin, candidate_generator
 from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
-from ..families import has_experts
+from ..models.families import has_experts
 from ..modules import patched_modules
 from ..system.memory import shortage
 from ..undivided import divided_sizes

@@ -27,7 +27,7 @@ import transformers
 
 from torch_mesh import _C
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import (
+from torch_mesh.models.families import (
     ExpertsLayer,
     ExpertTensors,
     common_activation,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_mesh.errors import StoreError
-from torch_mesh.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
+from torch_mesh.models.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
     checkpoint_files,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer
+from torch_mesh.models.families import ExpertsLayer
 from torch_mesh.store.gguf import read_parts
 from torch_mesh.store.header import Tensor, store_error
 from torch_mesh.store.sources.gguf import gguf_weights

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import conversion_mapping, core_model_loading
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer, find_experts, layers_left_alone
+from torch_mesh.models.families import ExpertsLayer, find_experts, layers_left_alone
 from torch_mesh.store.codes import RAW_DTYPES
 from torch_mesh.store.header import Tensor, read_headers, store_error, weight_files
 from torch_mesh.store.sources import Source, source_of

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import UnsupportedModelError
-from torch_mesh.families import ExpertsLayer
+from torch_mesh.models.families import ExpertsLayer
 from torch_mesh.store.header import Tensor
 
 if TYPE_CHECKING:

@@ -1,0 +1,613 @@
+"""Finding a model's experts: which modules hold them, in what layout, and which kernel path computes them.
+
+transformers marks the experts modules that share one calling convention with ``use_experts_implementation``; what that
+decorator leaves on an instance describes its layout. Everything a family does beyond those flags is an entry of
+``ADAPTERS``, so that supporting one more never edits the code that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import activations
+from transformers.integrations import moe
+
+from ..errors import MeshError, UnsupportedModelError
+from .activations import gate_named, limit_before_silu, softcap, swiglu
+
+if TYPE_CHECKING:
+    from ..expert_parallel import Share
+
+# Config attributes that hold the number of experts per token, in the order in which they are tried.
+_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+
+# What experts may be loaded in.
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# What use_experts_implementation leaves on every instance.
+_LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def _swiglu(limit: float) -> str:
+    return swiglu(1.0, 0.0, limit, limit)
+
+
+def _softcapped(module: Any) -> str:
+    return softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap)
+
+
+# What an experts class's own ``_apply_gate`` computes, as the fused kernel's activation; None where it is none of these. By the name of
+# the class that defines it: one that overrides it is not taken for its base. A gate of a class that is not listed runs as it is,
+# between two calls of grouped_linear.
+ADAPTERS: dict[str, Callable[[Any], str | None]] = {
+    # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
+    "BeamExperts": lambda module: _activation_name(module.act_fn),
+    "DeepseekV4Experts": lambda module: _swiglu(module.limit) if _is_silu(module.act_fn) else None,
+    "GatedExperts": lambda module: module.gate.name,
+    "Glm5NextTextExperts": lambda module: _swiglu(module.swiglu_limit),
+    "GptOssExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
+    "HYV4Experts": lambda module: _swiglu(module.swiglu_limit),
+    "HYV4VLExperts": lambda module: _swiglu(module.swiglu_limit),
+    "Inkling2Experts": _softcapped,
+    "Inkling2LoopExperts": _softcapped,
+    "MiniMaxM3VLExperts": lambda module: swiglu(module.swiglu_alpha, 1.0, module.swiglu_limit, module.swiglu_limit),
+    "OpenAIPrivacyFilterExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
+    # It clamps what silu gives, of which silu of a clamped gate is the same.
+    "Step3p7Experts": lambda module: (
+        swiglu(1.0, 0.0, limit_before_silu(module.limit), module.limit) if _is_silu(module.act_fn) else None
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Unmarked:
+    """Experts of the decorated layout, gate and up in halves and without biases, that transformers does not mark.
+
+    ``top_k`` of the module around them. ``block``: that calls its experts as no other family does, and so has to be replaced with them
+    (``modules.BLOCKS``).
+    """
+
+    family: str
+    top_k: Callable[[Any], int]
+    is_transposed: bool = False
+    block: bool = False
+
+
+# By the name of their class.
+UNMARKED: dict[str, Unmarked] = {
+    "Llama4TextExperts": Unmarked("llama4", lambda block: block.top_k, is_transposed=True, block=True),
+    "LongcatFlashExperts": Unmarked("longcat_flash", lambda block: block.router.top_k),
+    "Step3p7Experts": Unmarked("step3p7", lambda block: block.gate.top_k),
+}
+
+
+@dataclass(frozen=True)
+class RouterAdapter:
+    """Where a router has the matrix [experts, hidden] that scores what its experts take in, or why it has none.
+
+    ``matrix``: the linear layer in it that has the weight, empty for the router itself; rows beyond the experts' are not theirs.
+    ``experts_norm``: the router normalises its input without a weight, scales it and asks the matrix, where the experts' input is
+    normalised by this module beside it.
+    ``scoring``: what it makes of its logits before it corrects them (``_CORRECTIONS``), one of ``SCORINGS``; a ``score_fn`` says it too.
+    """
+
+    matrix: str = ""
+    experts_norm: str | None = None
+    scoring: str = "sigmoid"
+    why_none: str = ""
+
+
+_GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
+
+# By the name of the router's class, which stands beside the experts. All others are the one module there whose weight is
+# [experts, hidden]. The README names those that have none.
+ROUTERS: dict[str, RouterAdapter] = {
+    "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
+    "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
+    "DiffusionGemmaTextRouter": _GEMMA_ROUTER,
+    "Ernie4_5_MoeTopKRouter": RouterAdapter(scoring="softmax"),
+    "Ernie4_5_VLMoeMoeTopKRouter": RouterAdapter(scoring="softmax"),
+    "Gemma4TextRouter": _GEMMA_ROUTER,
+    "HunYuanMoEV1Gate": RouterAdapter(matrix="wg"),
+    "InklingTopkRouter": RouterAdapter(),
+    "Kolibri1TopKRouter": RouterAdapter(scoring="logits"),
+    "LongcatFlashTopkRouter": RouterAdapter(matrix="classifier", scoring="softmax"),
+    "MuseSparkTopkRouter": RouterAdapter(why_none="the router sees other hidden states than the experts"),
+    "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
+}
+
+# What a router adds to its scores for the choice alone: an attribute of the router, of a module in it or of the block around it.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+
+# By the names that the op ``lookahead`` has for them.
+SCORINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "logits": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: torch.softmax(logits, -1),
+    "sqrtsoftplus": lambda logits: nn.functional.softplus(logits).sqrt(),
+}
+_SCORE_FUNCTIONS: dict[type[nn.Module], str] = {
+    nn.Sigmoid: "sigmoid",
+    activations.SqrtSoftplusActivation: "sqrtsoftplus",
+}
+
+# Families with experts that are not run, by their folder of transformers.models: why not.
+UNDECORATED: dict[str, str] = {
+    "dbrx": "its experts are stacked into matrices without an expert dimension, which no checkpoint reader here knows",
+    "doge": "its experts are rows of embedding tables, two vectors each, and its models fit into any memory",
+    "jetmoe": "half of its experts are projections of attention, and its only model has 8 billion parameters, which fit into memory",
+    "nllb_moe": "transformers calls two of its experts alone, whatever its router chooses",
+    "switch_transformers": "its experts are separate modules with ReLU, which no kernel computes, and drop tokens beyond a capacity",
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all experts of one pool have in common."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    has_gate: bool
+    has_bias: bool
+    fused: bool  # else layers go through grouped_linear
+
+    @property
+    def gate_up_features(self) -> int:
+        """Columns that projection 0 of ``grouped_linear`` gives."""
+        return self.intermediate * (2 if self.has_gate else 1)
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """One expert as ``torch.ops.torch_mesh.pack`` takes it: views, not copies.
+
+    ``gate`` (None without a gate) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate]; the biases
+    are vectors, or None.
+    """
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def on_cpu(self) -> ExpertTensors:
+        """The same without gradients, copied to the CPU where it is elsewhere."""
+        parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
+        on_cpu: Any = {name: None if part is None else part.detach().cpu() for name, part in parts.items()}
+        return ExpertTensors(**on_cpu)
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """The experts of one layer. Sizes are those of one expert, without padding."""
+
+    path: str  # as in model.named_modules()
+    module: nn.Module = field(repr=False)
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool  # weights are [experts, in, out]
+    is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
+    activation: str | None  # of the fused kernel, by name; None: the module's own gate or activation must run
+    has_post_expert_norm: bool
+    expert_parallel: bool  # router ids >= num_experts are sentinels to skip
+    block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced, too
+    share: Share | None = None  # of the model's experts, if it has no more than that
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            self.num_experts,
+            self.hidden,
+            self.intermediate,
+            self.has_gate,
+            self.has_bias,
+            fused=self.fused_activation is not None,
+        )
+
+    @property
+    def routed_experts(self) -> int:
+        """Among how many the router chooses."""
+        return self.num_experts if self.share is None else self.share.routed
+
+    @property
+    def fused_activation(self) -> str | None:
+        """The activation of the fused op; None where the layer must go through grouped_linear."""
+        return None if self.has_post_expert_norm else self.activation
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.parameters[self.parameter_names[0]].dtype
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's expert parameters, by name."""
+        owned: dict[str, Any] = self.module._parameters
+        return {name: owned[name] for name in self.parameter_names}
+
+    @property
+    def identities(self) -> int:
+        """Experts beyond its own, which routers know too, and which give back what they get."""
+        return self.parameters[self.parameter_names[0]].size(0) - self.num_experts
+
+    @property
+    def kind(self) -> str:
+        """Its path without numbers, which layers of one kind share: each token runs through all of them or none."""
+        return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the expert parameters, unpacked."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The module's expert parameters, which leave it while it is patched."""
+        names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        return names + tuple(f"{name}_bias" for name in names) if self.has_bias else names
+
+    def expert(self, index: int, parameters: Mapping[str, torch.Tensor] | None = None) -> ExpertTensors:
+        """Views of one expert's weights in the module's parameters, or in ``parameters`` of the same names and shapes."""
+        tensors = self.parameters if parameters is None else parameters
+        gate_up_name, down_name = self.parameter_names[:2]
+        gate, up = self.split_gate_up(self._oriented(tensors[gate_up_name][index]))
+        gate_bias = up_bias = down_bias = None
+        if self.has_bias:
+            gate_bias, up_bias = self.split_gate_up(tensors[f"{gate_up_name}_bias"][index])
+            down_bias = tensors[f"{down_name}_bias"][index]
+        return ExpertTensors(gate, up, self._oriented(tensors[down_name][index]), gate_bias, up_bias, down_bias)
+
+    def split_gate_up(self, stacked: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Gate and up rows of one expert's [rows, ...] gate_up, in this module's order."""
+        if not self.has_gate:
+            return None, stacked
+        if self.is_concatenated:
+            return stacked[: self.intermediate], stacked[self.intermediate :]
+        return stacked[0::2], stacked[1::2]
+
+    def _oriented(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.t() if self.is_transposed else weight
+
+
+def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """What down sees, [rows, intermediate], by an experts module's own gate or activation. ``gate_up`` is what its experts' gate, in the first half, and
+    up make of their rows; of experts without a gate up alone. What the decorator has not put there is as in most families."""
+    if not getattr(module, "has_gate", True):
+        return module.act_fn(gate_up)
+    if not getattr(module, "is_concatenated", True):  # its own gate wants its own column order
+        gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
+    return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else moe._default_apply_gate(module, gate_up)
+
+
+class InPool:
+    """Base of the classes that patched experts modules have: what says that a layer's weights are in a pool."""
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no loaded model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{model!r:.80} is no loaded model (torch.nn.Module) but of type {type(model).__name__}: open a folder or "
+            "a model id with from_pretrained(..., quantization_config=torch_mesh.MeshConfig(...))."
+        )
+
+
+def find_experts(model: nn.Module) -> list[ExpertsLayer]:
+    """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
+
+    A pool's slots have one size: of layers that differ in geometry these are the ones whose geometry has most bytes, of a patched
+    model those that are patched. All others are ``layers_left_alone``.
+
+    Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
+    cannot be supported.
+    """
+    check_model(model)
+    layers = list(_all_layers(model))
+    if not layers:
+        raise UnsupportedModelError(_no_experts_message(model))
+    patched = [layer for layer in layers if isinstance(layer.module, InPool)]
+    if patched:
+        return patched
+    kinds: dict[Geometry, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.geometry, []).append(layer)
+    return max(kinds.values(), key=lambda alike: sum(layer.nbytes for layer in alike))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether ``find_experts`` would find any."""
+    return any(True for _ in _all_layers(model))
+
+
+def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
+    """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
+    pooled = {layer.path for layer in find_experts(model)}
+    return [layer for layer in _all_layers(model) if layer.path not in pooled]
+
+
+def check_recordable(layers: Sequence[ExpertsLayer]) -> None:
+    """Raises MeshError where the calls of experts modules do not say which experts a token takes, and of which hidden states."""
+    for layer in layers:
+        if layer.block is not None and not isinstance(layer.module, InPool):
+            raise MeshError(f"{layer.path} is called with all tokens for all of its experts: patch the model first.")
+        if layer.identities:
+            raise MeshError(
+                f"{layer.identities} of the experts that {layer.path} is called with compute nothing and are never read, which neither a "
+                "trace nor a fitted predictor can say."
+            )
+
+
+def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
+    """What those layers are and take, for a message; empty for none."""
+    kinds: dict[str, list[ExpertsLayer]] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    return ", ".join(
+        f"{kind} ({len(alike)} layers, {sum(layer.nbytes for layer in alike):,} bytes)" for kind, alike in kinds.items()
+    )
+
+
+@dataclass(frozen=True)
+class Router:
+    """What chooses the experts of a layer.
+
+    The modules and not their weights, which ``.to()`` may replace.
+    """
+
+    module: nn.Module
+    matrix: Any  # has the weight
+    num_experts: int
+    biased: tuple[Any, str] | None  # what has the bias, and its name there
+    scoring: str  # of SCORINGS: what the bias is added to
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[experts, hidden], for what the experts take in. See ``ranking``."""
+        return self.matrix.weight[: self.num_experts]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[experts]"""
+        return None if self.biased is None else getattr(*self.biased).view(-1)[: self.num_experts]
+
+
+def ranking(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scoring: str) -> torch.Tensor:
+    """hidden [tokens, hidden] -> [tokens, experts], larger for what is chosen first, but for group masks: what the op ``lookahead``
+    makes of the same, all in float32 on the device of ``hidden``."""
+    logits = hidden.float() @ weight.to(hidden.device, torch.float32).T
+    return logits if bias is None else SCORINGS[scoring](logits) + bias.to(hidden.device, torch.float32)
+
+
+def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
+    """The router beside the experts; None where no matrix ranks them, see ``why_no_router``."""
+    found = _router(model, layer)
+    return found if isinstance(found, Router) else None
+
+
+def why_no_router(model: nn.Module, layer: ExpertsLayer) -> str:
+    """Where ``find_router`` finds none."""
+    found = _router(model, layer)
+    assert isinstance(found, str)
+    return found
+
+
+def router_adapter(module: nn.Module) -> RouterAdapter | None:
+    """The entry of ``ROUTERS`` for a module, if it has one."""
+    return next((ROUTERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in ROUTERS), None)
+
+
+def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
+    """What chooses the experts, whether or not a matrix of it ranks them; None if it is not known."""
+    parent = model.get_submodule(layer.path.rpartition(".")[0])
+    beside = [child for child in parent.children() if child is not layer.module]
+    wanted = (layer.routed_experts, layer.hidden)
+    routers = [child for child in beside if router_adapter(child) is not None] or [
+        child for child in beside if _shape(child) == wanted
+    ]
+    return routers[0] if len(routers) == 1 else None
+
+
+def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
+    module = router_module(model, layer)
+    if module is None:
+        return f"not one module beside the experts has a weight of {[layer.routed_experts, layer.hidden]}"
+    adapter = router_adapter(module) or RouterAdapter()
+    return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
+
+
+def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router | str:
+    matrix: Any = router.get_submodule(adapter.matrix)
+    if adapter.experts_norm is not None:
+        # Both normalise the same states: dividing by the experts' norm gives what the router scales. A copy, as a product with
+        # [experts, hidden] in each forward would cost more than the hint; only hints see whether it is up to date.
+        norm: Any = parent.get_submodule(adapter.experts_norm)
+        with torch.no_grad():
+            weight = norm.weight.float()
+            scale = torch.where(weight == 0, 0.0, router.scale.float() * router.scalar_root_size / weight)
+            matrix = _Matrix((matrix.weight.float() * scale).to(matrix.weight.dtype))
+    corrections = [
+        (owner, name)
+        for owner in (*router.modules(), parent)
+        for name in _CORRECTIONS
+        if isinstance(getattr(owner, name, None), torch.Tensor)
+    ]
+    if corrections:
+        scoring = _SCORE_FUNCTIONS.get(type(router.score_fn)) if hasattr(router, "score_fn") else adapter.scoring
+        if scoring is None:
+            return f"the router scores by {type(router.score_fn).__name__} and corrects that, which lookahead does not know"
+        return Router(router, matrix, layer.routed_experts, corrections[0], scoring)
+    own = (matrix, "bias") if isinstance(getattr(matrix, "bias", None), torch.Tensor) else None
+    return Router(router, matrix, layer.routed_experts, own, "logits")
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    weight: torch.Tensor
+
+
+def _shape(module: nn.Module) -> tuple[int, ...] | None:
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
+
+
+def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
+    """The geometry of layers that ``find_experts`` gave, which is one."""
+    geometry = layers[0].geometry
+    assert all(layer.geometry == geometry for layer in layers), "layers of one pool have one geometry"
+    return geometry
+
+
+def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] | None:
+    """The fused kernel's of such layers, one for each where they differ; None where they go through grouped_linear."""
+    names = tuple(layer.fused_activation for layer in layers if layer.fused_activation is not None)
+    if not names:
+        return None
+    return names[0] if len(set(names)) == 1 else names
+
+
+def pool_activations(layers: Sequence[ExpertsLayer], places: Sequence[int], count: int) -> list[str] | None:
+    """Of each of a pool's ``count`` layers, of which these are ``places``; nobody asks for the others."""
+    named = common_activation(layers)
+    if named is None or isinstance(named, str):
+        return None if named is None else [named] * count
+    by_place = dict(zip(places, named, strict=True))
+    return [by_place.get(place, named[0]) for place in range(count)]
+
+
+def supported_families() -> list[str]:
+    """Folders of transformers.models whose experts can be in a pool, in the installed transformers."""
+    models = Path(transformers.__file__).parent / "models"
+    names = "|".join(UNMARKED)
+    known = re.compile(rf"^@use_experts_implementation|^class ({names})\(", re.MULTILINE)
+    return sorted(
+        {
+            source.parent.name
+            for source in models.glob("*/modeling_*.py")
+            if known.search(source.read_text(encoding="utf-8"))
+        }
+    )
+
+
+def _all_layers(model: nn.Module) -> Iterator[ExpertsLayer]:
+    for path, module in model.named_modules():
+        if all(flag in module.__dict__ for flag in _LAYOUT_FLAGS):
+            yield _describe(path, module)
+        elif (unmarked := _unmarked(module)) is not None and module._parameters.get("gate_up_proj") is not None:
+            yield _describe_unmarked(path, module, unmarked, model.get_submodule(path.rpartition(".")[0]))
+
+
+def _unmarked(module: nn.Module) -> Unmarked | None:
+    return next((UNMARKED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in UNMARKED), None)
+
+
+def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Module) -> ExpertsLayer:
+    num_experts = module.down_proj.size(0)  # gate_up has rows of experts that compute nothing, too
+    rows, hidden = module.gate_up_proj.shape[1:]
+    if unmarked.is_transposed:
+        rows, hidden = hidden, rows
+    return ExpertsLayer(
+        path=path,
+        module=module,
+        num_experts=num_experts,
+        top_k=min(unmarked.top_k(block), num_experts),
+        hidden=hidden,
+        intermediate=rows // 2,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=unmarked.is_transposed,
+        is_concatenated=True,
+        activation=_activation(module),
+        has_post_expert_norm=False,
+        expert_parallel=False,
+        block=block if unmarked.block else None,
+    )
+
+
+def _describe(path: str, module: Any) -> ExpertsLayer:
+    gate_up = module.gate_up_proj if module.has_gate else module.up_proj
+    num_experts, rows, hidden = gate_up.shape  # of a patched module's there is nothing but the shape
+    if module.is_transposed:
+        rows, hidden = hidden, rows
+    return ExpertsLayer(
+        path=path,
+        module=module,
+        num_experts=num_experts,
+        top_k=_top_k(path, module.config),
+        hidden=hidden,
+        intermediate=rows // 2 if module.has_gate else rows,
+        has_gate=module.has_gate,
+        has_bias=module.has_bias,
+        is_transposed=module.is_transposed,
+        is_concatenated=module.is_concatenated,
+        activation=_activation(module),
+        has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
+        expert_parallel=getattr(module, "_is_expert_parallel", False),
+        share=vars(module).get("_mesh_share"),
+    )
+
+
+def _top_k(path: str, config: Any) -> int:
+    for name in _TOP_K_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+        if isinstance(value, list):  # one per layer: what the pool must hold is the largest
+            return max(value)
+    raise UnsupportedModelError(
+        f"The number of experts per token of {path} is unknown: {type(config).__name__} has none of {_TOP_K_NAMES}."
+    )
+
+
+def _activation(module: Any) -> str | None:
+    owner = next((cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls)), None)
+    if owner is None or vars(owner)["_apply_gate"] is moe._default_apply_gate or not getattr(module, "has_gate", True):
+        return _activation_name(module.act_fn)
+    named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
+    if named is not None:
+        with contextlib.suppress(ValueError):  # of a config with limits that no kernel has
+            gate_named(named)
+            return named
+    return None
+
+
+def _is_silu(function: Any) -> bool:
+    return function is nn.functional.silu or isinstance(function, (nn.SiLU, activations.SiLUActivation))
+
+
+def _activation_name(function: Any) -> str | None:
+    if _is_silu(function):
+        return "silu"
+    if isinstance(function, activations.ReLUSquaredActivation):
+        return "relu2"
+    if isinstance(function, (activations.GELUTanh, activations.NewGELUActivation)):
+        return "gelu_tanh"
+    if isinstance(function, activations.GELUActivation):
+        return "gelu"
+    if isinstance(function, nn.GELU):
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    return None
+
+
+def _no_experts_message(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    name = type(model).__name__ if model_type is None else f"{type(model).__name__} (model type {model_type!r})"
+    # Model types of one family differ between its parts, and from the folder's name.
+    folder = type(config).__module__.rpartition(".")[0].rpartition(".")[2]
+    reason = UNDECORATED.get(folder, "it has no module with the experts layout of transformers")
+    return f"torch_mesh cannot run {name}: {reason}. Supported families: {', '.join(supported_families())}."
