@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 
 from torch_mesh.foresight.traces import save_trace
 from torch_mesh.models.families import ExpertTensors
-from torch_mesh.store.contents import NewFile, StorePlan
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import Shape as StoreShape
+from torch_mesh.store.store_plan import NewFile, StorePlan
 from torch_mesh.store.writer import write_store
 from torch_mesh.synthetic import synthetic_trace
 

@@ -19,7 +19,6 @@ from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from .assembling import OfRecords, assemble, check
-from .cache import cache_folder, note_use
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
 from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
@@ -46,6 +45,8 @@ from .store.convert import (
     weights_of_checkpoint,
     write_rest,
 )
+from .store.dense_weights import WITHOUT_TORCH_MESH
+from .store.disk_cache import cache_folder, note_use
 from .store.gguf import gguf_files, is_gguf
 from .store.gguf_model import READ_BY_TABLES, complete_config, config_table
 from .store.header import store_error, weight_files
@@ -60,7 +61,6 @@ from .store.manifest import (
     read_manifest,
 )
 from .store.progress import progress_bar
-from .store.rest import WITHOUT_TORCH_MESH
 from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written

@@ -13,7 +13,6 @@ from torch import nn
 
 from .announce import withdraw
 from .assembling import Origin, assemble, check
-from .cache import unnamed_folder
 from .compiled_steps import undo_compile
 from .config import MeshConfig, with_fields
 from .dense import packed_linears, restore_dense
@@ -29,6 +28,7 @@ from .speculation.models import undo_speculation
 from .speculation.mtp import undo_mtp
 from .statistics.speculated import drop_tally
 from .store.convert import checked_group_size, convert_model
+from .store.disk_cache import unnamed_folder
 from .store.manifest import OF_CODES
 from .store.progress import progress_bar
 from .undivided import check_undivided

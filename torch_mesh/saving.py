@@ -37,6 +37,7 @@ from .modules import MeshExperts, patched_modules, unpacked_parameters
 from .pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved, wrap_saving
 from .store.convert import plan_of_model
+from .store.dense_weights import mesh_config, plain_config
 from .store.folders import check_free_space, full_disk_as_store_error
 from .store.manifest import (
     MANIFEST_NAME,
@@ -49,7 +50,6 @@ from .store.manifest import (
     read_manifest,
 )
 from .store.progress import progress_bar
-from .store.rest import mesh_config, plain_config
 from .store.writer import write_store
 from .system.atomic_files import new_file_mode, scratch_folder
 

@@ -33,8 +33,8 @@ from torch_mesh.dense import packed_linears
 from torch_mesh.modules import MeshExperts
 from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import convert
+from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
-from torch_mesh.store.rest import WITHOUT_TORCH_MESH
 from torch_mesh.store.verify import verify
 from torch_mesh.system.atomic_files import scratch_folder
 

@@ -15,8 +15,8 @@ from codes import pack_random_codes
 from torch import Tensor
 
 from torch_mesh import _C, _testing
-from torch_mesh.store.contents import StorePlan
 from torch_mesh.store.manifest import FORMAT_VERSIONS, OF_CODES, Shape, Store, group_sizes
+from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.store.writer import write_store
 
 ops = torch.ops.torch_mesh

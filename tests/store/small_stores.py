@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from torch_mesh.store.contents import NewFile, StorePlan
 from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.store_plan import NewFile, StorePlan
 from torch_mesh.store.writer import write_store
 
 _SHAPE = Shape(layers=1, experts=3, top_k=1, hidden=64, intermediate=32, gated=True, bias=False, activation="silu")

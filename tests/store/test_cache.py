@@ -18,9 +18,9 @@ from limited_processes import without_privileges
 from tiny_checkpoints import tiny_model
 
 import torch_mesh
-from torch_mesh.cache import cache_folder, unnamed_folder
 from torch_mesh.config import FIELDS
 from torch_mesh.errors import MeshError, StoreError
+from torch_mesh.store.disk_cache import cache_folder, unnamed_folder
 from torch_mesh.system.atomic_files import locked, new_file, scratch_folder
 
 PATCH = """
@@ -125,7 +125,7 @@ def test_a_scratch_folder_takes_another_name_where_one_that_sweeps_was_quicker(
 NO_HOME = """
 import os
 import torch_mesh
-from torch_mesh.cache import unnamed_folder
+from torch_mesh.store.disk_cache import unnamed_folder
 from torch_mesh.cli import main
 main(["doctor"])  # which imports what it needs: the other user may not be allowed to read that
 os.setuid(54321)

@@ -26,8 +26,8 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.checkpoint import find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import convert, convert_model, pack_expert
+from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH, written
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
-from torch_mesh.store.rest import WITHOUT_TORCH_MESH, written
 from torch_mesh.store.verify import verify
 
 WEIGHTS = ("bf16", "int8", "int4", "lut4", "tcq3", "tcq2+tcq3", "tcq2")

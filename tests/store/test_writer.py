@@ -14,8 +14,8 @@ import torch
 
 from torch_mesh.errors import StoreError
 from torch_mesh.store import unfinished
-from torch_mesh.store.contents import NewFile, RecordMaker, StorePlan
 from torch_mesh.store.manifest import Shape, Store
+from torch_mesh.store.store_plan import NewFile, RecordMaker, StorePlan
 from torch_mesh.store.verify import verify
 from torch_mesh.store.writer import write_store
 

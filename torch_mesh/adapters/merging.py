@@ -14,7 +14,6 @@ import torch
 
 from ..models.families import ExpertsLayer, ExpertTensors, find_experts
 from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
-from ..store.contents import Progress, StorePlan
 from ..store.convert import (
     check_unchanged,
     checked_group_size,
@@ -26,12 +25,13 @@ from ..store.convert import (
     stored_record,
     weights_of_checkpoint,
 )
+from ..store.dense_weights import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.hub import local_folder
 from ..store.manifest import MAX_FILE_BYTES, OF_CODES, WEIGHTS, Shape, is_store, open_store
 from ..store.mapping import model_names
-from ..store.rest import DENSE_DTYPES, Dense, Rest, files_beside, rest_of_checkpoint, rest_of_store, written
+from ..store.store_plan import Progress, StorePlan
 from ..store.verify import check_other_files
 from ..store.writer import Written, write_store
 from .factors import Factors

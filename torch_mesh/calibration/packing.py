@@ -17,9 +17,9 @@ from .. import _C
 from ..errors import MeshError
 from ..models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
 from ..store.checkpoint import CheckpointExperts
-from ..store.contents import Scratch
 from ..store.header import store_error
 from ..store.manifest import Calibration
+from ..store.store_plan import Scratch
 from .collecting import collect, text_sequences
 from .moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
 from .rows import LayerRows, RowFiles

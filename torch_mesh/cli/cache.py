@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.filesize import decimal as format_bytes
 from rich.table import Column, Table
 
-from torch_mesh.cache import cache_folder
-from torch_mesh.cached_stores import CachedStore, cached_stores, remove
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import MeshError
+from torch_mesh.store.cached_stores import CachedStore, cached_stores, remove
+from torch_mesh.store.disk_cache import cache_folder
 
 _OTHER_COLUMNS = 48  # characters, at least, that a table has beside the names of stores
 

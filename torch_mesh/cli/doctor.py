@@ -26,9 +26,9 @@ from rich.table import Table
 
 import torch_mesh
 
-from ..cache import cache_folder
 from ..config import LEAST_CAPABILITY
 from ..errors import MeshError
+from ..store.disk_cache import cache_folder
 from ..store.sources import METHODS
 from ..system.memory import available_bytes
 from ..system.timing import memory_speed

@@ -25,7 +25,7 @@ from torch_mesh.store.checkpoint import (
     read_config,
     shape_of,
 )
-from torch_mesh.store.contents import Progress, StorePlan
+from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
 from torch_mesh.store.manifest import (
@@ -36,7 +36,7 @@ from torch_mesh.store.manifest import (
     WEIGHTS,
     Store,
 )
-from torch_mesh.store.rest import dense_files, files_beside, rest_of_checkpoint, tensors_of
+from torch_mesh.store.store_plan import Progress, StorePlan
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import Written, write_folder, write_store
 

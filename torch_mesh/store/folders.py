@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
-from torch_mesh.store.contents import StorePlan
+from torch_mesh.store.disk_cache import unwritable
 from torch_mesh.store.header import parse_json, store_error
 from torch_mesh.store.journal import JOURNAL_NAME, JOURNAL_START
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, is_store, open_store, read_manifest
+from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.system.atomic_files import exchange, locked
 
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from torch_mesh.store.contents import Progress
+from torch_mesh.store.store_plan import Progress
 
 
 @contextlib.contextmanager

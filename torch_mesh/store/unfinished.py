@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_mesh.store.contents import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.folders import is_folder
 from torch_mesh.store.header import store_error
 from torch_mesh.store.journal import JOURNAL_NAME, Journal
@@ -29,6 +28,7 @@ from torch_mesh.store.manifest import (
     file_digest,
     plan_record_files,
 )
+from torch_mesh.store.store_plan import Chunk, NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.system.atomic_files import FILE_MODE
 from torch_mesh.system.background import TaskThreads
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_mesh.store.contents import Progress
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import (
     BLOCK_BYTES,
@@ -24,6 +23,7 @@ from torch_mesh.store.manifest import (
     file_digest,
     quantization_table,
 )
+from torch_mesh.store.store_plan import Progress
 from torch_mesh.system.background import TaskThreads, usable_processors
 
 _CONFIG_NAME = "config.json"

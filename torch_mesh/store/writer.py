@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_mesh.cache import unwritable
 from torch_mesh.errors import StoreError
-from torch_mesh.store.contents import NewFile, Progress, RecordMaker, Scratch, StorePlan
+from torch_mesh.store.disk_cache import unwritable
 from torch_mesh.store.folders import (
     check_free_space,
     check_ours,
@@ -35,6 +34,7 @@ from torch_mesh.store.folders import (
 )
 from torch_mesh.store.header import store_error
 from torch_mesh.store.manifest import MAX_FILE_BYTES, Store, open_store, plan_record_files
+from torch_mesh.store.store_plan import NewFile, Progress, RecordMaker, Scratch, StorePlan
 from torch_mesh.store.unfinished import UnfinishedStore
 from torch_mesh.system.atomic_files import locked
 from torch_mesh.system.background import usable_processors

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import MeshError, StoreError
-from .store.header import store_error
-from .system.atomic_files import scratch_folder
+from ..errors import MeshError, StoreError
+from ..system.atomic_files import scratch_folder
+from .header import store_error
 
 
 def cache_folder() -> Path:

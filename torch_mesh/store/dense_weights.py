@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_mesh.errors import MeshError
 from torch_mesh.store.checkpoint import CheckpointExperts
-from torch_mesh.store.contents import Chunk, NewFile, StorePlan
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.gguf_model import rest_of_model, tokenizer_files
 from torch_mesh.store.header import (
@@ -33,6 +32,7 @@ from torch_mesh.store.header import (
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, config_text, quantization_table
 from torch_mesh.store.sources import QUANTISATION_FILES
 from torch_mesh.store.sources.layout import Weight
+from torch_mesh.store.store_plan import Chunk, NewFile, StorePlan
 
 _COPY_BYTES = 8 << 20
 DENSE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_mesh.cache import cache_folder
 from torch_mesh.errors import MeshError, StoreError
+from torch_mesh.store.disk_cache import cache_folder
 from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
 from torch_mesh.system.atomic_files import locked
