@@ -28,8 +28,8 @@ from prefill_cold import forward, open_model
 
 import torch_mesh
 from torch_mesh.modules import patched_modules
+from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.store.manifest import open_store
-from torch_mesh.synthetic import synthetic_trace
 
 WARM_UP = 128
 PAST = 16  # tokens before the first

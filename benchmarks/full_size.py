@@ -28,13 +28,13 @@ from harness import Report, Row
 from rich.console import Console
 from safetensors.torch import save_file
 
-from torch_mesh.foresight.traces import save_trace
 from torch_mesh.models.families import ExpertTensors
+from torch_mesh.routing.synthetic import synthetic_trace
+from torch_mesh.routing.traces import save_trace
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import Shape as StoreShape
 from torch_mesh.store.store_plan import NewFile, StorePlan
 from torch_mesh.store.writer import write_store
-from torch_mesh.synthetic import synthetic_trace
 
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
 GROUP_SIZES = {"int4": 64, "tcq3": 128, "tcq2": 128}

@@ -27,9 +27,9 @@ from harness import Report, Row
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from torch_mesh.foresight.traces import save_trace
 from torch_mesh.planning.measuring import disk_speed
-from torch_mesh.synthetic import synthetic_trace
+from torch_mesh.routing.synthetic import synthetic_trace
+from torch_mesh.routing.traces import save_trace
 
 LAYERS = 24  # of the 20b; the 120b has 36 layers of 128 experts
 EXPERTS = 32

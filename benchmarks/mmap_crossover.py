@@ -36,7 +36,7 @@ def worker(request_path: str, result_path: str) -> None:
     import torch
     from op_layer import store_engine
 
-    from torch_mesh.synthetic import synthetic_trace
+    from torch_mesh.routing.synthetic import synthetic_trace
 
     request = json.loads(Path(request_path).read_text())
     torch.set_num_threads(request["threads"])

@@ -233,8 +233,8 @@ def run_ranks(folder: Path, out: Path, names: Sequence[str], options: Any) -> li
 
 def foretold(trace: Any, found: list[dict[str, Any]], run: dict[str, Any], given: Any) -> tuple[Any, Any]:
     """By ``simulate --nodes``, of what the ranks have measured besides the run itself: with messages as they measured them, and as the network is ``given``."""
-    from torch_mesh.foresight.nodes import Cluster, Network, simulate_nodes
-    from torch_mesh.foresight.simulation import Hardware
+    from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
+    from torch_mesh.routing.simulation import Hardware
 
     expert, memory = mean(found, "expert_bytes"), mean(found, "experts")
     ways = {"dispatch": run["dispatch"]} if len(found) > 1 else {}
@@ -299,8 +299,8 @@ def add_rows(report: Report, found: list[dict[str, Any]], trace: Any, network: A
 
 
 def measure(options: Any) -> Report:
-    from torch_mesh.foresight.nodes import Network
-    from torch_mesh.foresight.traces import load_trace
+    from torch_mesh.routing.cluster_simulation import Network
+    from torch_mesh.routing.traces import load_trace
 
     network = Network.parse(options.network)
     folder = synthetic.store(options.dir, SHAPE, WEIGHTS)

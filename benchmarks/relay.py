@@ -244,7 +244,7 @@ def measured(bandwidth: float, delay: float) -> Link:
 
 
 def measure(options: Any) -> Report:
-    from torch_mesh.foresight.nodes import Network
+    from torch_mesh.routing.cluster_simulation import Network
 
     network = Network.parse(options.network)
     report = Report(f"A relay between two network namespaces: {options.network}")

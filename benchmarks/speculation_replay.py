@@ -36,11 +36,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 
 import torch_mesh
 from torch_mesh.modules import patched_modules
+from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import LENGTHS, Speculation
 from torch_mesh.speculation.drafter import Drafter
 from torch_mesh.speculation.lookup import Lookup
-from torch_mesh.synthetic import synthetic_trace
 
 PROMPT = 32  # more rows than a decode step has
 FILE = 512  # tokens of a file that is rewritten, at most

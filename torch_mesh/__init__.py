@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from .compiled_steps import compile
     from .config import MeshConfig
     from .experts import Experts
-    from .foresight.traces import load_trace, record_trace
     from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .gpu.placement import hottest_experts
     from .packed_weight import PackedWeight
     from .patching import patch, unpatch
+    from .routing.traces import load_trace, record_trace
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
@@ -97,11 +97,11 @@ _WHERE = {
     "compile": "compiled_steps",
     "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
-    "load_trace": "foresight.traces",
+    "load_trace": "routing.traces",
     "merge": "adapters.merging",
     "patch": "patching",
     "place_experts": "gpu.device_work",
-    "record_trace": "foresight.traces",
+    "record_trace": "routing.traces",
     "reset_stats": "statistics.stats",
     "save_profile": "statistics.stats",
     "set_capture_batch_sizes": "gpu.device_work",

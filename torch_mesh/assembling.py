@@ -20,8 +20,6 @@ from .config import MeshConfig
 from .dense import dense_bytes, pack_dense, take_products
 from .expert_parallel import Share
 from .fallback import check_fallback, split_pool
-from .foresight.lookahead import check_predictor, connect
-from .foresight.profiles import check_profile
 from .gpu.choosing import check_gpu_weights, choose_experts
 from .gpu.placement import Placement
 from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
@@ -33,6 +31,8 @@ from .modules import install
 from .other_format import Records, open_other
 from .packed_weight import device_of
 from .pool import ExpertPool, least_slots, pool_slots
+from .prefetch.lookahead import check_predictor, connect
+from .routing.profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .sharing import check_shared
 from .speculation.models import check_speculation, take_speculation

@@ -18,10 +18,10 @@ import torch
 from . import _C
 from .config import MeshConfig
 from .errors import MeshError, ReadTimeoutError
-from .foresight.profiles import pool_profile
 from .guard import MemoryGuard
 from .models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from .ops.device import DeviceLayer, SharedDevice
+from .routing.profiles import pool_profile
 from .statistics.log import StatsLog
 from .statistics.machine import describe_machine
 from .store.convert import pack_expert

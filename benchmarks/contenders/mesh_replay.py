@@ -12,8 +12,8 @@ import session
 import torch
 from mesh import Eager, Measured, Mesh
 
-from torch_mesh.foresight.traces import load_trace
 from torch_mesh.modules import patched_modules
+from torch_mesh.routing.traces import load_trace
 
 
 class Forced(Measured):

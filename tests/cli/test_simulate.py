@@ -11,9 +11,9 @@ import pytest
 
 from torch_mesh import _C
 from torch_mesh.cli import main
-from torch_mesh.foresight.nodes import Cluster, Network, simulate_nodes
-from torch_mesh.foresight.simulation import Hardware, simulate
-from torch_mesh.foresight.traces import Trace, load_trace
+from torch_mesh.routing.cluster_simulation import Cluster, Network, simulate_nodes
+from torch_mesh.routing.simulation import Hardware, simulate
+from torch_mesh.routing.traces import Trace, load_trace
 
 TRACE = Path(__file__).parents[1] / "data" / "mesh_tiny_routing.npz"
 

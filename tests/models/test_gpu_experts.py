@@ -31,13 +31,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, _testing
-from torch_mesh.foresight.profiles import Profile, write_profile
-from torch_mesh.foresight.traces import Trace
 from torch_mesh.gpu import choosing, placing, planning
 from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import patched_modules
 from torch_mesh.planning.plan import plan
+from torch_mesh.routing.profiles import Profile, write_profile
+from torch_mesh.routing.traces import Trace
 from torch_mesh.statistics.counters import DeviceCounters
 from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert

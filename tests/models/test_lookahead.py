@@ -11,10 +11,10 @@ from tiny_models import NO_LOOKAHEAD, TINY_MODELS, draw_routers
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.foresight.predictor import fit, load_predictor, recall, save_predictor
-from torch_mesh.foresight.traces import load_trace
 from torch_mesh.models.families import Router, find_experts, find_router, why_no_router
 from torch_mesh.modules import patched_modules
+from torch_mesh.prefetch.predictor import fit, load_predictor, recall, save_predictor
+from torch_mesh.routing.traces import load_trace
 
 
 def _generate(folder: Path, **fields: object) -> tuple[torch.Tensor, Any]:

@@ -17,11 +17,11 @@ from transformers.generation import CompileConfig
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
-from torch_mesh.foresight.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
-from torch_mesh.foresight.simulation import simulate
-from torch_mesh.foresight.traces import load_trace
 from torch_mesh.models.families import find_experts, find_router
 from torch_mesh.modules import patched_modules
+from torch_mesh.prefetch.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
+from torch_mesh.routing.simulation import simulate
+from torch_mesh.routing.traces import load_trace
 
 TEXT = Path(__file__).parents[1] / "data" / "text"
 
@@ -110,7 +110,7 @@ def test_nothing_can_be_fitted_to_single_tokens(model: PreTrainedModel, sequence
 def test_layers_without_a_router_are_fitted_to_whom_they_chose(
     model: PreTrainedModel, sequences: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_mesh.foresight.predictor.find_router", lambda model, layer: None)
+    monkeypatch.setattr("torch_mesh.prefetch.predictor.find_router", lambda model, layer: None)
     rows = recall(model, fit(model, sequences[:11]), sequences[22:26])
     assert all(row.lookahead is None for row in rows)
     assert all(row.fitted[0] > 0.6 for row in rows[1:])

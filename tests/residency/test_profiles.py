@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
 from torch_mesh.cli import main
-from torch_mesh.foresight.profiles import Profile, check_profile, load_profile, pool_profile, write_profile
+from torch_mesh.routing.profiles import Profile, check_profile, load_profile, pool_profile, write_profile
 from torch_mesh.statistics.stats import engines_of
 from torch_mesh.store.convert import convert
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.foresight.simulation import Hardware, simulate
-from torch_mesh.foresight.traces import load_trace
+from torch_mesh.routing.simulation import Hardware, simulate
+from torch_mesh.routing.traces import load_trace
 
 # Reads that end at once: what the live pool's took is nobody's to repeat.
 FAST = Hardware(expert_bytes=1e3, disk_speed=1e15, memory_speed=1e6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torch_mesh.foresight.simulation import simulate
-from torch_mesh.foresight.traces import Trace
-from torch_mesh.synthetic import synthetic_trace
+from torch_mesh.routing.simulation import simulate
+from torch_mesh.routing.synthetic import synthetic_trace
+from torch_mesh.routing.traces import Trace
 
 
 def _overlap(trace: Trace) -> float:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.foresight.traces import Trace, load_trace, save_trace
+from torch_mesh.routing.traces import Trace, load_trace, save_trace
 
 
 def _written(path: Path, **arrays: Any) -> Path:

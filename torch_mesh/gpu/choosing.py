@@ -14,11 +14,11 @@ from torch import nn
 
 from ..config import LEAST_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
-from ..foresight.profiles import check_fits, load_profile
 from ..models.families import ExpertsLayer
 from ..other_format import formats_of_fewer_bits
 from ..packed_weight import device_of
 from ..pool import record_bytes
+from ..routing.profiles import check_fits, load_profile
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts
 from .planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, plan_gpu

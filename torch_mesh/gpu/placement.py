@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ..config import MeshConfig
-from ..foresight.traces import Trace
+from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
 # Of each of the two buffers through which prompts bring experts up: enough records for copies to go on beside products. Both take

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import _C
+from ..routing.synthetic import synthetic_trace
 from ..store.manifest import Shape
-from ..synthetic import synthetic_trace
 
 # Hits per access with a share of all experts resident, policy "auto", no prefetch: docs/decisions/0013. The expectation is that
 # of DeepSeek-V2-Lite on natural text, the less local of the two models; mesh-tiny is the more local one.

@@ -15,7 +15,7 @@ from torch_mesh.opening import open_model, open_tokenizer, read_documents, token
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
-    from torch_mesh.foresight.predictor import Recall
+    from torch_mesh.prefetch.predictor import Recall
 
 _HELD_OUT = 5  # one sequence in so many is not learned from, but measured on
 _WORTH_IT = 0.03  # recall at k that a predictor should add
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Fits, writes the file and prints what it adds; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.foresight.predictor import fit, recall, save_predictor
+    from torch_mesh.prefetch.predictor import fit, recall, save_predictor
 
     config = given_config(arguments)
     if not Path(arguments.out).absolute().parent.is_dir():

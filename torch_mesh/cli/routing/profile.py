@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from torch_mesh.cli.routing.simulate import parse_prompts
-from torch_mesh.foresight.profiles import profile_of_trace, write_profile
-from torch_mesh.foresight.traces import load_trace
+from torch_mesh.routing.profiles import profile_of_trace, write_profile
+from torch_mesh.routing.traces import load_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

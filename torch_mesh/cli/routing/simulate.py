@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from torch_mesh.foresight.nodes import DISPATCHES, PLACEMENTS, Cluster, Network, NodesRow, simulate_nodes
-from torch_mesh.foresight.profiles import load_profile
-from torch_mesh.foresight.simulation import Hardware, Row, policy_names, simulate
-from torch_mesh.foresight.traces import Trace, load_trace
+from torch_mesh.routing.cluster_simulation import DISPATCHES, PLACEMENTS, Cluster, Network, NodesRow, simulate_nodes
+from torch_mesh.routing.profiles import load_profile
+from torch_mesh.routing.simulation import Hardware, Row, policy_names, simulate
+from torch_mesh.routing.synthetic import synthetic_trace
+from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
-from torch_mesh.synthetic import synthetic_trace
 from torch_mesh.values import parse_size
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from ..errors import MeshError
 from ..models.families import check_recordable, find_experts, find_router, ranking, why_no_router
+from ..prefetch.predictor import fitted_routers, load_predictor
 from ..system.atomic_files import new_file
-from .predictor import fitted_routers, load_predictor
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
 _MOST_EXPERTS = 65536
