@@ -19,13 +19,13 @@ from .attention import check_attention, take_attention
 from .config import MeshConfig
 from .dense import dense_bytes, pack_dense, take_products
 from .expert_parallel import Share
-from .fallback import check_fallback, split_pool
 from .gpu.choosing import check_gpu_weights, choose_experts
 from .gpu.placement import Placement
 from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
 from .growing_cache import take_caches
 from .left_alone import announce_left_alone
-from .lossy import check_lossy, make_lossy
+from .lossy.decoding import check_lossy, make_lossy
+from .lossy.fallback import check_fallback, split_pool
 from .models.families import ExpertsLayer, common_geometry, pool_activations
 from .modules import install
 from .other_format import Records, open_other

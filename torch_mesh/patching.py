@@ -18,7 +18,7 @@ from .config import MeshConfig, with_fields
 from .dense import packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .growing_cache import undo_caches
-from .lossy import undo_lossy
+from .lossy.decoding import undo_lossy
 from .models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from .other_format import Records, format_of, other_config

@@ -104,7 +104,7 @@ STEPS = [
     (IN_MEMORY, assembling, "install", 3),
     (IN_MEMORY | ALL, assembling, "attach_quantizer", 1),
     (IN_MEMORY | ALL, assembling, "make_lossy", 1),
-    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy"), "change_class", 2),
+    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy.decoding"), "change_class", 2),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
     (IN_MEMORY | ALL, assembling, "pack_dense", 1),
     (IN_MEMORY | ALL, assembling, "take_attention", 1),
@@ -148,7 +148,7 @@ class _InterruptAt:
 
     FILES = tuple(
         f"{PACKAGE}/{name}.py"
-        for name in ("assembling", "patching", "modules", "dense", "lossy", "attention", "saving", "announce")
+        for name in ("assembling", "patching", "modules", "dense", "lossy/decoding", "attention", "saving", "announce")
     )
 
     def __init__(self, line: int | None) -> None:
@@ -403,7 +403,7 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
     ("owner", "name"),
     [
         (importlib.import_module("torch_mesh.dense"), "restore_class"),
-        (importlib.import_module("torch_mesh.lossy"), "restore_class"),
+        (importlib.import_module("torch_mesh.lossy.decoding"), "restore_class"),
         (modules, "change_class"),
         (patching, "restore_dense"),
         (patching, "undo_lossy"),

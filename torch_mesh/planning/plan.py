@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import MeshConfig
-from ..fallback import check_fallback_config
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.planning import GpuPlan
+from ..lossy.fallback import check_fallback_config
 from ..store.manifest import is_store
 from ..system.memory import anonymous_bytes, available_bytes
 from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fewer_bits, peak_bytes, tokens_per_chunk

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .config import MeshConfig
-from .errors import UnsupportedModelError
-from .models.families import ExpertsLayer
-from .other_format import formats_of_fewer_bits
-from .pool import least_slots, record_bytes
-from .store.convert import checked_group_size
+from ..config import MeshConfig
+from ..errors import UnsupportedModelError
+from ..models.families import ExpertsLayer
+from ..other_format import formats_of_fewer_bits
+from ..pool import least_slots, record_bytes
+from ..store.convert import checked_group_size
 
 
 def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str) -> None:
