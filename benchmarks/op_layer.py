@@ -17,7 +17,7 @@ from synthetic import WEIGHT_STD, Shape
 import torch_mesh
 from torch_mesh import _C, _testing
 from torch_mesh.models.families import ExpertTensors, Geometry
-from torch_mesh.pool import ExpertPool
+from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
 from torch_mesh.store.manifest import OF_CODES, open_store
 

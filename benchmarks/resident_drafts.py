@@ -21,10 +21,10 @@ import torch
 from harness import Report, Row
 from perplexity import ROOT
 from speculation import prompts
-from torch_mesh.lossy.decoding import Selection
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 import torch_mesh
+from torch_mesh.lossy.decoding import Selection
 from torch_mesh.models.families import ExpertsLayer, find_experts, router_module
 
 

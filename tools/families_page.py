@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from torch_mesh.models.families import (
     UNDECORATED,
     UNMARKED,

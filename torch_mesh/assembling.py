@@ -28,13 +28,13 @@ from .lossy.decoding import check_lossy, make_lossy
 from .lossy.fallback import check_fallback, split_pool
 from .models.families import ExpertsLayer, common_geometry, pool_activations
 from .modules import install
-from .other_format import Records, open_other
 from .packed_weight import device_of
-from .pool import ExpertPool, least_slots, pool_slots
+from .pool.expert_pool import ExpertPool, least_slots, pool_slots
+from .pool.secondary_pool import Records, open_other
+from .pool.shared_pool import check_shared
 from .prefetch.lookahead import check_predictor, connect
 from .routing.profiles import check_profile
 from .saving import PatchedModelQuantizer, attach_quantizer
-from .sharing import check_shared
 from .speculation.models import check_speculation, take_speculation
 from .speculation.mtp import take_mtp
 from .undivided import check_forwards

@@ -16,9 +16,9 @@ from .config import MeshConfig, with_fields
 from .models.activations import FUNCTIONS, Gate, gate_named
 from .models.families import find_experts
 from .modules import MeshExperts
-from .other_format import Records
 from .patching import patch
 from .pending import PendingExperts, submit
+from .pool.secondary_pool import Records
 from .saving import PatchedModelQuantizer
 from .store.manifest import Shape, open_store
 

@@ -14,7 +14,7 @@ from .adapters.factors import Factors
 from .models.families import ExpertsLayer, InPool, apply_gate, check_model
 from .ops.device import find
 from .packed_weight import as_parameter, packed_experts
-from .pool import ExpertPool, refuse_to_pickle
+from .pool.expert_pool import ExpertPool, refuse_to_pickle
 from .prefetch.lookahead import NextLayer
 
 _PREFIX = "_mesh_"  # of all attributes that patching gives to modules

@@ -17,7 +17,7 @@ from .system.memory import shortage
 
 if TYPE_CHECKING:
     from .models.families import ExpertsLayer
-    from .pool import ExpertPool
+    from .pool.expert_pool import ExpertPool
 
 aten = torch.ops.aten
 

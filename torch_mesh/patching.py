@@ -21,8 +21,8 @@ from .growing_cache import undo_caches
 from .lossy.decoding import undo_lossy
 from .models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
-from .other_format import Records, format_of, other_config
 from .packed_weight import device_of
+from .pool.secondary_pool import Records, format_of, other_config
 from .saving import PatchedModelQuantizer, detach_quantizer
 from .speculation.models import undo_speculation
 from .speculation.mtp import undo_mtp

@@ -34,7 +34,7 @@ from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .models.families import ExpertsLayer, find_experts, layers_left_alone
 from .modules import MeshExperts, patched_modules, unpacked_parameters
-from .pool import ExpertPool
+from .pool.expert_pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved, wrap_saving
 from .store.convert import plan_of_model
 from .store.dense_weights import mesh_config, plain_config

@@ -20,7 +20,7 @@ from .errors import StoreError
 from .growing_cache import undo_caches
 from .models.families import ExpertsLayer
 from .modules import restored_parameters
-from .pool import ExpertPool
+from .pool.expert_pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.folders import partial_path
 from .store.writer import remove_made_from

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_mesh.sharing import SharedPool
+from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
 

@@ -428,7 +428,7 @@ def test_a_variable_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_logged_follows_the_verbosity_of_transformers() -> None:
-    logger = logging.getLogger("torch_mesh.pool")
+    logger = logging.getLogger("torch_mesh.pool.expert_pool")
     before = transformers_logging.get_verbosity()
     try:
         for level in (logging.INFO, logging.ERROR):

@@ -14,14 +14,14 @@ import pytest
 import torch
 from tiny_models import TINY_MODELS
 from torch import Tensor, nn
-from torch_mesh.lossy.fallback import check_fallback_config, split_slots
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig
+from torch_mesh.lossy.fallback import check_fallback_config, split_slots
 from torch_mesh.modules import patched_modules
 from torch_mesh.planning.plan import plan
-from torch_mesh.pool import ExpertPool
+from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store
 

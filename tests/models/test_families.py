@@ -25,12 +25,12 @@ from tiny_models import (
     output_of,
 )
 from torch import nn
-from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import torch_mesh
 import torch_mesh.experts
 from torch_mesh.dense import MeshLinear
+from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from torch_mesh.models.families import (
     ADAPTERS,
     ROUTERS,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from tiny_models import TINY_MODELS, inputs_for, output_of
 from torch import Tensor, nn
-from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
+from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import patched_modules
 from torch_mesh.store.convert import convert

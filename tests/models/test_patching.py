@@ -25,7 +25,7 @@ from torch_mesh.dense import dense_bytes
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import MeshExperts, patched_modules
 from torch_mesh.packed_weight import PackedExpertsWeight
-from torch_mesh.pool import record_bytes
+from torch_mesh.pool.expert_pool import record_bytes
 
 
 def _build(name: str = "Qwen3MoeExperts") -> PreTrainedModel:

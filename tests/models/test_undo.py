@@ -22,7 +22,7 @@ from torch_mesh import MeshError, _testing, assembling, modules, patching, undo
 from torch_mesh.gpu import choosing, placing
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import patched_modules
-from torch_mesh.pool import ExpertPool
+from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store import convert, writer
 
 PACKAGE = str(Path(torch_mesh.__file__).parent)

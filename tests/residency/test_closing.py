@@ -13,7 +13,7 @@ import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 
 from torch_mesh import _C
-from torch_mesh.pool import _close
+from torch_mesh.pool.expert_pool import _close
 
 # A process imports torch first; a hang takes for ever.
 PATIENCE = 300.0
@@ -25,7 +25,7 @@ import torch
 from tiny_pools import Spec, TinyExperts, open_engine, ops
 from torch_mesh import _C, _testing, MeshConfig, ReadTimeoutError
 from torch_mesh.models.families import Geometry
-from torch_mesh.pool import ExpertPool
+from torch_mesh.pool.expert_pool import ExpertPool
 
 experts = TinyExperts(Spec(layers=2), 0)
 source = _C.Source(**experts.store(Path(sys.argv[1])).source_arguments())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.modules import patched_modules
-from torch_mesh.pool import ExpertPool
+from torch_mesh.pool.expert_pool import ExpertPool
 
 
 @pytest.fixture(autouse=True)

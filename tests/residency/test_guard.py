@@ -16,7 +16,7 @@ from tiny_pools import Spec, TinyExperts, open_engine, ops
 from transformers.utils import logging as transformers_logging
 
 from torch_mesh import _C
-from torch_mesh.guard import MemoryGuard, wanted_slots
+from torch_mesh.pool.memory_guard import MemoryGuard, wanted_slots
 
 GIB, MIB = 1 << 30, 1 << 20
 SPEC = Spec(weights="int4", layers=3, experts=16)
@@ -205,7 +205,7 @@ def test_a_pool_shrinks_when_the_soft_limit_falls_and_grows_back(
     guard = MemoryGuard(machine.proc, calm=0.5)
     guard.add(engine)
     expected = [_output(engine, seed) for seed in range(12)]
-    with caplog.at_level(logging.INFO, logger="torch_mesh.guard"):
+    with caplog.at_level(logging.INFO, logger="torch_mesh.pool.memory_guard"):
         machine.limit(1 * GIB)
         assert _comes_true(lambda: engine.describe_size()["slots"] == 1)
         engine.validate()

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import doctor, main
-from torch_mesh.guard import MemoryGuard
 from torch_mesh.modules import patched_modules
 from torch_mesh.planning.measuring import disk_speed
+from torch_mesh.pool.memory_guard import MemoryGuard
 from torch_mesh.store.convert import convert
 from torch_mesh.store.verify import check_other_files
 from torch_mesh.system.background import BackgroundThread, TaskThreads, usable_processors

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import MeshConfig, ReadError
-from torch_mesh.sharing import SharedPool
+from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import Store, open_store
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_mesh import MeshConfig
 from torch_mesh.cli import main
-from torch_mesh.sharing import SharedPool
+from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.statistics.stats import stats
 from torch_mesh.store.manifest import open_store
 

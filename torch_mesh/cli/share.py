@@ -10,7 +10,7 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh import values
 from torch_mesh.cli.options import positive
-from torch_mesh.sharing import SharedPool
+from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.manifest import open_store
 
 

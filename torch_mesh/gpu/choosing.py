@@ -15,9 +15,9 @@ from torch import nn
 from ..config import LEAST_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer
-from ..other_format import formats_of_fewer_bits
 from ..packed_weight import device_of
-from ..pool import record_bytes
+from ..pool.expert_pool import record_bytes
+from ..pool.secondary_pool import formats_of_fewer_bits
 from ..routing.profiles import check_fits, load_profile
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts

@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..ops.device import DeviceLayer, SharedDevice
 from ..ops.streaming import Costs
-from ..pool import ExpertPool
+from ..pool.expert_pool import ExpertPool
 
 # Rows of an expert by which the CPU's time is measured, beside one.
 _MANY_ROWS = 32

@@ -10,8 +10,8 @@ import torch
 from ..config import MeshConfig
 from ..models.families import ExpertsLayer
 from ..ops.device import DeviceLayer, DeviceRecord, SharedDevice, place
-from ..other_format import Records, open_other
-from ..pool import ExpertPool, record_bytes
+from ..pool.expert_pool import ExpertPool, record_bytes
+from ..pool.secondary_pool import Records, open_other
 from ..store.convert import checked_group_size
 from ..store.progress import progress_bar
 from .measuring import streaming_costs

@@ -9,8 +9,8 @@ from torch import nn
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer
-from ..other_format import formats_of_fewer_bits
-from ..pool import least_slots, record_bytes
+from ..pool.expert_pool import least_slots, record_bytes
+from ..pool.secondary_pool import formats_of_fewer_bits
 from ..store.convert import checked_group_size
 
 

@@ -12,7 +12,7 @@ from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
 from ..lossy.fallback import split_slots
-from ..other_format import formats_of_fewer_bits
+from ..pool.secondary_pool import formats_of_fewer_bits
 from ..system.memory import auto_budget, auto_margin, resident_slots
 from .sizes import Sizes, bytes_in, stand_in_bytes
 

@@ -12,7 +12,7 @@ from .. import _C
 from ..errors import MeshError
 from ..modules import patched_modules
 from ..ops.device import SharedDevice
-from ..pool import ExpertPool
+from ..pool.expert_pool import ExpertPool
 from ..routing.profiles import Profile, write_profile
 from .counters import DeviceCounters, Stats, engine_stats
 from .speculated import tallies_in

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from . import _C
-from .config import MeshConfig
-from .errors import UnsupportedModelError
-from .models.families import ExpertsLayer
-from .store.manifest import Store
-from .system.memory import resident_slots
+from .. import _C
+from ..config import MeshConfig
+from ..errors import UnsupportedModelError
+from ..models.families import ExpertsLayer
+from ..store.manifest import Store
+from ..system.memory import resident_slots
 
 
 def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:

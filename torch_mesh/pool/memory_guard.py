@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from . import _C
-from .errors import PoolClosedError, ReadTimeoutError
-from .system.background import BackgroundThread
-from .system.memory import auto_margin, left_bytes
+from .. import _C
+from ..errors import PoolClosedError, ReadTimeoutError
+from ..system.background import BackgroundThread
+from ..system.memory import auto_margin, left_bytes
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from . import _C
-from .config import MeshConfig
-from .errors import MeshError, ReadTimeoutError
-from .guard import MemoryGuard
-from .models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
-from .ops.device import DeviceLayer, SharedDevice
-from .routing.profiles import pool_profile
-from .statistics.log import StatsLog
-from .statistics.machine import describe_machine
-from .store.convert import pack_expert
-from .store.manifest import Store, has_chosen_groups
-from .system.memory import resident_slots
+from .. import _C
+from ..config import MeshConfig
+from ..errors import MeshError, ReadTimeoutError
+from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
+from ..ops.device import DeviceLayer, SharedDevice
+from ..routing.profiles import pool_profile
+from ..statistics.log import StatsLog
+from ..statistics.machine import describe_machine
+from ..store.convert import pack_expert
+from ..store.manifest import Store, has_chosen_groups
+from ..system.memory import resident_slots
+from .memory_guard import MemoryGuard
 
 if TYPE_CHECKING:
-    from .expert_parallel import Share
+    from ..expert_parallel import Share
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _C
-from .config import MeshConfig
-from .models.families import ExpertsLayer, common_geometry, pool_activations
-from .pool import ExpertPool
-from .store.manifest import WEIGHTS, Store
+from .. import _C
+from ..config import MeshConfig
+from ..models.families import ExpertsLayer, common_geometry, pool_activations
+from ..store.manifest import WEIGHTS, Store
+from .expert_pool import ExpertPool
 
 BITS: dict[str, float] = {
     "bf16": 16,
