@@ -27,7 +27,7 @@ from harness import Report, Row
 from prefill_cold import forward, open_model
 
 import torch_mesh
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.store.manifest import open_store
 

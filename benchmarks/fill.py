@@ -22,7 +22,7 @@ from direct_reads import read_records
 from harness import Report, Row
 from prefill_cold import forward, open_model
 
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 
 PAST = 16  # tokens of the prompt
 FULL = 0.99

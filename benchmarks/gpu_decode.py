@@ -33,7 +33,7 @@ from torch_mesh.ops.device import find
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.modules import MeshExperts, patched_modules
+from torch_mesh.modules.experts import MeshExperts, patched_modules
 
 HALF, HALF_EAGER = "half on the card, replayed", "half on the card, eager"
 CPU, CPU_EAGER, CPU_WAITING = "all on the CPU, replayed", "all on the CPU, eager", "all on the CPU, gpu.experts=0"

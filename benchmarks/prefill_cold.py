@@ -25,7 +25,7 @@ from harness import Report, Row
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 
 RESIDENT = 0.25
 DECODED = 32

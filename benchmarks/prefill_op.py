@@ -30,7 +30,7 @@ from op_layer import (
     random_routing,
 )
 
-from torch_mesh.dense import torch_emulates_bf16
+from torch_mesh.modules.dense import torch_emulates_bf16
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.speculation.controller import Controller
 from torch_mesh.speculation.decoding import LENGTHS, Speculation

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .experts import Experts
     from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .gpu.placement import hottest_experts
-    from .packed_weight import PackedWeight
+    from .modules.packed_weight import PackedWeight
     from .patching import patch, unpatch
     from .routing.traces import load_trace, record_trace
     from .speculation.decoding import speculate
@@ -92,7 +92,7 @@ _WHERE = {
     "Experts": "experts",
     "MeshConfig": "config",
     "MeshTrainerCallback": "trainer",
-    "PackedWeight": "packed_weight",
+    "PackedWeight": "modules.packed_weight",
     "capture_batch_sizes": "gpu.device_work",
     "compile": "compiled_steps",
     "describe_training": "adapters.report",

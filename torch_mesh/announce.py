@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import MeshConfig
-from .modules import patched_modules
-from .packed_weight import PackedLinearWeight, PackedWeight
+from .modules.experts import patched_modules
+from .modules.packed_weight import PackedLinearWeight, PackedWeight
 from .store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"

@@ -17,7 +17,6 @@ from .adapters.registration import watch as watch_peft
 from .announce import announce
 from .attention import check_attention, take_attention
 from .config import MeshConfig
-from .dense import dense_bytes, pack_dense, take_products
 from .expert_parallel import Share
 from .gpu.choosing import check_gpu_weights, choose_experts
 from .gpu.placement import Placement
@@ -27,8 +26,9 @@ from .left_alone import announce_left_alone
 from .lossy.decoding import check_lossy, make_lossy
 from .lossy.fallback import check_fallback, split_pool
 from .models.families import ExpertsLayer, common_geometry, pool_activations
-from .modules import install
-from .packed_weight import device_of
+from .modules.dense import dense_bytes, pack_dense, take_products
+from .modules.experts import install
+from .modules.packed_weight import device_of
 from .pool.expert_pool import ExpertPool, least_slots, pool_slots
 from .pool.secondary_pool import Records, open_other
 from .pool.shared_pool import check_shared

@@ -15,9 +15,9 @@ from .assembling import OfRecords, assemble, check
 from .config import MeshConfig, with_fields
 from .models.activations import FUNCTIONS, Gate, gate_named
 from .models.families import find_experts
-from .modules import MeshExperts
+from .modules.async_forward import PendingExperts, submit
+from .modules.experts import MeshExperts
 from .patching import patch
-from .pending import PendingExperts, submit
 from .pool.secondary_pool import Records
 from .saving import PatchedModelQuantizer
 from .store.manifest import Shape, open_store

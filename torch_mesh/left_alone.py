@@ -11,7 +11,7 @@ from torch import nn
 
 from .gpu.choosing import layer_device
 from .models.families import ExpertsLayer, describe_left_alone, layers_left_alone
-from .modules import MeshExperts
+from .modules.experts import MeshExperts
 from .store.checkpoint import CheckpointExperts
 
 

@@ -24,7 +24,7 @@ from .errors import StoreError, UnsupportedModelError
 from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from .left_alone import load_left_alone
 from .models.families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .modules import Absent, PackedModule, patched_modules
+from .modules.experts import Absent, PackedModule, patched_modules
 from .pool.secondary_pool import Records, format_of, other_config
 from .saving import PatchedModelQuantizer
 from .shards import keep_expert_conversions

@@ -15,13 +15,13 @@ from .announce import withdraw
 from .assembling import Origin, assemble, check
 from .compiled_steps import undo_compile
 from .config import MeshConfig, with_fields
-from .dense import packed_linears, restore_dense
 from .errors import MeshError, UnsupportedModelError
 from .growing_cache import undo_caches
 from .lossy.decoding import undo_lossy
 from .models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
-from .modules import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
-from .packed_weight import device_of
+from .modules.dense import packed_linears, restore_dense
+from .modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
+from .modules.packed_weight import device_of
 from .pool.secondary_pool import Records, format_of, other_config
 from .saving import PatchedModelQuantizer, detach_quantizer
 from .speculation.models import undo_speculation

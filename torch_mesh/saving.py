@@ -30,10 +30,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
 from .announce import patched_models
-from .dense import packed_linears
 from .errors import MeshError, StoreError
 from .models.families import ExpertsLayer, find_experts, layers_left_alone
-from .modules import MeshExperts, patched_modules, unpacked_parameters
+from .modules.dense import packed_linears
+from .modules.experts import MeshExperts, patched_modules, unpacked_parameters
 from .pool.expert_pool import ExpertPool
 from .shards import PackedPart, Unpacking, being_saved, wrap_saving
 from .store.convert import plan_of_model

@@ -22,7 +22,7 @@ from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from .errors import MeshError
 from .models.families import ExpertsLayer
-from .packed_weight import NoStorage
+from .modules.packed_weight import NoStorage
 from .store.header import DTYPE_BITS, encode_header
 from .system.atomic_files import new_file
 

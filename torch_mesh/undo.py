@@ -19,7 +19,7 @@ from .config import MeshConfig
 from .errors import StoreError
 from .growing_cache import undo_caches
 from .models.families import ExpertsLayer
-from .modules import restored_parameters
+from .modules.experts import restored_parameters
 from .pool.expert_pool import ExpertPool
 from .saving import PatchedModelQuantizer, attach_quantizer
 from .store.folders import partial_path

@@ -11,8 +11,8 @@ from transformer import CachedTransformer, CompiledSteps, holds_values
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh.dense import packed_linears
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import patched_modules
 
 
 def opened(request: dict[str, Any]) -> PreTrainedModel:

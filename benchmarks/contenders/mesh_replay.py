@@ -12,7 +12,7 @@ import session
 import torch
 from mesh import Eager, Measured, Mesh
 
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.routing.traces import load_trace
 
 

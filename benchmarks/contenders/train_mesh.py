@@ -9,7 +9,7 @@ import train
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 
 
 def open_model(request: dict[str, Any]) -> tuple[Any, Any]:

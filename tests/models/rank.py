@@ -17,7 +17,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.modules import PackedModule, patched_modules
+from torch_mesh.modules.experts import PackedModule, patched_modules
 from torch_mesh.store.convert import convert
 
 

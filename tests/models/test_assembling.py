@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, PoolClosedError, assembling
-from torch_mesh.modules import PackedModule
+from torch_mesh.modules.experts import PackedModule
 from torch_mesh.store.convert import convert
 from torch_mesh.undo import Undo
 

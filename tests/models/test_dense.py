@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.dense import MeshLinear, PlainLinear, _mapped_files, dense_saving, find_dense
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import change_class
-from torch_mesh.packed_weight import PackedLinearWeight
+from torch_mesh.modules.dense import MeshLinear, PlainLinear, _mapped_files, dense_saving, find_dense
+from torch_mesh.modules.experts import change_class
+from torch_mesh.modules.packed_weight import PackedLinearWeight
 
 QWEN = "Qwen3MoeExperts"
 
@@ -173,7 +173,7 @@ def test_generate_compiled_with_a_static_cache_gives_the_eager_tokens(ids: torch
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without products of bf16."""
-    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: True)
+    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
 
 
 def _plain(model: nn.Module) -> set[str]:
@@ -228,7 +228,7 @@ def test_a_layer_that_is_not_packed_computes_what_torch_has_to(ids: torch.Tensor
 def test_the_gradient_of_a_frozen_layer_is_exact_to_one_rounding(
     biased: bool, widened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_mesh.dense._WIDENED", widened)  # of how many of the weights at a time
+    monkeypatch.setattr("torch_mesh.modules.dense._WIDENED", widened)  # of how many of the weights at a time
     linear: Any = nn.Linear(72, 40, bias=biased).bfloat16().requires_grad_(False)
     change_class(linear, PlainLinear)
     x = torch.randn(2, 3, 72).bfloat16().requires_grad_()
@@ -275,10 +275,10 @@ def test_a_head_tied_to_the_embedding_stays_tied(ids: torch.Tensor) -> None:
 
 
 def test_auto_leaves_alone_what_torch_does_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: True)
+    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: True)
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build().float()))
     assert not _plain(torch_mesh.patch(TINY_MODELS[QWEN].build(), dense="none"))
-    monkeypatch.setattr("torch_mesh.dense.torch_emulates_bf16", lambda: False)
+    monkeypatch.setattr("torch_mesh.modules.dense.torch_emulates_bf16", lambda: False)
     model = torch_mesh.patch(TINY_MODELS[QWEN].build())
     head = model.lm_head
     assert "products=torch_mesh up to 4 rows (dense=" in repr(head)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import torch_mesh
 from torch_mesh import _C, MeshConfig
 from torch_mesh.lossy.fallback import check_fallback_config, split_slots
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.plan import plan
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import convert

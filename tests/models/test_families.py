@@ -29,7 +29,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 import torch_mesh
 import torch_mesh.experts
-from torch_mesh.dense import MeshLinear
 from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from torch_mesh.models.families import (
     ADAPTERS,
@@ -41,6 +40,7 @@ from torch_mesh.models.families import (
     supported_families,
     why_no_router,
 )
+from torch_mesh.modules.dense import MeshLinear
 from torch_mesh.store.convert import convert
 
 _CLASSES = sorted({name for _, name in decorated_classes()})

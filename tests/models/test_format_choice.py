@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, MeshError
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.formats import WEIGHT_ERROR
 from torch_mesh.planning.plan import plan
 from torch_mesh.planning.token_time import Speeds

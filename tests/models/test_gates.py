@@ -16,7 +16,7 @@ from transformers import activations
 import torch_mesh
 from torch_mesh.models.activations import SWIGLUOAI, Gate, gate_named, limit_before_silu
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, StoreError, loading
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])

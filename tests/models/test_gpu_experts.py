@@ -34,7 +34,7 @@ from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, Unsuppo
 from torch_mesh.gpu import choosing, placing, planning
 from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.plan import plan
 from torch_mesh.routing.profiles import Profile, write_profile
 from torch_mesh.routing.traces import Trace

@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 import torch_mesh
-from torch_mesh import modules
 from torch_mesh.growing_cache import GrowingLayer
+from torch_mesh.modules.experts import experts as modules
 
 QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
 

@@ -24,7 +24,7 @@ from transformers import (
 import torch_mesh
 from torch_mesh import MeshConfig, PackedWeight
 from torch_mesh.models.families import find_experts, layers_left_alone
-from torch_mesh.modules import MeshExperts
+from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store

@@ -19,8 +19,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, loading
-from torch_mesh.modules import MeshExperts, patched_modules
-from torch_mesh.packed_weight import PackedWeight
+from torch_mesh.modules.experts import MeshExperts, patched_modules
+from torch_mesh.modules.packed_weight import PackedWeight
 from torch_mesh.store.convert import convert
 from torch_mesh.system import memory
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh.models.families import Router, find_experts, find_router, why_no_router
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.prefetch.predictor import fit, load_predictor, recall, save_predictor
 from torch_mesh.routing.traces import load_trace
 

@@ -20,7 +20,7 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES, LeaningRouter, kept_choices
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
 ops = torch.ops.torch_mesh

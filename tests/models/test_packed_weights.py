@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshError
-from torch_mesh.dense import WEIGHT_READERS, MeshLinear
 from torch_mesh.models.families import supported_families
-from torch_mesh.modules import patched_modules
-from torch_mesh.packed_weight import PackedExpertsWeight, PackedLinearWeight, PackedWeight
+from torch_mesh.modules.dense import WEIGHT_READERS, MeshLinear
+from torch_mesh.modules.experts import patched_modules
+from torch_mesh.modules.packed_weight import PackedExpertsWeight, PackedLinearWeight, PackedWeight
 
 QWEN = "Qwen3MoeExperts"
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, PoolClosedError
-from torch_mesh.dense import dense_bytes
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import MeshExperts, patched_modules
-from torch_mesh.packed_weight import PackedExpertsWeight
+from torch_mesh.modules.dense import dense_bytes
+from torch_mesh.modules.experts import MeshExperts, patched_modules
+from torch_mesh.modules.packed_weight import PackedExpertsWeight
 from torch_mesh.pool.expert_pool import record_bytes
 
 

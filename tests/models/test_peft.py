@@ -17,8 +17,8 @@ from upstream import loads_adapters
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError
-from torch_mesh.dense import MeshLinear
-from torch_mesh.packed_weight import PackedWeight
+from torch_mesh.modules.dense import MeshLinear
+from torch_mesh.modules.packed_weight import PackedWeight
 
 QWEN = "Qwen3MoeExperts"
 ATTENTION = ["q_proj", "v_proj"]

@@ -22,7 +22,7 @@ from transformers import (
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store import dense_weights as rest
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import config_text

@@ -29,8 +29,8 @@ from upstream import loads_adapters
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError, saving, shards
-from torch_mesh.dense import packed_linears
-from torch_mesh.modules import MeshExperts
+from torch_mesh.modules.dense import packed_linears
+from torch_mesh.modules.experts import MeshExperts
 from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
 for needed in ("fastapi", "uvicorn", "openai"):

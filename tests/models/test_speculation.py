@@ -850,7 +850,7 @@ def test_the_field_speculates_and_unpatch_ends_it(original: PreTrainedModel, tok
     assert torch_mesh.stats(model).speculation.tokens == 0
     chosen = {name: _patched(original, attention="auto", speculation=name) for name in ("lookup", "off")}
     ours = {name: vars(each.model.layers[0].self_attn).get("_mesh_attention", False) for name, each in chosen.items()}
-    assert ours["lookup"] and (not ours["off"] or torch_mesh.dense.computes_dense(chosen["off"]))
+    assert ours["lookup"] and (not ours["off"] or torch_mesh.modules.dense.computes_dense(chosen["off"]))
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import MANIFEST_NAME, Store, _digest, open_store

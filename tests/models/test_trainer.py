@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.dense import MeshLinear
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.dense import MeshLinear
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import is_store
 

@@ -22,7 +22,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
 REFUSED = r"spread over several processes.*Experts can be divided.*tp_size=N, ep_size=N.*without distributed_config"

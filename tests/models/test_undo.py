@@ -18,10 +18,11 @@ from torch_mesh.ops import device as devices
 from transformers import PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshError, _testing, assembling, modules, patching, undo
+from torch_mesh import MeshError, _testing, assembling, patching, undo
 from torch_mesh.gpu import choosing, placing
 from torch_mesh.models.families import find_experts
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import experts as modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store import convert, writer
 
@@ -105,7 +106,7 @@ STEPS = [
     (IN_MEMORY | ALL, assembling, "attach_quantizer", 1),
     (IN_MEMORY | ALL, assembling, "make_lossy", 1),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy.decoding"), "change_class", 2),
-    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.dense"), "change_class", 3),
+    (IN_MEMORY | ALL, importlib.import_module("torch_mesh.modules.dense"), "change_class", 3),
     (IN_MEMORY | ALL, assembling, "pack_dense", 1),
     (IN_MEMORY | ALL, assembling, "take_attention", 1),
     (IN_MEMORY | ALL, assembling, "announce", 1),
@@ -148,7 +149,7 @@ class _InterruptAt:
 
     FILES = tuple(
         f"{PACKAGE}/{name}.py"
-        for name in ("assembling", "patching", "modules", "dense", "lossy/decoding", "attention", "saving", "announce")
+        for name in ("assembling", "patching", "modules/experts", "modules/dense", "lossy/decoding", "attention", "saving", "announce")
     )
 
     def __init__(self, line: int | None) -> None:
@@ -402,7 +403,7 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (importlib.import_module("torch_mesh.dense"), "restore_class"),
+        (importlib.import_module("torch_mesh.modules.dense"), "restore_class"),
         (importlib.import_module("torch_mesh.lossy.decoding"), "restore_class"),
         (modules, "change_class"),
         (patching, "restore_dense"),

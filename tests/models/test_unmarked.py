@@ -21,7 +21,7 @@ from torch_mesh import MeshConfig
 from torch_mesh.cli import main
 from torch_mesh.errors import MeshError, UnsupportedModelError
 from torch_mesh.models.families import UNMARKED, find_experts, find_router, supported_families
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.store.convert import convert
 from torch_mesh.store.manifest import open_store

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.pool.expert_pool import ExpertPool
 
 

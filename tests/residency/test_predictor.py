@@ -18,7 +18,7 @@ import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
 from torch_mesh.cli import main
 from torch_mesh.models.families import find_experts, find_router
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.prefetch.predictor import Predictor, fit, identity_of, load_predictor, recall, save_predictor
 from torch_mesh.routing.simulation import simulate
 from torch_mesh.routing.traces import load_trace

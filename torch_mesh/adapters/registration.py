@@ -35,7 +35,7 @@ def register() -> None:
 
     @functools.wraps(create)
     def create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
-        from ..modules import MeshExperts
+        from ..modules.experts import MeshExperts
 
         experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         if isinstance(experts, MeshExperts):
@@ -59,7 +59,7 @@ def _with_refusal(check: Any) -> Any:
 
     @functools.wraps(check)
     def check_merge_allowed(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from ..modules import MeshExperts
+        from ..modules.experts import MeshExperts
 
         modules = list(model.model.modules())
         if any(isinstance(module, MeshExperts) for module in modules):
@@ -79,7 +79,7 @@ def _widening(swap: Any) -> Any:
     def hotswap_adapter_from_state_dict(
         model: Any, state_dict: Mapping[str, Any], adapter_name: str, *args: Any, **kwargs: Any
     ) -> Any:
-        from ..modules import MeshExperts
+        from ..modules.experts import MeshExperts
 
         if any(isinstance(module, MeshExperts) for module in model.modules()):
             state_dict = {key: _widened(model, key, adapter_name, weight) for key, weight in state_dict.items()}

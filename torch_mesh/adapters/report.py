@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import MeshError
-from ..modules import MeshExperts, patched_modules
+from ..modules.experts import MeshExperts, patched_modules
 from .factors import rank_of
 
 

@@ -15,8 +15,8 @@ from peft.tuners.lora import layer as lora
 from ..errors import MeshError
 from ..expert_parallel import past_dispatch
 from ..models.families import ExpertsLayer
-from ..modules import MeshExperts
-from ..packed_weight import PackedExpertsWeight
+from ..modules.experts import MeshExperts
+from ..modules.packed_weight import PackedExpertsWeight
 from .factors import Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 

@@ -258,7 +258,7 @@ def _instruction_sets(chosen: str, available: list[str]) -> Finding:
 
 def _bf16_products() -> Finding:
     """What ``dense="auto"`` goes by; imported here, since the extension may be missing."""
-    from torch_mesh.dense import DENSE_ERROR, torch_emulates_bf16
+    from torch_mesh.modules.dense import DENSE_ERROR, torch_emulates_bf16
 
     less = (
         f'MeshConfig(dense="int8") halves what attention, shared experts and the head read for each token, with weights off by {DENSE_ERROR["int8"]:.1%}; '

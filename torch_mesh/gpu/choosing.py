@@ -15,7 +15,7 @@ from torch import nn
 from ..config import LEAST_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer
-from ..packed_weight import device_of
+from ..modules.packed_weight import device_of
 from ..pool.expert_pool import record_bytes
 from ..pool.secondary_pool import formats_of_fewer_bits
 from ..routing.profiles import check_fits, load_profile

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..modules import patched_modules
+from ..modules.experts import patched_modules
 from ..ops.device import SharedDevice, find
 from ..statistics.stats import shared_devices_of
 

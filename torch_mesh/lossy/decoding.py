@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
-from ..modules import change_class, restore_class
+from ..modules.experts import change_class, restore_class
 
 # Model types whose routers select in a way that routing_bias can lean; tests keep it true.
 ROUTING_BIAS_FAMILIES: tuple[str, ...] = (

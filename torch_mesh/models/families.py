@@ -72,7 +72,7 @@ class Unmarked:
     """Experts of the decorated layout, gate and up in halves and without biases, that transformers does not mark.
 
     ``top_k`` of the module around them. ``block``: that calls its experts as no other family does, and so has to be replaced with them
-    (``modules.BLOCKS``).
+    (``modules.experts.BLOCKS``).
     """
 
     family: str

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from .. import _C
 from ..config import MeshConfig
-from ..dense import packs
 from ..gpu.choosing import format_on_gpu
 from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
 from ..lossy.fallback import split_slots
+from ..modules.dense import packs
 from ..pool.secondary_pool import formats_of_fewer_bits
 from ..system.memory import auto_budget, auto_margin, resident_slots
 from .sizes import Sizes, bytes_in, stand_in_bytes

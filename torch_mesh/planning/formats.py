@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import MeshConfig
-from ..dense import DENSE_ERROR
 from ..errors import UnsupportedModelError
+from ..modules.dense import DENSE_ERROR
 from ..store.convert import checked_group_size
 from ..store.manifest import TRELLISES, Shape, is_store
 from ..store.sources.layout import BF16_ERROR, INT8_ERROR

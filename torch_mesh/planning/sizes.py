@@ -11,8 +11,8 @@ import torch
 
 from .. import _C
 from ..config import MeshConfig
-from ..dense import dense_saving, kept_in_fp32, packs
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
+from ..modules.dense import dense_saving, kept_in_fp32, packs
 from ..store.checkpoint import (
     TORCH_DTYPES,
     CheckpointExperts,

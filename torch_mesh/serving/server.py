@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
-from torch_mesh.modules import patched_modules
+from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.errors import MissingFieldError, RequestError, answer_errors
 from torch_mesh.serving.handling import Requests, blaming_messages, keeping_unparsed, noting_failures

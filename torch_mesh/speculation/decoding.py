@@ -29,7 +29,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..cache_names import NAME
 from ..compiled_steps import SLACK
-from ..modules import patched_modules
+from ..modules.experts import patched_modules
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant
 from .controller import Controller

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ..cache_names import NAMES
-from ..modules import change_class
+from ..modules.experts import change_class
 
 _DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
 _State = list[dict[int, Tensor | None]]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
-from ..modules import change_class
+from ..modules.experts import change_class
 from .decoding import Speculation, speculate, why_not
 from .linear_attention import undo_linear_attention
 from .suitability import why_not_by_itself

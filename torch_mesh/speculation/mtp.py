@@ -20,7 +20,7 @@ from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
 from ..models.families import has_experts
-from ..modules import patched_modules
+from ..modules.experts import patched_modules
 from ..system.memory import shortage
 from ..undivided import divided_sizes
 from .controller import Controller

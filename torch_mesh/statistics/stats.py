@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _C
 from ..errors import MeshError
-from ..modules import patched_modules
+from ..modules.experts import patched_modules
 from ..ops.device import SharedDevice
 from ..pool.expert_pool import ExpertPool
 from ..routing.profiles import Profile, write_profile

@@ -12,12 +12,12 @@ from torch import nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from .errors import MeshError
-from .system.memory import shortage
+from ..errors import MeshError
+from ..system.memory import shortage
 
 if TYPE_CHECKING:
-    from .models.families import ExpertsLayer
-    from .pool.expert_pool import ExpertPool
+    from ..models.families import ExpertsLayer
+    from ..pool.expert_pool import ExpertPool
 
 aten = torch.ops.aten
 

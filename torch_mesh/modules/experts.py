@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .adapters.factors import Factors
-from .models.families import ExpertsLayer, InPool, apply_gate, check_model
-from .ops.device import find
+from ..adapters.factors import Factors
+from ..models.families import ExpertsLayer, InPool, apply_gate, check_model
+from ..ops.device import find
+from ..pool.expert_pool import ExpertPool, refuse_to_pickle
+from ..prefetch.lookahead import NextLayer
 from .packed_weight import as_parameter, packed_experts
-from .pool.expert_pool import ExpertPool, refuse_to_pickle
-from .prefetch.lookahead import NextLayer
 
 _PREFIX = "_mesh_"  # of all attributes that patching gives to modules
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from . import _C
-from .config import MeshConfig
-from .errors import UnsupportedModelError
-from .models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
-from .modules import PackedModule, change_class, restore_class
+from .. import _C
+from ..config import MeshConfig
+from ..errors import UnsupportedModelError
+from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
+from ..store.convert import checked_group_size
+from .experts import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
-from .store.convert import checked_group_size
 
 # Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
 _SMALLEST = 32

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .modules import MeshExperts
-from .ops.device import DeviceLayer, find
-from .ops.experts_split import SplitForward
-from .system.background import TaskThreads
+from ..ops.device import DeviceLayer, find
+from ..ops.experts_split import SplitForward
+from ..system.background import TaskThreads
+from .experts import MeshExperts
 
 # What a forward fails with, beside KeyboardInterrupt, which is raised at once.
 _ERRORS = (RuntimeError, ValueError, MemoryError)
