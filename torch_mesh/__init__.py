@@ -19,7 +19,6 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from .after_import import AfterImport
 from .errors import (
     ChecksumError,
     DeviceError,
@@ -33,23 +32,24 @@ from .errors import (
     StoreError,
     UnsupportedModelError,
 )
+from .hf.import_hooks import AfterImport
 from .version import __version__
 
 if TYPE_CHECKING:
     from .adapters.merging import merge
     from .adapters.report import describe_training
-    from .compiled_steps import compile
+    from .adapters.trainer import MeshTrainerCallback
     from .config import MeshConfig
     from .experts import Experts
     from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .gpu.placement import hottest_experts
+    from .hf.compile import compile
     from .modules.packed_weight import PackedWeight
     from .patching import patch, unpatch
     from .routing.traces import load_trace, record_trace
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
     from .statistics.watch import watch
-    from .trainer import MeshTrainerCallback
 
 __all__ = [
     "ChecksumError",
@@ -91,10 +91,10 @@ __all__ = [
 _WHERE = {
     "Experts": "experts",
     "MeshConfig": "config",
-    "MeshTrainerCallback": "trainer",
+    "MeshTrainerCallback": "adapters.trainer",
     "PackedWeight": "modules.packed_weight",
     "capture_batch_sizes": "gpu.device_work",
-    "compile": "compiled_steps",
+    "compile": "hf.compile",
     "describe_training": "adapters.report",
     "hottest_experts": "gpu.placement",
     "load_trace": "routing.traces",

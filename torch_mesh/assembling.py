@@ -14,14 +14,16 @@ from torch import nn
 
 from . import _C
 from .adapters.registration import watch as watch_peft
-from .announce import announce
-from .attention import check_attention, take_attention
 from .config import MeshConfig
-from .expert_parallel import Share
 from .gpu.choosing import check_gpu_weights, choose_experts
 from .gpu.placement import Placement
 from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
-from .growing_cache import take_caches
+from .hf.attention import check_attention, take_attention
+from .hf.expert_parallel import Share
+from .hf.kv_cache import take_caches
+from .hf.model_config import announce
+from .hf.parallelism_checks import check_forwards
+from .hf.saving import PatchedModelQuantizer, attach_quantizer
 from .left_alone import announce_left_alone
 from .lossy.decoding import check_lossy, make_lossy
 from .lossy.fallback import check_fallback, split_pool
@@ -34,10 +36,8 @@ from .pool.secondary_pool import Records, open_other
 from .pool.shared_pool import check_shared
 from .prefetch.lookahead import check_predictor, connect
 from .routing.profiles import check_profile
-from .saving import PatchedModelQuantizer, attach_quantizer
 from .speculation.models import check_speculation, take_speculation
 from .speculation.mtp import take_mtp
-from .undivided import check_forwards
 from .undo import Undo, undone_on_error
 
 

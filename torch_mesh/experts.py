@@ -13,13 +13,13 @@ from transformers.integrations import moe
 
 from .assembling import OfRecords, assemble, check
 from .config import MeshConfig, with_fields
+from .hf.saving import PatchedModelQuantizer
 from .models.activations import FUNCTIONS, Gate, gate_named
 from .models.families import find_experts
 from .modules.async_forward import PendingExperts, submit
 from .modules.experts import MeshExperts
 from .patching import patch
 from .pool.secondary_pool import Records
-from .saving import PatchedModelQuantizer
 from .store.manifest import Shape, open_store
 
 # By their names in transformers.

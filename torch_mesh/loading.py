@@ -21,13 +21,14 @@ from transformers.utils.hub import cached_file
 from .assembling import OfRecords, assemble, check
 from .config import MeshConfig
 from .errors import StoreError, UnsupportedModelError
-from .expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
+from .hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
+from .hf.parallelism_checks import check_launch, expert_ranks
+from .hf.saving import PatchedModelQuantizer
+from .hf.streaming_save import keep_expert_conversions
 from .left_alone import load_left_alone
 from .models.families import ExpertsLayer, Geometry, common_geometry, find_experts
 from .modules.experts import Absent, PackedModule, patched_modules
 from .pool.secondary_pool import Records, format_of, other_config
-from .saving import PatchedModelQuantizer
-from .shards import keep_expert_conversions
 from .store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
@@ -64,7 +65,6 @@ from .store.progress import progress_bar
 from .store.sources import method_of, own_quantisation, source_of
 from .store.verify import check_other_files
 from .store.writer import Written
-from .undivided import check_launch, expert_ranks
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,19 +11,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .announce import withdraw
 from .assembling import Origin, assemble, check
-from .compiled_steps import undo_compile
 from .config import MeshConfig, with_fields
 from .errors import MeshError, UnsupportedModelError
-from .growing_cache import undo_caches
+from .hf.compile import undo_compile
+from .hf.kv_cache import undo_caches
+from .hf.model_config import withdraw
+from .hf.parallelism_checks import check_undivided
+from .hf.saving import PatchedModelQuantizer, detach_quantizer
 from .lossy.decoding import undo_lossy
 from .models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from .modules.dense import packed_linears, restore_dense
 from .modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from .modules.packed_weight import device_of
 from .pool.secondary_pool import Records, format_of, other_config
-from .saving import PatchedModelQuantizer, detach_quantizer
 from .speculation.models import undo_speculation
 from .speculation.mtp import undo_mtp
 from .statistics.speculated import drop_tally
@@ -31,7 +32,6 @@ from .store.convert import checked_group_size, convert_model
 from .store.disk_cache import unnamed_folder
 from .store.manifest import OF_CODES
 from .store.progress import progress_bar
-from .undivided import check_undivided
 from .undo import PatchUndo
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import torch_mesh
-from torch_mesh.after_import import AfterImport
 from torch_mesh.cli import COMMANDS, main
+from torch_mesh.hf.import_hooks import AfterImport
 
 
 def _run(code: str, *arguments: str) -> str:
@@ -205,7 +205,7 @@ for name in sys.argv[1:]:
 
 
 def test_transformers_has_the_format_however_it_is_imported() -> None:
-    _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.saving")
+    _run(_REGISTERS, "transformers.integrations.gguf", "torch_mesh.hf.saving")
 
 
 @pytest.mark.slow

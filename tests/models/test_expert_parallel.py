@@ -35,7 +35,8 @@ from rank import (
 from tiny_models import TINY_MODELS
 
 import torch_mesh
-from torch_mesh import LostRankError, MeshConfig, ReadError, expert_parallel
+from torch_mesh import LostRankError, MeshConfig, ReadError
+from torch_mesh.hf import expert_parallel
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 import torch_mesh
-from torch_mesh.growing_cache import GrowingLayer
+from torch_mesh.hf.kv_cache import GrowingLayer
 from torch_mesh.modules.experts import experts as modules
 
 QWEN, OSS = "Qwen3MoeExperts", "GptOssExperts"
@@ -185,7 +185,7 @@ def test_caches_of_a_patched_model_grow_and_give_the_same_logits(name: str) -> N
         logits: dict[bool, list[Tensor]] = {}
         for grows in (True, False):
             if not grows:
-                torch_mesh.growing_cache.undo_caches(model)
+                torch_mesh.hf.kv_cache.undo_caches(model)
             caches[grows] = cache = DynamicCache(config=model.config)
             parts = ids.split([4, 1, 1, 1, 2], dim=1)
             logits[grows] = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts]

@@ -28,10 +28,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from upstream import loads_adapters
 
 import torch_mesh
-from torch_mesh import MeshConfig, MeshError, StoreError, saving, shards
+from torch_mesh import MeshConfig, MeshError, StoreError
+from torch_mesh.hf import saving
+from torch_mesh.hf import streaming_save as shards
+from torch_mesh.hf.streaming_save import PackedPart, Unpacking
 from torch_mesh.modules.dense import packed_linears
 from torch_mesh.modules.experts import MeshExperts
-from torch_mesh.shards import PackedPart, Unpacking
 from torch_mesh.store.convert import convert
 from torch_mesh.store.dense_weights import WITHOUT_TORCH_MESH
 from torch_mesh.store.manifest import MANIFEST_NAME, is_store, open_store
@@ -296,7 +298,7 @@ def test_a_save_that_fails_leaves_what_was_there(weights: str, tmp_path: Path, m
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("torch_mesh.shards._write_tensor", full)
+    monkeypatch.setattr("torch_mesh.hf.streaming_save._write_tensor", full)
     with pytest.raises(StoreError, match="the disk is full"):
         model.save_pretrained(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -149,7 +149,16 @@ class _InterruptAt:
 
     FILES = tuple(
         f"{PACKAGE}/{name}.py"
-        for name in ("assembling", "patching", "modules/experts", "modules/dense", "lossy/decoding", "attention", "saving", "announce")
+        for name in (
+            "assembling",
+            "patching",
+            "modules/experts",
+            "modules/dense",
+            "lossy/decoding",
+            "hf/attention",
+            "hf/saving",
+            "hf/model_config",
+        )
     )
 
     def __init__(self, line: int | None) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from torch_mesh.growing_cache import take_caches
+from torch_mesh.hf.kv_cache import take_caches
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.system.memory import anonymous_bytes
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..expert_parallel import Share
+from ..hf.expert_parallel import Share
 from ..models.families import ExpertsLayer
 from .ranks import own_experts
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import MeshError
-from ..expert_parallel import Share, gathered, lost_ranks
+from ..hf.expert_parallel import Share, gathered, lost_ranks
 
 _SAMPLED = 64  # values, by which ranks compare what they have
 _TOLERANCE = 0.01  # of the largest of them: processors of other kinds round differently

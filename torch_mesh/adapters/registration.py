@@ -14,8 +14,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..after_import import AfterImport
 from ..errors import MeshError
+from ..hf.import_hooks import AfterImport
 
 _LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
 

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
 
 from ..errors import MeshError
-from ..expert_parallel import past_dispatch
+from ..hf.expert_parallel import past_dispatch
 from ..models.families import ExpertsLayer
 from ..modules.experts import MeshExperts
 from ..modules.packed_weight import PackedExpertsWeight

@@ -12,8 +12,8 @@ import torch
 
 from ..config import MeshConfig
 from ..errors import MeshError, UnsupportedModelError
+from ..hf.open_model import open_model, open_tokenizer, read_documents
 from ..models.families import InPool
-from ..opening import open_model, open_tokenizer, read_documents
 from .rows import LayerRows, RowFiles
 
 FEWEST_TOKENS = 256

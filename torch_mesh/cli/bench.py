@@ -12,7 +12,7 @@ from rich.filesize import decimal as format_bytes
 from rich.table import Table
 
 from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
-from torch_mesh.opening import open_model, open_tokenizer, read_documents
+from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..errors import MeshError, UnsupportedModelError
 from .activations import gate_named, limit_before_silu, softcap, swiglu
 
 if TYPE_CHECKING:
-    from ..expert_parallel import Share
+    from ..hf.expert_parallel import Share
 
 # Config attributes that hold the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")

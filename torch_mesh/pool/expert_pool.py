@@ -29,7 +29,7 @@ from ..system.memory import resident_slots
 from .memory_guard import MemoryGuard
 
 if TYPE_CHECKING:
-    from ..expert_parallel import Share
+    from ..hf.expert_parallel import Share
 
 _LOG = logging.getLogger(__name__)
 

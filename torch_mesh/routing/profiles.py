@@ -19,7 +19,7 @@ from ..system.atomic_files import new_file
 from .traces import Trace
 
 if TYPE_CHECKING:
-    from ..expert_parallel import Share
+    from ..hf.expert_parallel import Share
 
 FORMAT = "torch_mesh profile"
 VERSION = 1

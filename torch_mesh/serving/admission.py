@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_mesh.cache_names import NAME
+from torch_mesh.hf.cache_names import NAME
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import left_bytes

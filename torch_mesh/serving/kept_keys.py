@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from torch_mesh.cache_names import NAME
+from torch_mesh.hf.cache_names import NAME
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import trim_heap

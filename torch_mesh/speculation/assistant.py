@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..cache_names import NAME
+from ..hf.cache_names import NAME
 from .drafter import Drafter
 from .linear_attention import is_linear
 from .rewinding import Rewinding

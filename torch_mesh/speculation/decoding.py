@@ -27,8 +27,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..cache_names import NAME
-from ..compiled_steps import SLACK
+from ..hf.cache_names import NAME
+from ..hf.compile import SLACK
 from ..modules.experts import patched_modules
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant

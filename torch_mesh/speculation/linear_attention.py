@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ..cache_names import NAMES
+from ..hf.cache_names import NAMES
 from ..modules.experts import change_class
 
 _DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into

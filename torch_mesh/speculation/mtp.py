@@ -19,10 +19,10 @@ from transformers.generation import GenerationMixin, candidate_generator
 from transformers.utils import ContextManagers
 
 from ..errors import MeshError, UnsupportedModelError
+from ..hf.parallelism_checks import divided_sizes
 from ..models.families import has_experts
 from ..modules.experts import patched_modules
 from ..system.memory import shortage
-from ..undivided import divided_sizes
 from .controller import Controller
 
 # All since transformers 5.23.

@@ -12,8 +12,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ..compiled_steps import SteadySlidingLayer
-from ..growing_cache import GrowingLayer
+from ..hf.compile import SteadySlidingLayer
+from ..hf.kv_cache import GrowingLayer
 from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
 
 # Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
-from ..undivided import divided_sizes
+from ..hf.parallelism_checks import divided_sizes
 from .rewinding import why_not_rewindable
 
 

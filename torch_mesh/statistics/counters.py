@@ -15,7 +15,7 @@ from .. import _C
 from .speculated import SpeculationCounters
 
 if TYPE_CHECKING:
-    from ..expert_parallel import Share
+    from ..hf.expert_parallel import Share
 
 PHASES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
 # A forward of a layer with more rows than this is prefill, any other decode.

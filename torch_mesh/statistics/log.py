@@ -18,7 +18,7 @@ from .counters import engine_stats
 from .moment import look
 
 if TYPE_CHECKING:
-    from ..expert_parallel import Share
+    from ..hf.expert_parallel import Share
 
 # How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_mesh.cli.options import add_config_arguments, given_config, positive
-from torch_mesh.opening import open_model, open_tokenizer, read_documents, token_sequences
+from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents, token_sequences
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:

@@ -29,17 +29,15 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import create_and_tag_model_card
 
-from .announce import patched_models
-from .errors import MeshError, StoreError
-from .models.families import ExpertsLayer, find_experts, layers_left_alone
-from .modules.dense import packed_linears
-from .modules.experts import MeshExperts, patched_modules, unpacked_parameters
-from .pool.expert_pool import ExpertPool
-from .shards import PackedPart, Unpacking, being_saved, wrap_saving
-from .store.convert import plan_of_model
-from .store.dense_weights import mesh_config, plain_config
-from .store.folders import check_free_space, full_disk_as_store_error
-from .store.manifest import (
+from ..errors import MeshError, StoreError
+from ..models.families import ExpertsLayer, find_experts, layers_left_alone
+from ..modules.dense import packed_linears
+from ..modules.experts import MeshExperts, patched_modules, unpacked_parameters
+from ..pool.expert_pool import ExpertPool
+from ..store.convert import plan_of_model
+from ..store.dense_weights import mesh_config, plain_config
+from ..store.folders import check_free_space, full_disk_as_store_error
+from ..store.manifest import (
     MANIFEST_NAME,
     Manifest,
     Store,
@@ -49,9 +47,11 @@ from .store.manifest import (
     open_store,
     read_manifest,
 )
-from .store.progress import progress_bar
-from .store.writer import write_store
-from .system.atomic_files import new_file_mode, scratch_folder
+from ..store.progress import progress_bar
+from ..store.writer import write_store
+from ..system.atomic_files import new_file_mode, scratch_folder
+from .model_config import patched_models
+from .streaming_save import PackedPart, Unpacking, being_saved, wrap_saving
 
 _COPY_BYTES = 64 << 20
 _READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH

@@ -20,11 +20,11 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
-from .errors import MeshError
-from .models.families import ExpertsLayer
-from .modules.packed_weight import NoStorage
-from .store.header import DTYPE_BITS, encode_header
-from .system.atomic_files import new_file
+from ..errors import MeshError
+from ..models.families import ExpertsLayer
+from ..modules.packed_weight import NoStorage
+from ..store.header import DTYPE_BITS, encode_header
+from ..system.atomic_files import new_file
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",

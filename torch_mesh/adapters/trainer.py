@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from .adapters.report import describe_training
-from .statistics.counters import Stats, counted_since
-from .statistics.stats import stats
+from ..statistics.counters import Stats, counted_since
+from ..statistics.stats import stats
+from .report import describe_training
 
 
 class MeshTrainerCallback(TrainerCallback):

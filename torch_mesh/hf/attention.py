@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import _C
-from .config import MeshConfig
-from .errors import UnsupportedModelError
-from .modules.dense import computes_dense
+from .. import _C
+from ..config import MeshConfig
+from ..errors import UnsupportedModelError
+from ..modules.dense import computes_dense
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
 # Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.

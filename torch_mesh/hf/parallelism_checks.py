@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .errors import UnsupportedModelError
-from .models.families import ExpertsLayer
+from ..errors import UnsupportedModelError
+from ..models.families import ExpertsLayer
 
 _WHAT_WORKS = (
     "Experts can be divided among N ranks: from_pretrained(..., distributed_config=DistributedConfig(tp_size=N, ep_size=N)), started by "

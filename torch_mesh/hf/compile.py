@@ -13,8 +13,8 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..errors import UnsupportedModelError
 from .cache_names import given_cache
-from .errors import UnsupportedModelError
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import MeshConfig
-from .errors import LostRankError, MeshError, UnsupportedModelError
-from .models.families import ExpertsLayer, layers_left_alone
-from .system.memory import available_bytes
-from .undivided import dispatches
+from ..config import MeshConfig
+from ..errors import LostRankError, MeshError, UnsupportedModelError
+from ..models.families import ExpertsLayer, layers_left_alone
+from ..system.memory import available_bytes
+from .parallelism_checks import dispatches
 
 _SHARE = "_mesh_share"  # attribute of an experts module, by which models/families.py finds it, too
 _DISPATCH = (

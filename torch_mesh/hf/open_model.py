@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import MeshConfig
-from .errors import MeshError
-from .store.gguf import is_gguf
-from .store.header import variant_of
+from ..config import MeshConfig
+from ..errors import MeshError
+from ..store.gguf import is_gguf
+from ..store.header import variant_of
 
 _SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .config import MeshConfig
-from .modules.experts import patched_modules
-from .modules.packed_weight import PackedLinearWeight, PackedWeight
-from .store.manifest import has_chosen_groups
+from ..config import MeshConfig
+from ..modules.experts import patched_modules
+from ..modules.packed_weight import PackedLinearWeight, PackedWeight
+from ..store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"
 _NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel asks for it

@@ -1,0 +1,1 @@
+"""What touches transformers: its config, cache, attention, compilation, saving and parallelism, for a patched model."""
