@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch_mesh.planning.measuring import huge_pages
+from torch_mesh.planning.machine import huge_pages
 from torch_mesh.store.manifest import open_store
 
 CHUNK, DEPTH = 1 << 20, 16  # those of csrc/io/reader.h

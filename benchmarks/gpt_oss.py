@@ -27,7 +27,7 @@ from harness import Report, Row
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from torch_mesh.planning.measuring import disk_speed
+from torch_mesh.planning.machine import disk_speed
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import save_trace
 

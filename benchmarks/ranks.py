@@ -110,7 +110,7 @@ def rank(folder: str, out: str, threads: int, warm_up: int, measured: int) -> No
     import torch
 
     import torch_mesh
-    from torch_mesh.planning.measuring import disk_speed, measure_speeds
+    from torch_mesh.planning.machine import disk_speed, measure_speeds
     from torch_mesh.planning.sizes import find_sizes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive a benchmark that was killed

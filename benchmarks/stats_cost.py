@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import _C
-from torch_mesh.planning.measuring import pool_of_zeros
+from torch_mesh.planning.machine import pool_of_zeros
 from torch_mesh.statistics.counters import Stats, engine_stats
 from torch_mesh.statistics.moment import look
 from torch_mesh.statistics.watch import render

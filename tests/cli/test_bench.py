@@ -16,8 +16,8 @@ from torch_mesh.planning.token_time import Speeds
 def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     """Given instead of measured, which takes seconds: tests of plan measure them."""
     speeds = Speeds(disk=1e9, experts=2e10, dense=1e10, layer_seconds=1e-3, measured=())
-    monkeypatch.setattr("torch_mesh.bench.measure_speeds", lambda sizes, config: speeds)
-    monkeypatch.setattr("torch_mesh.bench.memory_speed", lambda: 3e10)
+    monkeypatch.setattr("torch_mesh.planning.bench.measure_speeds", lambda sizes, config: speeds)
+    monkeypatch.setattr("torch_mesh.planning.bench.memory_speed", lambda: 3e10)
     return speeds
 
 

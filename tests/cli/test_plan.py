@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
-from torch_mesh.planning import measuring
+from torch_mesh.planning import machine
 from torch_mesh.planning.formats import WEIGHT_ERROR
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
-from torch_mesh.planning.measuring import disk_speed, huge_pages, measure_speeds
+from torch_mesh.planning.machine import disk_speed, huge_pages, measure_speeds
 from torch_mesh.planning.plan import Plan, plan
 from torch_mesh.planning.sizes import find_sizes
 from torch_mesh.planning.token_time import Speeds, token_seconds
@@ -310,7 +310,7 @@ def test_speeds_are_measured(store: Path) -> None:
 
 @pytest.mark.parametrize(("hidden", "dense"), each_once_quick([8, 32, 96], ["auto", "bf16", "int8"]))
 def test_a_narrow_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: int, dense: str) -> None:
-    monkeypatch.setattr(measuring, "seconds_per_call", lambda call, seconds=0.0: call() is not None or 1.0)
+    monkeypatch.setattr(machine, "seconds_per_call", lambda call, seconds=0.0: call() is not None or 1.0)
     save_tiny(tmp_path, "qwen3_moe", hidden_size=hidden, vocab_size=16, num_attention_heads=2, head_dim=16)
     sizes = find_sizes(tmp_path, MeshConfig())
     speeds = measure_speeds(sizes, MeshConfig(dense=dense), disk=1e9)
@@ -624,7 +624,7 @@ def test_why_no_format_is_named(
     reason: str,
 ) -> None:
     # Nor is anything measured for it.
-    monkeypatch.setattr("torch_mesh.planning.measuring.measure_formats", None)
+    monkeypatch.setattr("torch_mesh.planning.machine.measure_formats", None)
     assert main(["plan", str(mesh_tiny), "--memory", "8GiB", "--max-error", "15%", *options, *GIVEN]) == 0
     assert reason in capsys.readouterr().out
 
@@ -634,7 +634,7 @@ def test_no_format_fits_or_is_there_to_choose(
 ) -> None:
     assert main(["plan", str(mesh_tiny), "--memory", "1KiB", "--max-error", "15%", *GIVEN]) == 1
     assert "fit in no format" in capsys.readouterr().out
-    monkeypatch.setattr("torch_mesh.planning.measuring.measure_formats", None)
+    monkeypatch.setattr("torch_mesh.planning.machine.measure_formats", None)
     assert main(["plan", str(store), "--memory", "8GiB", "--max-error", "15%", *GIVEN]) == 0
     assert "are int4 already" in capsys.readouterr().out
 

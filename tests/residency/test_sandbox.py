@@ -18,7 +18,7 @@ import torch_mesh
 from torch_mesh import MeshConfig
 from torch_mesh.cli import doctor, main
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.planning.measuring import disk_speed
+from torch_mesh.planning.machine import disk_speed
 from torch_mesh.pool.memory_guard import MemoryGuard
 from torch_mesh.store.convert import convert
 from torch_mesh.store.verify import check_other_files

@@ -16,7 +16,7 @@ from torch_mesh.hf.open_model import open_model, open_tokenizer, read_documents
 from torch_mesh.store.hub import local_folder
 
 if TYPE_CHECKING:
-    from torch_mesh.bench import Measured
+    from torch_mesh.planning.bench import Measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
-    from torch_mesh.bench import default_text, measure
+    from torch_mesh.planning.bench import default_text, measure
 
     config = given_config(arguments)
     if arguments.tokens < 2:

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns the exit code."""
     # Here, so that `torch-mesh doctor` runs where the extension does not.
     from torch_mesh.planning.formats import why_no_choice
-    from torch_mesh.planning.measuring import measure_formats, measure_speeds
+    from torch_mesh.planning.machine import measure_formats, measure_speeds
     from torch_mesh.planning.plan import plan
     from torch_mesh.planning.sizes import find_sizes
 
@@ -184,7 +184,7 @@ def _check_training(arguments: argparse.Namespace) -> None:
 def _training(
     arguments: argparse.Namespace, folder: Path, config: MeshConfig, sizes: Sizes, speeds: Speeds | None
 ) -> TrainingPlan:
-    from torch_mesh.planning.measuring import product_flops
+    from torch_mesh.planning.machine import product_flops
     from torch_mesh.planning.training import plan_training
 
     if config.gpu.experts != 0 or config.lossy.fallback != "none":

@@ -9,7 +9,7 @@ from rich.filesize import decimal as format_bytes
 from ..config import MeshConfig
 from ..values import parse_size
 from .formats import why_no_choice
-from .measuring import measure_formats, measure_speeds
+from .machine import measure_formats, measure_speeds
 from .plan import plan
 from .sizes import find_sizes
 

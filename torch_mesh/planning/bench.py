@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from .config import MeshConfig
-from .errors import MeshError
-from .planning.measuring import measure_speeds
-from .planning.plan import Plan, plan
-from .planning.sizes import find_sizes
-from .statistics.counters import Stats
-from .statistics.stats import reset_stats, stats
-from .system.memory import anonymous_bytes
-from .system.timing import memory_speed
+from ..config import MeshConfig
+from ..errors import MeshError
+from ..statistics.counters import Stats
+from ..statistics.stats import reset_stats, stats
+from ..system.memory import anonymous_bytes
+from ..system.timing import memory_speed
+from .machine import measure_speeds
+from .plan import Plan, plan
+from .sizes import find_sizes
 
 _TOKENS_OF_A_PACE = 16  # where forwards give several tokens at once
 _LOOK_SECONDS = 0.02  # between two looks at the memory that is taken
