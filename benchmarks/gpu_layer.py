@@ -24,7 +24,7 @@ from torch import Tensor
 from torch_mesh.ops.device import DeviceLayer, DeviceRecord
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from torch_mesh.experts import StandardExperts
+from torch_mesh.patching.single_layer import StandardExperts
 
 FORMATS = {"bf16": 0, "int8": 64, "int4": 64}
 FEW, MANY = (1, 8), 512  # tokens

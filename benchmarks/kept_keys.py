@@ -19,7 +19,7 @@ from pathlib import Path
 import harness
 from harness import Report, Row
 
-from torch_mesh.values import parse_size
+from torch_mesh.validators import parse_size
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "mesh-tiny"
 CLIENTS = 4

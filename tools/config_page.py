@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from torch_mesh.config import FIELDS, GROUPS
-from torch_mesh.values import shown
+from torch_mesh.validators import shown
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 _HEAD = """\

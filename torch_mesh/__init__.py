@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from .adapters.report import describe_training
     from .adapters.trainer import MeshTrainerCallback
     from .config import MeshConfig
-    from .experts import Experts
     from .gpu.device_work import capture_batch_sizes, place_experts, set_capture_batch_sizes, synchronize
     from .gpu.placement import hottest_experts
     from .hf.compile import compile
     from .modules.packed_weight import PackedWeight
-    from .patching import patch, unpatch
+    from .patching.api import patch, unpatch
+    from .patching.single_layer import Experts
     from .routing.traces import load_trace, record_trace
     from .speculation.decoding import speculate
     from .statistics.stats import reset_stats, save_profile, stats
@@ -89,7 +89,7 @@ __all__ = [
 
 
 _WHERE = {
-    "Experts": "experts",
+    "Experts": "patching.single_layer",
     "MeshConfig": "config",
     "MeshTrainerCallback": "adapters.trainer",
     "PackedWeight": "modules.packed_weight",
@@ -99,7 +99,7 @@ _WHERE = {
     "hottest_experts": "gpu.placement",
     "load_trace": "routing.traces",
     "merge": "adapters.merging",
-    "patch": "patching",
+    "patch": "patching.api",
     "place_experts": "gpu.device_work",
     "record_trace": "routing.traces",
     "reset_stats": "statistics.stats",
@@ -108,7 +108,7 @@ _WHERE = {
     "speculate": "speculation.decoding",
     "stats": "statistics.stats",
     "synchronize": "gpu.device_work",
-    "unpatch": "patching",
+    "unpatch": "patching.api",
     "watch": "statistics.watch",
 }
 
@@ -180,7 +180,7 @@ def _register_with_transformers() -> None:
     # What torch_mesh logs is shown where and from which level on transformers shows its own: set_verbosity_info(), TRANSFORMERS_VERBOSITY.
     logging.getLogger(__name__).parent = theirs.get_logger()  # type: ignore[assignment]
     if _unusable is None:
-        importlib.import_module("torch_mesh.loading")
+        importlib.import_module("torch_mesh.patching.quantizer")
 
 
 _torch = AfterImport(["torch"], ["torch"], _load_extension)

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import values
+from . import validators
 from .store.manifest import DENSE_WEIGHTS, GROUP_SIZES, OF_CODES, WEIGHTS
-from .values import Values, count, one_of, parse_size, path, share, shown
+from .validators import Values, count, one_of, parse_size, path, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
 LEAST_CAPABILITY = (8, 0)
@@ -86,7 +86,7 @@ class GpuFields:
 
     experts: str | int | tuple[tuple[bool, ...], ...] = _field(
         0,
-        values.placed_experts,
+        validators.placed_experts,
         "Which experts the GPU of their layer computes, placed when the model is patched. A number takes the "
         "most used of each layer by `profile`, else the first. `torch_mesh.hottest_experts` makes a mask. "
         '`"auto"` takes as many as fit on the card beside a reserve. They are not kept in memory as well.',
@@ -100,7 +100,7 @@ class GpuFields:
     )
     streaming: str | tuple[float, float, float] = _field(
         "auto",
-        values.streaming,
+        validators.streaming,
         'Which of the other experts a prompt copies to the GPU. `"auto"` decides by times measured when '
         "experts were placed. Three numbers replace these times: a copy of an expert, the CPU's time per row, "
         "and per expert. The output depends on it within rounding.",
@@ -185,7 +185,7 @@ class ResidencyFields:
         "fits then decodes at full speed seconds after it was opened. Reads that a forward waits for go "
         "first.",
     )
-    timeout: float = _field(30.0, values.seconds, "Seconds that a read or a wait for a slot may take.")
+    timeout: float = _field(30.0, validators.seconds, "Seconds that a read or a wait for a slot may take.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class MeshConfig(QuantizationConfigMixin):
 
     resident: str | float = _field(
         "auto",
-        values.resident,
+        validators.resident,
         'How much of the experts stays in memory. `"auto"`: the free memory, within cgroup limits, minus a '
         "margin of an eighth, at least 512 MiB, or a quarter if less than 2 GiB are free. With "
         "[ranks](scaleout.md) it applies to each rank: a fraction is of its own experts, and ranks on one "
@@ -236,7 +236,7 @@ class MeshConfig(QuantizationConfigMixin):
     )
     weights: str = _field(
         "auto",
-        values.weights("auto", *WEIGHTS, *OF_CODES),
+        validators.weights("auto", *WEIGHTS, *OF_CODES),
         'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the nearest](checkpoints.md); with '
         "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
         "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
@@ -246,7 +246,7 @@ class MeshConfig(QuantizationConfigMixin):
     )
     max_error: float | None = _field(
         None,
-        values.max_error,
+        validators.max_error,
         'Largest error of weights, relative to their root mean square, with which `weights="auto"` chooses '
         "[the fastest format](formats.md) for experts in `resident` bytes. For `from_pretrained` of a checkpoint; 0.1 "
         "admits four bits.",
@@ -338,10 +338,10 @@ class MeshConfig(QuantizationConfigMixin):
         "store's config and other tensors are checked when it is opened.",
     )
     threads: str | int = _field(
-        "auto", values.threads, 'Threads that compute. `"auto"`: as many as torch\'s intra-op threads.'
+        "auto", validators.threads, 'Threads that compute. `"auto"`: as many as torch\'s intra-op threads.'
     )
     workspace: str | int = _field(
-        "256MiB", values.size, "Memory for products and activations. Longer prompts are computed in chunks."
+        "256MiB", validators.size, "Memory for products and activations. Longer prompts are computed in chunks."
     )
 
     gpu: Group[GpuFields] = Group(GpuFields, "gpu_")

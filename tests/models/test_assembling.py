@@ -15,10 +15,11 @@ from tiny_models import TINY_MODELS
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, PoolClosedError, assembling
+from torch_mesh import MeshConfig, PoolClosedError
 from torch_mesh.modules.experts import PackedModule
+from torch_mesh.patching import pipeline
+from torch_mesh.patching.rollback import Undo
 from torch_mesh.store.convert import convert
-from torch_mesh.undo import Undo
 
 MODES: dict[str, Any] = {"dense": "bf16", "attention": "mesh"}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -68,13 +69,13 @@ class _Steps:
         self.calls: Counter[str] = Counter()
         self.pools: list[Any] = []
         self.fails: tuple[str, int, bool, BaseException] | None = None
-        for name, value in vars(assembling).items():
+        for name, value in vars(pipeline).items():
             if (inspect.isfunction(value) or name == "ExpertPool") and name not in (
                 "undone_on_error",
                 "check",
                 "assemble",
             ):
-                patch.setattr(assembling, name, self._counted(name, value))
+                patch.setattr(pipeline, name, self._counted(name, value))
         original = Undo.closing
         patch.setattr(Undo, "closing", lambda undo, pool: (self.pools.append(pool), original(undo, pool))[1])
 

@@ -20,7 +20,7 @@ from torch_mesh import MeshConfig
 from torch_mesh.config import FIELDS, GROUPS, Field
 from torch_mesh.system import memory
 from torch_mesh.system.memory import auto_budget, auto_margin, available_bytes, resident_slots
-from torch_mesh.values import parse_size
+from torch_mesh.validators import parse_size
 
 GROUPED = [field for field in FIELDS.values() if field.group]
 

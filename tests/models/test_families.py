@@ -28,7 +28,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import torch_mesh
-import torch_mesh.experts
+import torch_mesh.patching.single_layer
 from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from torch_mesh.models.families import (
     ADAPTERS,
@@ -215,7 +215,7 @@ def test_adapted_classes_exist(name: str) -> None:
     modules = [
         importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in supported_families()
     ]
-    assert any(isinstance(vars(module).get(name), type) for module in [*modules, torch_mesh.experts])
+    assert any(isinstance(vars(module).get(name), type) for module in [*modules, torch_mesh.patching.single_layer])
 
 
 def test_experts_that_are_tied_to_others_are_patched_after_loading(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
-from torch_mesh import MeshConfig, StoreError, loading
+from torch_mesh import MeshConfig, StoreError
 from torch_mesh.modules.experts import patched_modules
+from torch_mesh.patching import quantizer
 from torch_mesh.store.convert import convert
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64, 5, 71, 90]])
@@ -119,7 +120,7 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append((model, name, cache_dir, revision))
         (tmp_path / Path(name).name).rename(snapshot / name)
 
-    monkeypatch.setattr(loading, "cached_file", cached)
+    monkeypatch.setattr(quantizer, "cached_file", cached)
     model = _open(made.path, dtype=torch.float32)
     assert asked == [("maker/model", f"q8/{path.name}", tmp_path, "f00") for path in others]
     assert _difference(_logits(model), _logits(made.model)) <= 0.005

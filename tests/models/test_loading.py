@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AwqConfig,
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import torch_mesh
-from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError, loading
+from torch_mesh import _C, MeshConfig, StoreError, UnsupportedModelError
 from torch_mesh.modules.experts import MeshExperts, patched_modules
 from torch_mesh.modules.packed_weight import PackedWeight
+from torch_mesh.patching import quantizer
 from torch_mesh.store.convert import convert
 from torch_mesh.system import memory
 
@@ -298,7 +299,7 @@ def test_what_the_hub_has_of_a_converted_folder_is_fetched_if_it_is_not_there(
         fetched.append((name, file))
         (tmp_path / file).rename(cache_dir / "models--someone--tiny-moe" / "snapshots" / revision / file)
 
-    monkeypatch.setattr(loading, "cached_file", fetch)
+    monkeypatch.setattr(quantizer, "cached_file", fetch)
     model = AutoModelForCausalLM.from_pretrained("someone/tiny-moe", cache_dir=tmp_path / "hub", local_files_only=True)
     assert fetched == [("someone/tiny-moe", missing)]
     assert torch.equal(_logits(model, ids), _logits(reference, ids))

@@ -7,7 +7,7 @@ import torch
 
 import torch_mesh
 from torch_mesh.cli import main
-from torch_mesh.values import parse_size
+from torch_mesh.validators import parse_size
 
 
 @pytest.mark.parametrize("value", [2**70, 2**63, str(2**70), "9999999TiB", "1048577 TiB", "9" * 20])

@@ -15,7 +15,7 @@ from tiny_pools import OpenPool, Spec, TinyPool, engine_options, ops, routing
 from torch import Tensor
 
 import torch_mesh
-from torch_mesh import _C, values
+from torch_mesh import _C, validators
 
 SPEC = Spec(layers=2)
 
@@ -399,4 +399,4 @@ def test_an_engine_takes_as_many_threads_as_it_says(open_pool: OpenPool, expecte
 
 
 def test_the_configuration_has_the_limits_of_the_engine() -> None:
-    assert (values.MOST_THREADS, values.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)
+    assert (validators.MOST_THREADS, validators.LONGEST_TIMEOUT) == (_C.MOST_THREADS, _C.LONGEST_TIMEOUT)

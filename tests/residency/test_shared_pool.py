@@ -29,7 +29,7 @@ from torch_mesh.store.manifest import Store, open_store
 
 PROMPT = torch.arange(5, 25)[None]
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch_mesh.loading", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+PROCESSES.set_forkserver_preload(["torch_mesh.patching.quantizer", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
 
 
 @pytest.fixture(scope="module")

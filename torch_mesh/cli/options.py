@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from torch_mesh.config import FIELDS, MeshConfig, without_links
-from torch_mesh.values import parse_size, shown
+from torch_mesh.validators import parse_size, shown
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = FIELDS) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from torch_mesh.cli.options import add_config_arguments, given_config, positive, size
 from torch_mesh.store.hub import outline_folder
-from torch_mesh.values import parse_size
+from torch_mesh.validators import parse_size
 
 if TYPE_CHECKING:
     from pathlib import Path

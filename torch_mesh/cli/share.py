@@ -8,7 +8,7 @@ import threading
 
 from rich.filesize import decimal as format_bytes
 
-from torch_mesh import values
+from torch_mesh import validators
 from torch_mesh.cli.options import positive
 from torch_mesh.pool.shared_pool import SharedPool
 from torch_mesh.store.manifest import open_store
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Lends until Ctrl-C or SIGTERM; returns the exit code."""
-    resident = values.resident.check("--resident", arguments.resident)
+    resident = validators.resident.check("--resident", arguments.resident)
     store = open_store(arguments.store)
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}

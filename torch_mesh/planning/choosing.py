@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.filesize import decimal as format_bytes
 
 from ..config import MeshConfig
-from ..values import parse_size
+from ..validators import parse_size
 from .formats import why_no_choice
 from .machine import measure_formats, measure_speeds
 from .plan import plan

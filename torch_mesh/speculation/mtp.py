@@ -165,7 +165,7 @@ def _heads(model: Any) -> tuple[Any, Controller]:
 
 
 def _make(model: Any) -> Any:
-    from ..patching import patch  # which imports this module
+    from ..patching.api import patch  # which imports this module
 
     _check_memory(model)
     heads = MtpModel.from_pretrained(model, device_map={"": _device(model)})

@@ -15,7 +15,7 @@ from torch_mesh.store.folders import lock_path
 from torch_mesh.store.manifest import is_of_another_release, is_store, read_manifest
 from torch_mesh.system.atomic_files import locked
 
-_REST = "-rest-"  # of a quantised checkpoint, beside its experts: loading.py
+_REST = "-rest-"  # of a quantised checkpoint, beside its experts: patching/quantizer.py
 _REMOVED = re.compile(r"(\.removed)+$")
 _HIDDEN = re.compile(
     r"(\.partial|\.replaced-[0-9a-f]{8})$"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
-from ..values import parse_size
+from ..validators import parse_size
 
 # What "auto" leaves to the rest of the process: activations, the KV cache, the page cache's working set.
 _MARGIN_BYTES = 512 << 20

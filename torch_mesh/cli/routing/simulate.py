@@ -17,7 +17,7 @@ from torch_mesh.routing.simulation import Hardware, Row, policy_names, simulate
 from torch_mesh.routing.synthetic import synthetic_trace
 from torch_mesh.routing.traces import Trace, load_trace
 from torch_mesh.statistics.counters import percent
-from torch_mesh.values import parse_size
+from torch_mesh.validators import parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

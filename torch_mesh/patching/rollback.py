@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import MeshConfig
-from .errors import StoreError
-from .hf.kv_cache import undo_caches
-from .hf.model_config import announce, withdraw
-from .hf.saving import PatchedModelQuantizer, attach_quantizer
-from .models.families import ExpertsLayer
-from .modules.experts import restored_parameters
-from .pool.expert_pool import ExpertPool
-from .store.folders import partial_path
-from .store.writer import remove_made_from
-from .system.memory import shortage
+from ..config import MeshConfig
+from ..errors import StoreError
+from ..hf.kv_cache import undo_caches
+from ..hf.model_config import announce, withdraw
+from ..hf.saving import PatchedModelQuantizer, attach_quantizer
+from ..models.families import ExpertsLayer
+from ..modules.experts import restored_parameters
+from ..pool.expert_pool import ExpertPool
+from ..store.folders import partial_path
+from ..store.writer import remove_made_from
+from ..system.memory import shortage
 
 
 class Undo:

@@ -18,18 +18,16 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
-from .assembling import OfRecords, assemble, check
-from .config import MeshConfig
-from .errors import StoreError, UnsupportedModelError
-from .hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
-from .hf.parallelism_checks import check_launch, expert_ranks
-from .hf.saving import PatchedModelQuantizer
-from .hf.streaming_save import keep_expert_conversions
-from .left_alone import load_left_alone
-from .models.families import ExpertsLayer, Geometry, common_geometry, find_experts
-from .modules.experts import Absent, PackedModule, patched_modules
-from .pool.secondary_pool import Records, format_of, other_config
-from .store.checkpoint import (
+from ..config import MeshConfig
+from ..errors import StoreError, UnsupportedModelError
+from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
+from ..hf.parallelism_checks import check_launch, expert_ranks
+from ..hf.saving import PatchedModelQuantizer
+from ..hf.streaming_save import keep_expert_conversions
+from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
+from ..modules.experts import Absent, PackedModule, patched_modules
+from ..pool.secondary_pool import Records, format_of, other_config
+from ..store.checkpoint import (
     CheckpointExperts,
     find_checkpoint_experts,
     find_left_alone,
@@ -37,7 +35,7 @@ from .store.checkpoint import (
     meta_model,
     read_config,
 )
-from .store.convert import (
+from ..store.convert import (
     checked_group_size,
     convert,
     convert_store,
@@ -46,12 +44,12 @@ from .store.convert import (
     weights_of_checkpoint,
     write_rest,
 )
-from .store.dense_weights import WITHOUT_TORCH_MESH
-from .store.disk_cache import cache_folder, note_use
-from .store.gguf import gguf_files, is_gguf
-from .store.gguf_model import READ_BY_TABLES, complete_config, config_table
-from .store.header import store_error, weight_files
-from .store.manifest import (
+from ..store.dense_weights import WITHOUT_TORCH_MESH
+from ..store.disk_cache import cache_folder, note_use
+from ..store.gguf import gguf_files, is_gguf
+from ..store.gguf_model import READ_BY_TABLES, complete_config, config_table
+from ..store.header import store_error, weight_files
+from ..store.manifest import (
     FORMAT_VERSIONS,
     MANIFEST_NAME,
     Manifest,
@@ -61,10 +59,12 @@ from .store.manifest import (
     open_store,
     read_manifest,
 )
-from .store.progress import progress_bar
-from .store.sources import method_of, own_quantisation, source_of
-from .store.verify import check_other_files
-from .store.writer import Written
+from ..store.progress import progress_bar
+from ..store.sources import method_of, own_quantisation, source_of
+from ..store.verify import check_other_files
+from ..store.writer import Written
+from .pipeline import OfRecords, assemble, check
+from .unpooled import load_left_alone
 
 _LOG = logging.getLogger(__name__)
 
@@ -363,7 +363,7 @@ def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str
         return config, ""
     if key_mapping:
         raise ValueError(f"max_error={config.max_error} does not go with key_mapping=: name a format.")
-    from .planning.choosing import choose_format  # which brings all of the plan
+    from ..planning.choosing import choose_format  # which brings all of the plan
 
     chosen, why = choose_format(folder, config)
     _LOG.info("max_error=%s has taken %s: %s", config.max_error, chosen.weights, why)

@@ -11,16 +11,16 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from .assembling import OfRecords, assemble, check
-from .config import MeshConfig, with_fields
-from .hf.saving import PatchedModelQuantizer
-from .models.activations import FUNCTIONS, Gate, gate_named
-from .models.families import find_experts
-from .modules.async_forward import PendingExperts, submit
-from .modules.experts import MeshExperts
-from .patching import patch
-from .pool.secondary_pool import Records
-from .store.manifest import Shape, open_store
+from ..config import MeshConfig, with_fields
+from ..hf.saving import PatchedModelQuantizer
+from ..models.activations import FUNCTIONS, Gate, gate_named
+from ..models.families import find_experts
+from ..modules.async_forward import PendingExperts, submit
+from ..modules.experts import MeshExperts
+from ..pool.secondary_pool import Records
+from ..store.manifest import Shape, open_store
+from .api import patch
+from .pipeline import OfRecords, assemble, check
 
 # By their names in transformers.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}

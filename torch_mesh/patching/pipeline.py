@@ -12,33 +12,33 @@ from typing import Any
 
 from torch import nn
 
-from . import _C
-from .adapters.registration import watch as watch_peft
-from .config import MeshConfig
-from .gpu.choosing import check_gpu_weights, choose_experts
-from .gpu.placement import Placement
-from .gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
-from .hf.attention import check_attention, take_attention
-from .hf.expert_parallel import Share
-from .hf.kv_cache import take_caches
-from .hf.model_config import announce
-from .hf.parallelism_checks import check_forwards
-from .hf.saving import PatchedModelQuantizer, attach_quantizer
-from .left_alone import announce_left_alone
-from .lossy.decoding import check_lossy, make_lossy
-from .lossy.fallback import check_fallback, split_pool
-from .models.families import ExpertsLayer, common_geometry, pool_activations
-from .modules.dense import dense_bytes, pack_dense, take_products
-from .modules.experts import install
-from .modules.packed_weight import device_of
-from .pool.expert_pool import ExpertPool, least_slots, pool_slots
-from .pool.secondary_pool import Records, open_other
-from .pool.shared_pool import check_shared
-from .prefetch.lookahead import check_predictor, connect
-from .routing.profiles import check_profile
-from .speculation.models import check_speculation, take_speculation
-from .speculation.mtp import take_mtp
-from .undo import Undo, undone_on_error
+from .. import _C
+from ..adapters.registration import watch as watch_peft
+from ..config import MeshConfig
+from ..gpu.choosing import check_gpu_weights, choose_experts
+from ..gpu.placement import Placement
+from ..gpu.placing import gpu_pool_bytes, move_experts, open_gpu_pool
+from ..hf.attention import check_attention, take_attention
+from ..hf.expert_parallel import Share
+from ..hf.kv_cache import take_caches
+from ..hf.model_config import announce
+from ..hf.parallelism_checks import check_forwards
+from ..hf.saving import PatchedModelQuantizer, attach_quantizer
+from ..lossy.decoding import check_lossy, make_lossy
+from ..lossy.fallback import check_fallback, split_pool
+from ..models.families import ExpertsLayer, common_geometry, pool_activations
+from ..modules.dense import dense_bytes, pack_dense, take_products
+from ..modules.experts import install
+from ..modules.packed_weight import device_of
+from ..pool.expert_pool import ExpertPool, least_slots, pool_slots
+from ..pool.secondary_pool import Records, open_other
+from ..pool.shared_pool import check_shared
+from ..prefetch.lookahead import check_predictor, connect
+from ..routing.profiles import check_profile
+from ..speculation.models import check_speculation, take_speculation
+from ..speculation.mtp import take_mtp
+from .rollback import Undo, undone_on_error
+from .unpooled import announce_left_alone
 
 
 class Origin:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .gpu.choosing import layer_device
-from .models.families import ExpertsLayer, describe_left_alone, layers_left_alone
-from .modules.experts import MeshExperts
-from .store.checkpoint import CheckpointExperts
+from ..gpu.choosing import layer_device
+from ..models.families import ExpertsLayer, describe_left_alone, layers_left_alone
+from ..modules.experts import MeshExperts
+from ..store.checkpoint import CheckpointExperts
 
 
 def load_left_alone(model: nn.Module, found: Sequence[tuple[ExpertsLayer, CheckpointExperts]]) -> None:

@@ -11,28 +11,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .assembling import Origin, assemble, check
-from .config import MeshConfig, with_fields
-from .errors import MeshError, UnsupportedModelError
-from .hf.compile import undo_compile
-from .hf.kv_cache import undo_caches
-from .hf.model_config import withdraw
-from .hf.parallelism_checks import check_undivided
-from .hf.saving import PatchedModelQuantizer, detach_quantizer
-from .lossy.decoding import undo_lossy
-from .models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
-from .modules.dense import packed_linears, restore_dense
-from .modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
-from .modules.packed_weight import device_of
-from .pool.secondary_pool import Records, format_of, other_config
-from .speculation.models import undo_speculation
-from .speculation.mtp import undo_mtp
-from .statistics.speculated import drop_tally
-from .store.convert import checked_group_size, convert_model
-from .store.disk_cache import unnamed_folder
-from .store.manifest import OF_CODES
-from .store.progress import progress_bar
-from .undo import PatchUndo
+from ..config import MeshConfig, with_fields
+from ..errors import MeshError, UnsupportedModelError
+from ..hf.compile import undo_compile
+from ..hf.kv_cache import undo_caches
+from ..hf.model_config import withdraw
+from ..hf.parallelism_checks import check_undivided
+from ..hf.saving import PatchedModelQuantizer, detach_quantizer
+from ..lossy.decoding import undo_lossy
+from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
+from ..modules.dense import packed_linears, restore_dense
+from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
+from ..modules.packed_weight import device_of
+from ..pool.secondary_pool import Records, format_of, other_config
+from ..speculation.models import undo_speculation
+from ..speculation.mtp import undo_mtp
+from ..statistics.speculated import drop_tally
+from ..store.convert import checked_group_size, convert_model
+from ..store.disk_cache import unnamed_folder
+from ..store.manifest import OF_CODES
+from ..store.progress import progress_bar
+from .pipeline import Origin, assemble, check
+from .rollback import PatchUndo
 
 Model = TypeVar("Model", bound=nn.Module)
 
