@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import _C
+from torch_mesh.calibration.packing import on_text
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 
 FORMATS = (
@@ -108,8 +109,7 @@ def measure(options: Any) -> Report:
                     folder / "store",
                     weights,
                     group_size,
-                    calibrate=text,
-                    calibrate_tokens=options.tokens,
+                    calibrate=None if text is None else on_text(text, options.tokens),
                     force=True,
                 ).store
                 config = torch_mesh.MeshConfig(resident=1.0)

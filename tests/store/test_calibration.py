@@ -22,6 +22,7 @@ import torch_mesh
 from torch_mesh import _C
 from torch_mesh.calibration import collecting, packing
 from torch_mesh.calibration.collecting import collect, text_sequences
+from torch_mesh.calibration.packing import on_text
 from torch_mesh.calibration.rows import LayerRows, RowFiles
 from torch_mesh.cli import main
 from torch_mesh.errors import MeshError, StoreError
@@ -83,8 +84,7 @@ def test_what_experts_make_of_the_text_is_nearer(tmp_path: Path, mesh_tiny: Path
         mesh_tiny,
         tmp_path / "calibrated",
         weights,
-        calibrate=prose,
-        calibrate_tokens=TOKENS,
+        calibrate=on_text(prose, TOKENS),
         progress=lambda *counts: done.append(counts),
     ).store
     plain = convert(mesh_tiny, tmp_path / "plain", weights).store
@@ -120,7 +120,7 @@ def test_families(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) 
     """Biases, experts without a gate, inputs that are weighted, experts that compute nothing."""
     source = save_tiny(tmp_path / "source", family)
     _random_text(monkeypatch)
-    store = convert(source, tmp_path / "store", "int4", 32, calibrate="any").store
+    store = convert(source, tmp_path / "store", "int4", 32, calibrate=on_text("any")).store
     plain = convert(source, tmp_path / "plain", "int4", 32).store
     assert list(verify(store)) == []
     changed = 0
@@ -141,7 +141,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # one is run as what it is converted to
     write_quantised(tmp_path / "source", KINDS[kind]())
     _random_text(monkeypatch)
-    store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate="any").store
+    store = convert(tmp_path / "source", tmp_path / "store", "int4", 64, calibrate=on_text("any")).store
     plain = convert(tmp_path / "source", tmp_path / "plain", "int4", 64).store
     assert list(verify(store)) == []
     assert not torch.equal(stored_expert(store, 0, 0).up, stored_expert(plain, 0, 0).up)
@@ -157,7 +157,7 @@ def test_quantised_checkpoints_are_calibrated_by_their_values(
 def test_codes_that_are_kept_are_not_calibrated(tmp_path: Path, kind: str, weights: str, message: str) -> None:
     write_quantised(tmp_path / "source", KINDS[kind]())
     with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate="any")
+        convert(tmp_path / "source", tmp_path / "store", weights, 32, calibrate=on_text("any"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -170,7 +170,7 @@ def test_an_expert_that_no_token_reached(tmp_path: Path, monkeypatch: pytest.Mon
             layer.mlp.gate.weight[[1, 2]] *= 100
     model.save_pretrained(tmp_path / "source")
     _random_text(monkeypatch)
-    store = convert(tmp_path / "source", tmp_path / "store", "int4", 32, calibrate="any").store
+    store = convert(tmp_path / "source", tmp_path / "store", "int4", 32, calibrate=on_text("any")).store
     plain = convert(tmp_path / "source", tmp_path / "plain", "int4", 32).store
     for layer in range(4):
         record = stored_expert(store, layer, 5)
@@ -206,7 +206,7 @@ def test_a_manifest_with_a_strange_calibration(
 ) -> None:
     from torch_mesh.store import manifest as module
 
-    convert(mesh_tiny, tmp_path / "store", "int4", calibrate=prose, calibrate_tokens=256)
+    convert(mesh_tiny, tmp_path / "store", "int4", calibrate=on_text(prose, 256))
     path = tmp_path / "store" / MANIFEST_NAME
     table = json.loads(path.read_text())
     table["calibration"] |= change
@@ -217,7 +217,7 @@ def test_a_manifest_with_a_strange_calibration(
 
 
 def test_a_calibrated_store_opens_and_runs(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
-    convert(mesh_tiny, tmp_path / "store", "lut4", 32, calibrate=prose, calibrate_tokens=TOKENS)
+    convert(mesh_tiny, tmp_path / "store", "lut4", 32, calibrate=on_text(prose, TOKENS))
     ids = torch.randint(3, 4000, (1, 12))
     outputs = []
     for resident in (1.0, 0.2):
@@ -231,26 +231,26 @@ def test_a_calibrated_store_opens_and_runs(tmp_path: Path, mesh_tiny: Path, pros
 @pytest.mark.parametrize("weights", ["bf16", "auto"])
 def test_what_is_not_rounded_is_refused(tmp_path: Path, mesh_tiny: Path, prose: str, weights: str) -> None:
     with pytest.raises(ValueError, match="'bf16' rounds little.*'int8', 'int4', 'lut4'"):
-        convert(mesh_tiny, tmp_path / "store", weights, calibrate=prose)
+        convert(mesh_tiny, tmp_path / "store", weights, calibrate=on_text(prose))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_that_will_not_do(tmp_path: Path, mesh_tiny: Path, prose: str) -> None:
     destination = tmp_path / "store"
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
-        convert(mesh_tiny, destination, "int4", calibrate=tmp_path / "nothing.txt")
+        convert(mesh_tiny, destination, "int4", calibrate=on_text(tmp_path / "nothing.txt"))
     short = tmp_path / "short.txt"
     short.write_text("The sea was calm.")
     with pytest.raises(MeshError, match=r"short.txt makes \d+ tokens, and calibration needs 256"):
-        convert(mesh_tiny, destination, "int4", calibrate=short)
+        convert(mesh_tiny, destination, "int4", calibrate=on_text(short))
     with pytest.raises(ValueError, match="100 tokens are too few to calibrate on: give 256 at least"):
-        convert(mesh_tiny, destination, "int4", calibrate=prose, calibrate_tokens=100)
+        convert(mesh_tiny, destination, "int4", calibrate=on_text(prose, 100))
     short.write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(MeshError, match="not text in UTF-8"):
-        convert(mesh_tiny, destination, "int4", calibrate=short)
+        convert(mesh_tiny, destination, "int4", calibrate=on_text(short))
     shutil.copytree(mesh_tiny, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(MeshError, match="has no tokenizer"):
-        convert(tmp_path / "mute", destination, "int4", calibrate=prose)
+        convert(tmp_path / "mute", destination, "int4", calibrate=on_text(prose))
     assert not destination.exists() and not (tmp_path / ".store.partial").exists()
 
 
@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         StoreError, match=r"down of expert 7 in model\.layers\.3\.mlp\.experts has values that are not finite"
     ):
-        convert(tmp_path / "source", tmp_path / "store", "int4", calibrate="any")
+        convert(tmp_path / "source", tmp_path / "store", "int4", calibrate=on_text("any"))
 
 
 def test_interrupted_it_continues(tmp_path: Path, mesh_tiny: Path, prose: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_interrupted_it_continues(tmp_path: Path, mesh_tiny: Path, prose: str, m
     monkeypatch.setattr(packing.Calibrator, "pack", packing_one)
 
     def run(folder: str) -> Store:
-        return convert(mesh_tiny, tmp_path / folder, "int4", calibrate=prose, calibrate_tokens=TOKENS).store
+        return convert(mesh_tiny, tmp_path / folder, "int4", calibrate=on_text(prose, TOKENS)).store
 
     with pytest.raises(KeyboardInterrupt):
         run("store")
@@ -333,14 +333,14 @@ def test_rows_that_a_loss_of_power_took_are_collected_again(
     with monkeypatch.context() as patch:
         patch.setattr(packing.Calibrator, "pack", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            convert(mesh_tiny, tmp_path / "store", "int4", calibrate=prose, calibrate_tokens=TOKENS)
+            convert(mesh_tiny, tmp_path / "store", "int4", calibrate=on_text(prose, TOKENS))
     partial = tmp_path / ".store.partial"
     if damage == "rows":
         with next(partial.glob("calibration-*.rows")).open("r+b") as stream:
             stream.truncate(1000)
     else:
         (partial / "calibration.json").write_text('{"sequences":')
-    store = convert(mesh_tiny, tmp_path / "store", "int4", calibrate=prose, calibrate_tokens=TOKENS).store
+    store = convert(mesh_tiny, tmp_path / "store", "int4", calibrate=on_text(prose, TOKENS)).store
     assert list(verify(store)) == []
     assert not list(store.folder.glob("calibration*"))
 
@@ -384,16 +384,16 @@ def test_the_disk_has_to_hold_the_rows_too(
 ) -> None:
     with small_disk(tmp_path / "disk", 40 << 20) as disk:
         with pytest.raises(StoreError, match="the disk has .* free"):
-            convert(mesh_tiny, disk / "store", "int4", calibrate=prose, calibrate_tokens=16384)
+            convert(mesh_tiny, disk / "store", "int4", calibrate=on_text(prose, 16384))
         monkeypatch.setattr(writer, "check_free_space", lambda *_: None)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(33 << 20))
         with pytest.raises(StoreError, match="the disk is full.*run the same command again"):
-            convert(mesh_tiny, disk / "store", "int4", calibrate=prose, calibrate_tokens=16384)
+            convert(mesh_tiny, disk / "store", "int4", calibrate=on_text(prose, 16384))
         gc.collect()  # what the error's frames hold
         ballast.unlink()
         monkeypatch.undo()
-        store = convert(mesh_tiny, disk / "store", "int4", calibrate=prose, calibrate_tokens=4096).store
+        store = convert(mesh_tiny, disk / "store", "int4", calibrate=on_text(prose, 4096)).store
         assert list(verify(store)) == []
 
 

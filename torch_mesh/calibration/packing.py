@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from .. import _C
 from ..errors import MeshError
 from ..models.families import ExpertsLayer, ExpertTensors, apply_gate, find_experts
 from ..store.checkpoint import CheckpointExperts
+from ..store.convert import CALIBRATE_TOKENS
 from ..store.header import store_error
 from ..store.manifest import Calibration
 from ..store.store_plan import Scratch
@@ -24,7 +26,22 @@ from .collecting import collect, text_sequences
 from .moments import METHOD, InputMoments, Moments, blended, feedback_of, in_batches, sample_of
 from .rows import LayerRows, RowFiles
 
+if TYPE_CHECKING:
+    from ..store.convert import Calibrate
+
 _LOG = logging.getLogger(__name__)
+
+
+def on_text(text: str | os.PathLike[str], tokens: int = CALIBRATE_TOKENS) -> Calibrate:
+    """The ``calibrate`` of ``store.convert.convert``: by a text (a plain file, or .jsonl with a ``text`` in each line).
+
+    The checkpoint is run on its first ``tokens`` tokens, in the memory that running it takes.
+    """
+
+    def calibrate(experts: CheckpointExperts, model: PreTrainedModel, weights: str, group_size: int) -> Calibrator:
+        return Calibrator(experts, model, os.fspath(text), tokens, weights, group_size)
+
+    return calibrate
 
 
 class Calibrator:

@@ -46,6 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Converts; returns the exit code."""
     if arguments.calibrate is None and arguments.calibrate_tokens is not None:
         raise ValueError("--calibrate-tokens is of a text: give --calibrate TEXT with it")
+    calibrate = None
+    if arguments.calibrate is not None:
+        from torch_mesh.calibration.packing import on_text  # which brings transformers
+
+        calibrate = on_text(arguments.calibrate, arguments.calibrate_tokens or CALIBRATE_TOKENS)
     folder = local_folder(arguments.source, revision=arguments.revision, token=arguments.token)
     with naming_force(), progress_bar(f"{arguments.weights} store") as progress:
         written = convert(
@@ -54,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.weights,
             arguments.group_size,
             name=None if os.path.exists(arguments.source) else arguments.source,
-            calibrate=arguments.calibrate,
-            calibrate_tokens=arguments.calibrate_tokens or CALIBRATE_TOKENS,
+            calibrate=calibrate,
             force=arguments.force,
             workers=arguments.threads,
             progress=progress,

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
     from torch_mesh.calibration.packing import Calibrator
 
+    # Of a checkpoint's experts, its model on the meta device, a format and a group size.
+    Calibrate = Callable[[CheckpointExperts, PreTrainedModel, str, int], Calibrator]
+
 CALIBRATE_TOKENS = 16384
 
 
@@ -55,8 +58,7 @@ def convert(
     group_size: int = 64,
     *,
     name: str | None = None,
-    calibrate: str | os.PathLike[str] | None = None,
-    calibrate_tokens: int = CALIBRATE_TOKENS,
+    calibrate: Calibrate | None = None,
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -70,9 +72,9 @@ def convert(
     ``name`` is what the manifest calls the source, by default its folder; ``key_mapping`` is that of
     ``from_pretrained``. Memory is bounded by a few experts. Interrupted at any moment, the same call continues.
 
-    ``calibrate`` names a text (a plain file, or .jsonl with a ``text`` in each line): the checkpoint is run on its first ``calibrate_tokens`` tokens, in the memory
-    that running it takes, and int8, int4, lut4 and trellis records are packed so that what experts made of it keeps its values. Until the store is written that takes
-    layers x tokens x hidden x 2 bytes of its disk. Experts are then packed one at a time, on all of torch's threads, unless ``workers`` says otherwise.
+    ``calibrate`` packs int8, int4, lut4 and trellis records so that what experts made of a text keeps its values: see
+    ``calibration.packing.on_text``. Until the store is written that takes layers x tokens x hidden x 2 bytes of its disk.
+    Experts are then packed one at a time, on all of torch's threads, unless ``workers`` says otherwise.
 
     Raises ``UnsupportedModelError`` for models and layouts that cannot be converted, ``StoreError`` for damaged files, a destination
     that is something else, and a disk without room; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer.
@@ -99,7 +101,8 @@ def convert(
         warnings.warn(f"The experts of {source} are {experts.format}; they are rounded to bf16.", stacklevel=2)
     calibrator = None
     if calibrate is not None:
-        calibrator = _calibrator(experts, model, calibrate, calibrate_tokens, weights, group_size)
+        _check_calibrated(experts, weights, group_size)
+        calibrator = calibrate(experts, model, weights, group_size)
         workers = workers or 1
 
     def pack(layer: int, expert: int) -> torch.Tensor:
@@ -137,14 +140,7 @@ def convert(
     )
 
 
-def _calibrator(
-    experts: CheckpointExperts,
-    model: PreTrainedModel,
-    text: str | os.PathLike[str],
-    tokens: int,
-    weights: str,
-    group_size: int,
-) -> Calibrator:
+def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int) -> None:
     if weights not in CALIBRATED:
         why = (
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
@@ -159,9 +155,6 @@ def _calibrator(
         raise ValueError(
             f"{experts.folder} has {weights} codes in groups of {group_size}, which are kept as they are: convert it without calibration."
         )
-    from torch_mesh.calibration.packing import Calibrator  # which opens models, which may convert
-
-    return Calibrator(experts, model, os.fspath(text), tokens, weights, group_size)
 
 
 def convert_model(
