@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..adapters.factors import Factors
 from ..models.families import ExpertsLayer, InPool, apply_gate, check_model
 from ..ops.device import find
 from ..pool.expert_pool import ExpertPool, refuse_to_pickle
 from ..prefetch.lookahead import NextLayer
 from .packed_weight import as_parameter, packed_experts
+
+if TYPE_CHECKING:
+    from ..adapters.factors import Factors
 
 _PREFIX = "_mesh_"  # of all attributes that patching gives to modules
 

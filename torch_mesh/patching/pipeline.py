@@ -37,6 +37,7 @@ from ..prefetch.lookahead import check_predictor, connect
 from ..routing.profiles import check_profile
 from ..speculation.models import check_speculation, take_speculation
 from ..speculation.mtp import take_mtp
+from ..statistics.log import start_log
 from .rollback import Undo, undone_on_error
 from .unpooled import announce_left_alone
 
@@ -143,7 +144,9 @@ def assemble(
         if placement.needs_pool(origin.weights):
             with origin.records(placement.weights) as others:
                 gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
-        pool = _open_pool(model, layers, for_pool, origin, placement, slots, stand_ins)
+        pool = _open_pool(layers, for_pool, origin, placement, slots, stand_ins)
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        start_log(pool, config, name, origin.places)
         for layer, place in zip(layers, origin.places, strict=True):
             device = device_of(layer.module)
             if pool.in_memory:
@@ -188,7 +191,6 @@ def _choose_slots(
 
 
 def _open_pool(
-    model: nn.Module,
     layers: Sequence[ExpertsLayer],
     config: MeshConfig,
     origin: Origin,
@@ -202,7 +204,6 @@ def _open_pool(
         "group_size": origin.group_size,
         "exact": origin.exact,
         "least_slots": least_slots(layers),
-        "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
     }
     geometry = common_geometry(layers)
     if origin.stays_in_memory(slots):

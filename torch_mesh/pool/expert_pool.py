@@ -21,10 +21,9 @@ from ..errors import MeshError, ReadTimeoutError
 from ..models.families import ExpertsLayer, ExpertTensors, Geometry, common_geometry
 from ..ops.device import DeviceLayer, SharedDevice
 from ..routing.profiles import pool_profile
-from ..statistics.log import StatsLog
-from ..statistics.machine import describe_machine
 from ..store.convert import pack_expert
-from ..store.manifest import Store, has_chosen_groups
+from ..store.manifest import Store
+from ..system.background import BackgroundThread
 from ..system.memory import resident_slots
 from .memory_guard import MemoryGuard
 
@@ -93,7 +92,7 @@ class ExpertPool:
     ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
     those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
     ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now. ``share``: of the model's
-    experts, where this pool is one rank's. ``model``: its name, for statistics.
+    experts, where this pool is one rank's.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class ExpertPool:
         elsewhere: torch.Tensor | None = None,
         store: Store | None = None,
         share: Share | None = None,
-        model: str = "",
     ) -> None:
         if config.shared is not None and source is None:
             raise ValueError(
@@ -172,22 +170,16 @@ class ExpertPool:
             lender=config.shared,
         )
         self.slots = self.engine.describe_size()["slots"]
-        log = None
+        self._threads: list[BackgroundThread] = []
         guard = MemoryGuard.of_this_process() if _wants_guard(config, source) else None
         self.guarded = guard is not None
         try:
-            if config.stats.file is not None:
-                last = layers - 1 if places is None else places[-1]
-                low = None if fallback is None else fallback.engine
-                file = config.stats.file if share is None else share.own_file(config.stats.file)
-                every, modes = config.stats.every, config.lossy.modes
-                log = StatsLog(self.engine, low, last, every, file, modes, share, self._about(model))
             if guard is not None:
                 guard.add(self.engine, 1 if share is None else share.neighbours)
-        except BaseException:  # such as no thread for one of them
-            _close(self.engine, log, guard, os.getpid())
+        except BaseException:  # such as no thread for it
+            _close(self.engine, self._threads, guard, os.getpid())
             raise
-        self._finalizer = weakref.finalize(self, _close, self.engine, log, guard, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self.engine, self._threads, guard, os.getpid())
         _notice_exit()
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("A pool of experts: %s.", self.describe())
@@ -195,6 +187,10 @@ class ExpertPool:
     def close(self) -> None:
         """Before its last reference is gone: for a pool that no module uses."""
         self._finalizer()
+
+    def end_with(self, thread: BackgroundThread) -> None:
+        """Waits for ``thread``, which ends when the engine is closed, whenever the pool is closed."""
+        self._threads.append(thread)
 
     @property
     def shared_devices(self) -> list[SharedDevice]:
@@ -243,17 +239,6 @@ class ExpertPool:
         choice = f", chosen as {self.choice}" if self.choice else ""
         return f"{share}weights={self.weights}{group}{choice}, {resident}{lossy}{stand_ins}{left_alone}"
 
-    def _about(self, model: str) -> dict[str, str]:
-        """For statistics, which outlive the model."""
-        group = f", groups of {self.group_size}" if has_chosen_groups(self.weights) else ""
-        policy = str(self.engine.describe()["policy"])
-        return {
-            "model": model,
-            "format": f"{self.weights}{group}",
-            "policy": policy,
-            "machine": describe_machine(),
-        }
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertPool:
         return self
 
@@ -294,13 +279,10 @@ def _notice_exit() -> None:
     atexit.register(_at_exit.set)
 
 
-def _close(engine: _C.Engine, log: StatsLog | None, guard: MemoryGuard | None, owner: int) -> None:
+def _close(engine: _C.Engine, own_threads: Sequence[BackgroundThread], guard: MemoryGuard | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not wait for its parent's reads
         return
-    threads = [
-        None if log is None else log.thread,
-        None if guard is None else guard.remove(engine),
-    ]
+    threads = [*own_threads, None if guard is None else guard.remove(engine)]
     try:
         engine.close(wait=not _at_exit.is_set())
     except (ReadTimeoutError, MemoryError) as error:  # nobody could catch it here

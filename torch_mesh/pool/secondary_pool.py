@@ -73,7 +73,6 @@ def open_other(
         prefill="off",
         lossy={"routing_bias": 0.0},
         residency={"pins": 0.0, "early_layers": 0, "early_experts": 0},
-        stats={"file": None},
     )
     return ExpertPool(
         common_geometry(layers),

@@ -7,18 +7,22 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import _C
 from ..errors import PoolClosedError
+from ..store.manifest import has_chosen_groups
 from ..system.atomic_files import FILE_MODE
 from ..system.background import BackgroundThread
 from .counters import engine_stats
+from .machine import describe_machine
 from .moment import look
 
 if TYPE_CHECKING:
+    from ..config import MeshConfig
     from ..hf.expert_parallel import Share
+    from ..pool.expert_pool import ExpertPool
 
 # How long the thread sleeps at a time where nothing happens; closing the engine wakes it at once.
 _PATIENCE_SECONDS = 3600.0
@@ -99,3 +103,23 @@ class StatsLog:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+
+def start_log(pool: ExpertPool, config: MeshConfig, model: str, places: Sequence[int]) -> None:
+    """Logs the statistics of ``pool`` as ``config.stats`` says, until it is closed. ``places``: the pool's layers that run.
+
+    Raises MemoryError where no thread can be started.
+    """
+    if config.stats.file is None:
+        return
+    group = f", groups of {pool.group_size}" if has_chosen_groups(pool.weights) else ""
+    about = {
+        "model": model,
+        "format": f"{pool.weights}{group}",
+        "policy": str(pool.engine.describe()["policy"]),
+        "machine": describe_machine(),
+    }
+    low = None if pool.fallback is None else pool.fallback.engine
+    file = config.stats.file if pool.share is None else pool.share.own_file(config.stats.file)
+    log = StatsLog(pool.engine, low, places[-1], config.stats.every, file, pool.lossy, pool.share, about)
+    pool.end_with(log.thread)
