@@ -111,7 +111,7 @@ STEPS = [
     (IN_MEMORY | ALL, pipeline, "pack_dense", 1),
     (IN_MEMORY | ALL, pipeline, "take_attention", 1),
     (IN_MEMORY | ALL, pipeline, "announce", 1),
-    (ON_DISK, api, "convert_model", 1),
+    (ON_DISK, pipeline, "convert_model", 1),
     (ON_DISK | {"weights": "int4"}, pipeline, "install", 2),
     (ON_DISK | {"weights": "int4"}, pipeline, "connect", 1),
     (ON_DISK | {"weights": "int4"} | ALL, pipeline, "move_experts", 1),

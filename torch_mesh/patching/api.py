@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,16 +20,11 @@ from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_exp
 from ..modules.dense import packed_linears, restore_dense
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
-from ..pool.secondary_pool import Records, format_of, other_config
 from ..speculation.models import undo_speculation
 from ..speculation.mtp import undo_mtp
 from ..statistics.speculated import drop_tally
-from ..store.convert import checked_group_size, convert_model
-from ..store.disk_cache import unnamed_folder
 from ..store.manifest import OF_CODES
-from ..store.progress import progress_bar
-from .pipeline import Origin, assemble, check
-from .rollback import PatchUndo
+from .pipeline import OfLoadedModel, assemble, check
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,49 +56,12 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)
-    origin = _OfLoadedModel(model, layers, config)
+    origin = OfLoadedModel(model, layers, config)
     check(model, layers, config, origin)
     if origin.weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
     assemble(model, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
     return model
-
-
-class _OfLoadedModel(Origin):
-    """The experts of a model that is in memory."""
-
-    def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-        self._model = model
-        self._config = config
-        self._all = sum(layer.num_experts for layer in layers)
-        parameters = (parameter for layer in layers for parameter in layer.parameters.values())
-        self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
-        self.weights = format_of(config)
-        self.group_size = checked_group_size(self.weights, config.group_size)
-        self.exact = self.weights == "bf16" and layers[0].dtype == torch.bfloat16
-        self.layers = self.counted = len(layers)
-        self.places = range(len(layers))
-        self.undo: PatchUndo = PatchUndo(model, config)
-
-    def stays_in_memory(self, slots: int) -> bool:
-        return slots == self._all and self._config.store is None and self._config.io != "mmap"
-
-    @contextmanager
-    def records(self, weights: str) -> Iterator[Records]:
-        config = self._config if weights == self.weights else other_config(self._config, weights)
-        with _store_folder(config) as folder:
-            fingerprint = self.undo.new_store(folder)
-            with progress_bar(f"Packing experts to {weights}") as progress:
-                store = convert_model(
-                    self._model,
-                    folder,
-                    weights,
-                    config.group_size,
-                    fingerprint=fingerprint,
-                    private=config.store is None,
-                    progress=progress,
-                ).store
-            yield Records.of_store(store, self.places)
 
 
 def unpatch(model: Model, lossy: bool = False) -> Model:
@@ -199,12 +154,3 @@ def _check_patchable(model: nn.Module, layers: list[ExpertsLayer]) -> None:
                 raise UnsupportedModelError(
                     f"{layer.path}.{name} is {parameter.dtype}; supported are {', '.join(map(str, WEIGHT_DTYPES))}."
                 )
-
-
-@contextmanager
-def _store_folder(config: MeshConfig) -> Iterator[Path]:
-    if config.store is not None:
-        yield Path(config.store)
-        return
-    with unnamed_folder() as folder:
-        yield folder / "experts"

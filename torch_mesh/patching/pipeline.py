@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _C
@@ -26,19 +28,22 @@ from ..hf.parallelism_checks import check_forwards
 from ..hf.saving import PatchedModelQuantizer, attach_quantizer
 from ..lossy.decoding import check_lossy, make_lossy
 from ..lossy.fallback import check_fallback, split_pool
-from ..models.families import ExpertsLayer, common_geometry, pool_activations
+from ..models.families import ExpertsLayer, common_geometry, find_experts, pool_activations
 from ..modules.dense import dense_bytes, pack_dense, take_products
 from ..modules.experts import install
 from ..modules.packed_weight import device_of
 from ..pool.expert_pool import ExpertPool, least_slots, pool_slots
-from ..pool.secondary_pool import Records, open_other
+from ..pool.secondary_pool import Records, format_of, open_other, other_config
 from ..pool.shared_pool import check_shared
 from ..prefetch.lookahead import check_predictor, connect
 from ..routing.profiles import check_profile
 from ..speculation.models import check_speculation, take_speculation
 from ..speculation.mtp import take_mtp
 from ..statistics.log import start_log
-from .rollback import Undo, undone_on_error
+from ..store.convert import checked_group_size, convert_model
+from ..store.disk_cache import unnamed_folder
+from ..store.progress import progress_bar
+from .rollback import PatchUndo, Undo, undone_on_error
 from .unpooled import announce_left_alone
 
 
@@ -105,6 +110,43 @@ class OfRecords(Origin):
         raise NotImplementedError
 
 
+class OfLoadedModel(Origin):
+    """The experts of a model that is in memory."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+        self._model = model
+        self._config = config
+        self._all = sum(layer.num_experts for layer in layers)
+        parameters = (parameter for layer in layers for parameter in layer.parameters.values())
+        self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
+        self.weights = format_of(config)
+        self.group_size = checked_group_size(self.weights, config.group_size)
+        self.exact = self.weights == "bf16" and layers[0].dtype == torch.bfloat16
+        self.layers = self.counted = len(layers)
+        self.places = range(len(layers))
+        self.undo: PatchUndo = PatchUndo(model, config)
+
+    def stays_in_memory(self, slots: int) -> bool:
+        return slots == self._all and self._config.store is None and self._config.io != "mmap"
+
+    @contextlib.contextmanager
+    def records(self, weights: str) -> Iterator[Records]:
+        config = self._config if weights == self.weights else other_config(self._config, weights)
+        with _store_folder(config) as folder:
+            fingerprint = self.undo.new_store(folder)
+            with progress_bar(f"Packing experts to {weights}") as progress:
+                store = convert_model(
+                    self._model,
+                    folder,
+                    weights,
+                    config.group_size,
+                    fingerprint=fingerprint,
+                    private=config.store is None,
+                    progress=progress,
+                ).store
+            yield Records.of_store(store, self.places)
+
+
 def check(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin) -> None:
     """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
     check_shared(config, layers)
@@ -162,11 +204,19 @@ def assemble(
         take_attention(model, config)
         take_caches(model)
         take_speculation(model, config)
-        take_mtp(model)
+        take_mtp(model, _patch_heads)
         move_experts(layers, pool, placement, gpu_pool)
         announce_left_alone(model, layers)
         attach_quantizer(model, quantizer)
         announce(model, config)
+
+
+def _patch_heads(heads: nn.Module, config: MeshConfig) -> None:
+    """MTP layers of a patched model, which transformers opens when it first drafts with them."""
+    layers = find_experts(heads)
+    origin = OfLoadedModel(heads, layers, config)
+    check(heads, layers, config, origin)
+    assemble(heads, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
 
 
 def _choose_slots(
@@ -228,3 +278,12 @@ def _open_pool(
             share=origin.share,
         )
         return origin.undo.closing(pool)
+
+
+@contextlib.contextmanager
+def _store_folder(config: MeshConfig) -> Iterator[Path]:
+    if config.store is not None:
+        yield Path(config.store)
+        return
+    with unnamed_folder() as folder:
+        yield folder / "experts"

@@ -7,9 +7,11 @@ What is drafted with them, and how it is verified, is transformers' own; whether
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import cache_utils, modeling_layers
 from transformers.generation import GenerationMixin, candidate_generator
 from transformers.utils import ContextManagers
 
+from ..config import MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..hf.parallelism_checks import divided_sizes
 from ..models.families import has_experts
@@ -32,6 +35,8 @@ _Generator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
 _METHOD, _KEPT = "_get_candidate_generator", "_mesh_mtp"
 _lock = threading.Lock()
 clock = time.perf_counter
+
+PatchHeads = Callable[[nn.Module, MeshConfig], None]
 
 
 class KeptHeads(_Generator):
@@ -114,10 +119,10 @@ class KeptHeads(_Generator):
         return torch.cat([known[:, -count:], rows], dim=1)
 
 
-def take_mtp(model: nn.Module) -> None:
-    """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any."""
+def take_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
+    """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any, with their experts in a pool by ``patch_heads``."""
     if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
-        setattr(model, _METHOD, types.MethodType(_candidate_generator, model))
+        setattr(model, _METHOD, types.MethodType(functools.partial(_candidate_generator, patch_heads), model))
 
 
 def undo_mtp(model: nn.Module) -> None:
@@ -126,7 +131,7 @@ def undo_mtp(model: nn.Module) -> None:
     vars(model).pop(_KEPT, None)
 
 
-def _candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+def _candidate_generator(patch_heads: PatchHeads, self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
     other = generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens
     wanted = bool(generation_config.use_mtp) and all(each is None for each in other)
     if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
@@ -137,7 +142,7 @@ def _candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs
             f"generate(use_mtp=True): {type(self).__name__} is divided among processes, whose clocks would draft different numbers of tokens. Leave "
             "use_mtp out."
         )
-    return KeptHeads(self, *_heads(self), generation_config, kwargs["logits_processor"])
+    return KeptHeads(self, *_heads(self, patch_heads), generation_config, kwargs["logits_processor"])
 
 
 def _device(model: Any) -> Any:
@@ -150,23 +155,21 @@ def _dtype(model: Any) -> Any:
     return model.get_input_embeddings().weight.dtype
 
 
-def _heads(model: Any) -> tuple[Any, Controller]:
+def _heads(model: Any, patch_heads: PatchHeads) -> tuple[Any, Controller]:
     """The heads of ``model``, and who says when they draft: those of the last time, unless it was cast, moved or named otherwise since."""
     made_for = (model.config.name_or_path, _dtype(model), _device(model))
     with _lock:
         kept = vars(model).get(_KEPT)
         if kept is None or kept[0] != made_for:
             vars(model).pop(_KEPT, None)  # before others are made, which take memory
-            heads = _make(model)
+            heads = _make(model, patch_heads)
             kept = vars(model)[_KEPT] = (made_for, heads, Controller([heads.num_mtp_layers]))
         _, heads, controller = kept
         heads.tie_with_main_model(model)  # whose embedding or head may be others by now
     return heads, controller
 
 
-def _make(model: Any) -> Any:
-    from ..patching.api import patch  # which imports this module
-
+def _make(model: Any, patch_heads: PatchHeads) -> Any:
     _check_memory(model)
     heads = MtpModel.from_pretrained(model, device_map={"": _device(model)})
     heads.layers.to(_dtype(model))
@@ -175,8 +178,7 @@ def _make(model: Any) -> Any:
     share = 1.0 if pool.in_memory else min(pool.slots / (pool.layers * pool.geometry.num_experts), 1.0)
     own: dict[str, Any] = {"store": None, "shared": None, "profile": None, "predictor": None, "stats": {"file": None}}
     if has_experts(heads.layers):
-        patch(
-            heads.layers,
+        config = MeshConfig().replace(
             weights="int8",
             resident=share,
             threads=pool.threads or "auto",
@@ -184,6 +186,7 @@ def _make(model: Any) -> Any:
             speculation="off",
             **own,
         )
+        patch_heads(heads.layers, config)
     return heads
 
 
