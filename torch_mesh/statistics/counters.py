@@ -121,7 +121,7 @@ class LayerCounters(PhaseCounters):
 
     experts: ExpertCounters = field(default_factory=ExpertCounters)
     # Of which pool, and since which reset: counts go on from others of the same epoch alone. Empty: not known.
-    epoch: tuple[int, ...] = field(default=(), repr=False)
+    epoch: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self, experts: bool = True) -> dict[str, Any]:
         counts = super().to_dict()
