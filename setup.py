@@ -60,6 +60,13 @@ def sources(*rooms: str) -> list[Path]:
 
 
 ENGINE_ROOMS = ("base", "store", "io", "residency", "kernels", "engine", "gpu")
+# What each group of sources includes most: precompiled once a group. Sources include it as well, and compile without.
+STANDARD_HEADERS = (
+    *("algorithm", "array", "atomic", "chrono", "condition_variable", "deque", "functional", "map", "memory", "mutex"),
+    *("optional", "span", "string", "thread", "unordered_map", "vector"),
+)
+TORCH_HEADERS = ("ATen/core/Tensor.h", "ATen/ops/empty.h", "torch/library.h")
+TEST_HEADERS = ("gtest/gtest.h",)
 TESTING_MODULE = CSRC / "testing" / "module.cpp"  # which needs torch
 EXTENSIONS = ("torch_mesh._C", "torch_mesh._testing")
 
@@ -73,6 +80,12 @@ def compiler() -> list[str]:
     """``CXX`` may have arguments, such as those of ccache."""
     given = os.environ.get("CXX")
     return shlex.split(given) if given else [shutil.which("g++") or "c++"]
+
+
+@functools.cache
+def is_cached() -> bool:
+    """Whether the compiler is ccache, which finds nothing again that was compiled with a precompiled header in another folder."""
+    return Path(os.path.realpath(shutil.which(compiler()[0]) or "")).name == "ccache"
 
 
 def compiles(code: str, *flags: str) -> bool:
@@ -113,8 +126,17 @@ def shipped(link_flags: list[str]) -> NinjaFile:
     folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
     features = [*uring_and_xxhash()[0]]
     build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *features], link_flags)
-    build.compile(sources(*ENGINE_ROOMS))
+    compile_engine(build)
     return build
+
+
+def compile_engine(build: NinjaFile) -> None:
+    kernels = sources("kernels")
+    build.compile(kernels)  # whose instruction sets a precompiled header would have to have, too
+    build.compile(
+        (path for path in sources(*ENGINE_ROOMS) if path not in kernels),
+        headers=build.precompile("standard", STANDARD_HEADERS),
+    )
 
 
 @functools.cache
@@ -136,18 +158,39 @@ class NinjaFile:
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = compile $in",
+            "rule precompile",
+            f"  command = {_words([*compiler(), *compile_flags])} $flags -MD -MF $out.d -x c++-header -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = precompile $in",
             "rule link",
             f"  command = {_words(compiler())} $in -o $out {_words(link_flags)}",
             "  description = link $out",
         ]
         self.objects: list[str] = []
 
-    def compile(self, paths: Iterable[Path], flags: list[str] | None = None) -> None:
+    def compile(self, paths: Iterable[Path], flags: Iterable[str] = (), headers: Path | None = None) -> None:
+        """``headers`` from ``precompile`` with the same flags."""
+        include = ["-include", str(headers)] if headers else []
+        needs = f" | {_escape(precompiled(headers))}" if headers else ""
         for source in paths:
             target = self.folder / source.relative_to(ROOT).with_suffix(".o")
-            self.lines.append(f"build {_escape(target)}: compile {_escape(source)}")
-            self.lines.append(f"  flags = {_words((flags or []) + flags_of(source))}")
+            self.lines.append(f"build {_escape(target)}: compile {_escape(source)}{needs}")
+            self.lines.append(f"  flags = {_words([*include, *flags, *flags_of(source)])}")
             self.objects.append(_escape(target))
+
+    def precompile(self, name: str, headers: Iterable[str], flags: Iterable[str] = ()) -> Path | None:
+        """A header that includes ``headers``; None where that would compile more often than it saves."""
+        if is_cached():
+            return None
+        path = self.folder / f"{name}.h"
+        text = "".join(f"#include <{header}>\n" for header in headers)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # else all would compile again
+            path.write_text(text)
+        self.lines.append(f"build {_escape(precompiled(path))}: precompile {_escape(path)}")
+        self.lines.append(f"  flags = {_words(flags)}")
+        return path
 
     def link(self, target: Path) -> None:
         self.lines.append(f"build {_escape(target)}: link {' '.join(self.objects)}")
@@ -158,6 +201,11 @@ class NinjaFile:
         command = [_ninja(), "-f", str(build), str(target), *_jobs()]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode != 0:
             raise SystemExit("torch_mesh: the build failed; the compiler's messages stand above")
+
+
+def precompiled(header: Path) -> Path:
+    """Where g++ and clang++ look when they are told to include the header first."""
+    return header.with_name(f"{header.name}.gch")
 
 
 def _words(words: Iterable[str]) -> str:
@@ -211,6 +259,7 @@ class BuildExtension(build_ext):
         libraries = cpp_extension.library_paths()
         # torch's headers are not ours to warn about.
         torch_flags = [flag for path in includes for flag in ("-isystem", path)]
+        torch_flags += ["-DAT_PER_OPERATOR_HEADERS"]  # most of them are operators that no source here calls
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
         # torch is imported first and its libraries with it. A wheel has them beside it, wherever it is installed.
@@ -219,7 +268,9 @@ class BuildExtension(build_ext):
         link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *uring_and_xxhash()[1]]
         build = shipped(link)
         if ext.name == EXTENSIONS[0]:
-            build.compile(sources("bindings"), torch_flags)
+            operators = [source for source in sources("bindings") if "<torch/library.h>" in source.read_text()]
+            build.compile(operators, torch_flags, build.precompile("torch", TORCH_HEADERS, torch_flags))
+            build.compile([source for source in sources("bindings") if source not in operators], torch_flags)
         else:
             build.compile(testing_sources())
             build.compile([TESTING_MODULE, CSRC / "bindings" / "runtime.cpp"], torch_flags)
@@ -249,14 +300,16 @@ class EngineTests(Command):
             }[self.sanitize]
             common = [*COMMON, *includes, "-O1", "-fno-omit-frame-pointer", "-g", "-pthread", *compile_flags, *flags]
             build = NinjaFile(folder, common, [*flags, *link])
-            build.compile([*sources(*ENGINE_ROOMS), *testing_sources()])
+            compile_engine(build)
             own = []
         else:
             folder = ROOT / "build" / "engine-tests"
             build = shipped(link)
-            build.compile(testing_sources())
             own = [*includes, "-O2", "-UNDEBUG", "-pthread"]
-        build.compile(sorted((ROOT / "tests" / "engine").glob("*.cpp")), own)
+        build.compile(testing_sources())
+        tests = sorted((ROOT / "tests" / "engine").glob("*.cpp"))
+        build.compile((path for path in tests if flags_of(path)), own)
+        build.compile((path for path in tests if not flags_of(path)), own, build.precompile("tests", TEST_HEADERS, own))
         program = folder / "engine_tests"
         build.link(program)
         print(program)

@@ -55,7 +55,8 @@ def test_any_path_can_be_built_in(build: SimpleNamespace, tmp_path: Path, folder
 
     def make() -> subprocess.CompletedProcess[str]:
         ninja = build.NinjaFile(root / "out", [define, f"-I{root / 'include'}"], [f"-L{root}", f"-Wl,-rpath,{root}"])
-        ninja.compile([root / "main.cpp"], ["-isystem", str(root / "include")])
+        flags = ["-isystem", str(root / "include")]
+        ninja.compile([root / "main.cpp"], flags, ninja.precompile("headers", ["answer.h"], flags))
         ninja.link(root / "out" / "program")
         return subprocess.run([root / "out" / "program"], capture_output=True, text=True, check=True)
 
