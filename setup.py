@@ -125,7 +125,7 @@ def shipped(link_flags: list[str]) -> NinjaFile:
     # Not build_temp: an editable install gives a fresh one each time, and everything would compile again.
     folder = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
     features = [*uring_and_xxhash()[0]]
-    build = NinjaFile(folder, [*COMMON, "-O3", "-DNDEBUG", "-g1", "-fPIC", *features], link_flags)
+    build = NinjaFile(folder, [*COMMON, "-O3", "-g1", "-fPIC", *features], link_flags)
     compile_engine(build)
     return build
 
@@ -259,7 +259,8 @@ class BuildExtension(build_ext):
         libraries = cpp_extension.library_paths()
         # torch's headers are not ours to warn about.
         torch_flags = [flag for path in includes for flag in ("-isystem", path)]
-        torch_flags += ["-DAT_PER_OPERATOR_HEADERS"]  # most of them are operators that no source here calls
+        # Nor ours to check, as they would without NDEBUG; and most of them are operators that no source here calls.
+        torch_flags += ["-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS"]
         torch_flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-fopenmp"]
         link = ["-shared", "-fopenmp", "-ldl", *(f"-L{path}" for path in libraries)]
         # torch is imported first and its libraries with it. A wheel has them beside it, wherever it is installed.
@@ -305,7 +306,7 @@ class EngineTests(Command):
         else:
             folder = ROOT / "build" / "engine-tests"
             build = shipped(link)
-            own = [*includes, "-O2", "-UNDEBUG", "-pthread"]
+            own = [*includes, "-O2", "-pthread"]
         build.compile(testing_sources())
         tests = sorted((ROOT / "tests" / "engine").glob("*.cpp"))
         build.compile((path for path in tests if flags_of(path)), own)

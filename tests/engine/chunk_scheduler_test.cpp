@@ -28,6 +28,11 @@ ReadRequest plain_request(uint64_t tag, int64_t offset, int64_t bytes, Urgency u
   return request;
 }
 
+// What the tests link has its asserts, and so has what ships.
+TEST(ChunkSchedulerDeathTest, AssertsAreCompiledIn) {
+  EXPECT_DEATH(ChunkScheduler(0, 4096, kUnit, 0), "depth > 0");
+}
+
 TEST(ChunkScheduler, DepthIsNeverExceeded) {
   ChunkScheduler scheduler(2, 4096, kUnit, 0);
   scheduler.add(plain_request(1, 0, 4 * 4096, Urgency::kDemand));
