@@ -1,11 +1,11 @@
 # Everything runs in .venv, which tools/bootstrap.sh fills; second runs only check that nothing has changed.
 #   make TORCH='torch==2.12.1'     another torch (any requirement that pip takes, with options if need be)
 #   make TORCH=system              torch and all else as PYTHON has them: for a machine's own CUDA build, or one without a network
-#   make LATEST=1                  the newest releases of what tools/tested.txt pins
+#   make LATEST=1                  the newest releases of what the last line of tools/tested.txt pins
 #   make PYTHON=python3.12         another interpreter for a new .venv
 #   make PYTEST='-k reader -x'     further arguments for pytest
 PYTHON ?= python3
-TORCH ?= $(shell grep "^torch==" tools/tested.txt)
+TORCH ?= $(shell tail -n 1 tools/tested.txt | cut -d " " -f 1)
 LATEST ?=
 PYTEST ?=
 export PYTHON TORCH LATEST
@@ -13,6 +13,7 @@ export PYTHON TORCH LATEST
 RUN := .venv/bin/python
 # Most tests keep one core busy. A module stays in one process, for the sake of its fixtures. PYTEST='-n 0' undoes it, for a debugger.
 IN_TWO := -n 2 --dist loadfile
+QUICK := -m 'not slow and not thorough'
 BESIDE_ENGINE := tools/with_engine_tests.sh
 BOOTSTRAP := tools/bootstrap.sh
 # ThreadSanitizer needs its shadow memory where address space randomisation of more than 28 bits may put other things.
@@ -23,7 +24,7 @@ FIXED_ADDRESSES := $(shell [ "$$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || e
 NOT_FOR_TSAN := Accuracy.*:Activations.*:ExpertFfn.*:Gemm.*:KernelTables.*:Linear.*:Pack*.*:RecordLayout.*:Unpack.*:ExactProducts.*:*.LockedMemoryLimitOfAnotherUser/*
 
 .NOTPARALLEL:
-.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-thorough test-all test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
+.PHONY: help build build-test build-dev wheel engine-tests docs notebooks demo test test-python test-thorough test-all test-versions test-engine test-tsan test-asan test-gpu test-gpu-sanitizer style bench bench-peers bench-gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -48,7 +49,10 @@ notebooks: build-test ## execute the notebooks in examples/ and store their outp
 	$(RUN) tools/run_notebooks.py
 
 test: build-dev engine-tests ## what a change usually breaks: the quick Python tests, in two processes, and the engine's C++ tests
-	$(BESIDE_ENGINE) $(RUN) -m pytest -m 'not slow and not thorough' $(IN_TWO) $(PYTEST)
+	$(BESIDE_ENGINE) $(RUN) -m pytest $(QUICK) $(IN_TWO) $(PYTEST)
+
+test-python: build-test ## its Python tests alone
+	$(RUN) -m pytest $(QUICK) $(IN_TWO) $(PYTEST)
 
 test-thorough: build-dev ## the Python tests that repeat with other values what those show
 	$(RUN) -m pytest -m 'thorough and not slow' $(IN_TWO) $(PYTEST)
@@ -56,6 +60,9 @@ test-thorough: build-dev ## the Python tests that repeat with other values what 
 test-all: build-dev engine-tests ## all of them, the slow ones too
 	@$(BOOTSTRAP) --wheel
 	$(BESIDE_ENGINE) $(RUN) -m pytest $(IN_TWO) $(PYTEST)
+
+test-versions: ## test-python with each combination of releases in tools/tested.txt: 6 GB and a build each, in build/versions
+	PYTEST="$(PYTEST)" tools/test_versions.sh
 
 test-engine: build-dev engine-tests ## the engine's C++ tests alone
 	build/engine-tests/engine_tests --gtest_brief=1

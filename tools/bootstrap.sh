@@ -3,13 +3,14 @@
 # Usage: tools/bootstrap.sh [--test | --dev | --wheel]; --test adds what the Python tests need, --dev the engine's tests, style checks and
 # the site too, --wheel what makes a wheel.
 # TORCH=system takes torch and every other package from where $PYTHON finds them: .venv then holds torch_mesh alone.
-# Other packages are of the releases in tools/tested.txt; LATEST=1 takes the newest.
+# Other packages are of the releases in the last line of tools/tested.txt; LATEST=1 takes the newest.
 # Each step leaves a stamp in .venv that holds a hash of what it was made from, so a second run does nothing.
 set -eu
 
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-torch=${TORCH:-$(grep '^torch==' tools/tested.txt)}
+pins=$(tail -n 1 tools/tested.txt | tr ' ' '\n')
+torch=${TORCH:-$(printf '%s\n' "$pins" | grep '^torch==')}
 latest=${LATEST:-}
 cxx=${CXX:-g++}
 venv_python=.venv/bin/python
@@ -125,7 +126,7 @@ install_torch() {
 
 install_requirements() {
   wanted=$(for group in $groups; do "$venv_python" tools/requirements.py "$group"; done)
-  tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then grep -v '^torch==' tools/tested.txt; fi)
+  tested=$(if [ "$torch" != system ] && [ -z "$latest" ]; then printf '%s\n' "$pins" | grep -v '^torch=='; fi)
   key=$(printf '%s\n%s\n%s\n' "$torch" "$wanted" "$tested" | hash_of)
   name="requirements-$(printf '%s' "$groups" | tr ' ' '-')"
   if [ -n "$latest" ]; then
