@@ -42,7 +42,9 @@ from torch_mesh.store.convert import convert
 
 RANK = Path(__file__).with_name("rank.py")
 # By what it is tested for: a plan that divides attention too, one that does not, experts that run by projection.
-FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", "muse_spark": "MuseSparkExperts"}
+FAMILIES = {"qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts"}
+if "MuseSparkExperts" in TINY_MODELS:  # an older transformers has none
+    FAMILIES["muse_spark"] = "MuseSparkExperts"
 EXTRAS: dict[str, Any] = {"trained": trained, "traced": traced, "compiled": compiled}
 WAYS = ("all_reduce", "all_to_all")
 DTYPES = (torch.bfloat16, torch.float32)

@@ -13,13 +13,7 @@ import torch
 import transformers
 from quantised import KINDS, change_config, rewrite
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Dots3NoteConfig,
-    Dots3NoteForConditionalGeneration,
-    Ernie4_5_VLMoeConfig,
-    Ernie4_5_VLMoeForConditionalGeneration,
-    PreTrainedModel,
-)
+from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig, PackedWeight
@@ -57,7 +51,7 @@ def _ernie(text: int = 96, vision: int = 32) -> PreTrainedModel:
 
 def _dots() -> PreTrainedModel:
     """Experts in its vision tower, too, more of them in each layer and fewer for each token."""
-    config = Dots3NoteConfig(
+    config = transformers.Dots3NoteConfig(
         text_config={
             **_TOKENS,
             "hidden_size": 64,
@@ -103,7 +97,7 @@ def _dots() -> PreTrainedModel:
         **_SPECIAL,
         audio_token_id=102,
     )
-    return _random(Dots3NoteForConditionalGeneration, config)
+    return _random(transformers.Dots3NoteForConditionalGeneration, config)
 
 
 def _random(model_class: Any, config: Any) -> PreTrainedModel:
@@ -118,6 +112,7 @@ def _random(model_class: Any, config: Any) -> PreTrainedModel:
 
 
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {"ernie4_5_vl_moe": _ernie, "dots3_note": _dots}
+_newer = pytest.mark.skipif(not hasattr(transformers, "Dots3NoteConfig"), reason="this transformers has no Dots3Note")
 _IMAGE_TOKENS = torch.tensor([[0, 0, 1, 1, 1, 0, 0]])
 
 
@@ -186,7 +181,7 @@ def test_quantised_experts_of_another_shape_are_dequantised(tmp_path: Path, cach
     assert all(torch.equal(*pair) for pair in zip(_run(opened), _run(stored), strict=True))
 
 
-@pytest.fixture(params=sorted(_MODELS))
+@pytest.fixture(params=[pytest.param("dots3_note", marks=_newer), "ernie4_5_vl_moe"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return _MODELS[request.param]()
 
@@ -344,7 +339,7 @@ def test_kinds_of_one_shape_share_a_pool_and_defer_nothing() -> None:
     assert "left alone" not in repr(model)
 
 
-@pytest.mark.parametrize("family", ["Dots3Note", "Ernie4_5_VLMoe", "Qwen3OmniMoe"])
+@pytest.mark.parametrize("family", [pytest.param("Dots3Note", marks=_newer), "Ernie4_5_VLMoe", "Qwen3OmniMoe"])
 def test_at_their_real_sizes_the_text_experts_go_into_the_pool(family: str) -> None:
     fields: dict[str, Any] = {}
     if family == "Qwen3OmniMoe":  # whose defaults leave these open

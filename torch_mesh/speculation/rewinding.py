@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -47,6 +47,15 @@ def _goes_back(layer: Any) -> bool:
     return isinstance(layer, (DynamicLayer, _DUMMY) if _DUMMY else DynamicLayer) and layer.is_croppable
 
 
+class _RecordedWindow(DynamicSlidingWindowLayer):
+    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all keys."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[..., -visible:, :], values[..., -visible:, :]
+
+
 class Rewinding:
     """A cache while tokens are drafted into it. After each forward ``take_back`` is called, with 0 too; at the end ``finish``.
 
@@ -63,6 +72,8 @@ class Rewinding:
         self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
         for layer in self._recording:
             layer.activate_past_recording()
+            if type(layer) is DynamicSlidingWindowLayer:
+                layer.__class__ = _RecordedWindow
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""
@@ -93,3 +104,5 @@ class Rewinding:
         self._linear.finish()
         for layer in self._recording:
             layer.record_past = False
+            if type(layer) is _RecordedWindow:
+                layer.__class__ = DynamicSlidingWindowLayer
