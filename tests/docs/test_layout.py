@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "torch_mesh"
 
 # From the top down: a module imports from its own line and those below. docs/architecture.md has them in the same order.
+# The lists of upstream's private names are below all that uses them.
 ORDER = (
     "__main__",
     "cli",
@@ -33,6 +34,9 @@ ORDER = (
     "config",
     "store",
     "models",
+    "hf.generation_compat",
+    "hf.compat",
+    "hf.torch_compat",
     "system",
     "validators",
     "errors",
@@ -101,7 +105,7 @@ def test_imports_have_no_cycle(functions: bool) -> None:
 def test_imports_go_down() -> None:
     """Those in functions, too."""
     place = {name: number for number, name in enumerate(ORDER)}
-    tops = {name: name.partition(".")[0] for name in MODULES}
+    tops = {name: name if name in place else name.partition(".")[0] for name in MODULES}
     assert set(tops.values()) == {*ORDER, *EXEMPT}
     upward = [
         f"{name} imports {target}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..hf.compat import has_swapped_features
 from ..models.families import ExpertsLayer
 from ..store.checkpoint import checkpoint_fingerprint
 from ..store.header import check_folder, read_header, read_json_file, store_error
@@ -213,7 +214,7 @@ def _factors(folder: Path, module: Any, layer: ExpertsLayer) -> Factors:
         module.scaling[_NAME],
         layer=layer,
         parameter=module.parameter_name,
-        swapped=module._did_swap_in_out_features,
+        swapped=has_swapped_features(module),
     )
 
 

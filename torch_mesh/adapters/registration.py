@@ -15,6 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from ..errors import MeshError
+from ..hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
 from ..hf.import_hooks import AfterImport
 
 _LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
@@ -29,7 +30,7 @@ def watch() -> None:
 def register() -> None:
     """Called once PEFT has been imported. Raises nothing: a PEFT that is not as expected goes on as it is."""
     lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
-    create = getattr(lora_model, "_create_new_module", None)
+    create = getattr(lora_model, CREATE_MODULE, None)
     if create is None or hasattr(create, "_mesh_original"):
         return
 
@@ -40,14 +41,14 @@ def register() -> None:
         experts = target.get_base_layer() if hasattr(target, "get_base_layer") else target
         if isinstance(experts, MeshExperts):
             _check_version()
-            lora_config._register_custom_module({MeshExperts: _wrapper().ParamWrapper})
+            register_wrapper(lora_config, MeshExperts, _wrapper().ParamWrapper)
         return create(lora_config, adapter_name, target, **kwargs)
 
     create_new_module._mesh_original = create  # type: ignore[attr-defined]
-    lora_model._create_new_module = staticmethod(create_new_module)
-    check = getattr(lora_model, "_check_merge_allowed", None)
+    setattr(lora_model, CREATE_MODULE, staticmethod(create_new_module))
+    check = getattr(lora_model, CHECK_MERGE, None)
     if check is not None:
-        lora_model._check_merge_allowed = _with_refusal(check)
+        setattr(lora_model, CHECK_MERGE, _with_refusal(check))
     hotswap: Any = importlib.import_module("peft.utils.hotswap")
     swap = getattr(hotswap, "hotswap_adapter_from_state_dict", None)
     if swap is not None:
@@ -63,7 +64,7 @@ def _with_refusal(check: Any) -> Any:
 
         modules = list(model.model.modules())
         if any(isinstance(module, MeshExperts) for module in modules):
-            base = getattr(getattr(model.model, "config", None), "_name_or_path", "")
+            base = getattr(getattr(model.model, "config", None), "name_or_path", "")
             for module in modules:
                 if isinstance(module, _wrapper().ParamWrapper):
                     module.refuse_to_merge(base)

@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraConfig
 from peft.tuners.lora import layer as lora
 
 from ..errors import MeshError
+from ..hf.compat import TENSOR_PARALLEL, check_forward_arguments, has_swapped_features
 from ..hf.expert_parallel import past_dispatch
 from ..models.families import ExpertsLayer
 from ..modules.experts import MeshExperts
@@ -22,9 +23,6 @@ from .ranks import check_same
 
 # The others begin with values of the base weight, or change it.
 _INITIALISATIONS = (True, False, "gaussian")
-
-# Of a plan that divides experts' parameters PEFT writes down here that it is to divide their adapters, too, as those of a linear layer.
-_TENSOR_PARALLEL = ("_hf_tp_plan", "_hf_device_mesh")
 
 
 class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that another one may be put around it
@@ -56,7 +54,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         self._lay_out(adapter_name)
         self._compared = False
         for module in (self.base_layer, self._experts):
-            for name in _TENSOR_PARALLEL:
+            for name in TENSOR_PARALLEL:
                 vars(module).pop(name, None)
 
     @property
@@ -75,7 +73,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
                 weight.data = weight.data.t().contiguous().t()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._check_forward_args(x, *args, **kwargs)
+        check_forward_arguments(self, x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
         if active:
@@ -108,7 +106,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
             self.scaling[adapter],
             layer=self._layer,
             parameter=self.parameter_name,
-            swapped=self._did_swap_in_out_features,
+            swapped=has_swapped_features(self),
             share=self._experts._mesh_pool.share,
         )
 

@@ -20,6 +20,7 @@ from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules.dense import computes_dense
+from .compat import attention_of
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
 # Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.
@@ -122,7 +123,7 @@ def take_attention(model: nn.Module, config: MeshConfig) -> None:
 def check_attention(model: nn.Module, config: MeshConfig) -> None:
     """Raises UnsupportedModelError if ``config`` asks for torch_mesh's attention by name and ``model`` does not use torch's own."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    used = sorted({str(each.config._attn_implementation) for each in models})
+    used = sorted({attention_of(each.config) for each in models})
     if config.attention == "mesh" and "sdpa" not in used:
         raise UnsupportedModelError(
             f"attention='mesh' takes the place of attn_implementation='sdpa'; {type(model).__name__} uses "

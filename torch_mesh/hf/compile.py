@@ -14,7 +14,14 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import UnsupportedModelError
-from .cache_names import given_cache
+from .generation_compat import (
+    COMPILED_STATE,
+    PREPARE_CACHE,
+    PREPARE_STATIC_CACHE,
+    can_compile,
+    compile_on_all_devices,
+    given_cache,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,15 +48,15 @@ def compile(model: Model, **options: Any) -> Model:
         raise UnsupportedModelError(
             f"{name} has no generate of transformers' own. Of a PeftModel compile get_base_model(); torch.compile(model) compiles any forward."
         )
-    if not getattr(model, "_can_compile_fullgraph", False):
+    if not can_compile(model):
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
     # One length of cache is one graph; a graph for all of them has nothing to unroll.
     config = CompileConfig(**{"mode": "default", "dynamic": False, **options})
-    config._compile_all_devices = True  # on the CPU it is off otherwise
+    compile_on_all_devices(config)
     attributes = vars(generates)
     attributes[_OPTIONS] = config
-    for function in (_prepare_cache_for_generation, _prepare_static_cache):
-        attributes[function.__name__] = types.MethodType(function, model)
+    attributes[PREPARE_CACHE] = types.MethodType(_prepare_cache, model)
+    attributes[PREPARE_STATIC_CACHE] = types.MethodType(_prepare_static_cache, model)
     return model
 
 
@@ -57,24 +64,22 @@ def undo_compile(model: nn.Module) -> None:
     """The reverse of ``compile``."""
     if _OPTIONS in vars(model):
         for name in (
-            _prepare_cache_for_generation.__name__,
-            _prepare_static_cache.__name__,
-            "_compiled_call",
-            "_last_compile_config",
-            "_previous_max_cache_length",
+            PREPARE_CACHE,
+            PREPARE_STATIC_CACHE,
+            *COMPILED_STATE,
             _OWNER,
             _OPTIONS,  # last: an interrupted call can be repeated
         ):
             vars(model).pop(name, None)
 
 
-def _prepare_cache_for_generation(
+def _prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """transformers', which ``generate`` calls when it knows everything about a call; ``generation_config`` is of that call alone."""
     attributes = vars(model)
     if attributes.get(_OWNER) != id(model):  # a copy, whose _compiled_call runs the model that it was copied from
-        attributes.pop("_compiled_call", None)
+        attributes.pop(COMPILED_STATE[0], None)
         attributes[_OWNER] = id(model)
     free = (
         generation_mode in _MODES
@@ -90,15 +95,15 @@ def _prepare_cache_for_generation(
         generation_config.cache_implementation = "static"
         if generation_config.compile_config is None:
             generation_config.compile_config = attributes[_OPTIONS]
-    return type(model)._prepare_cache_for_generation(
-        model, generation_config, model_kwargs, generation_mode, *args, **kwargs
-    )
+    theirs: Any = getattr(type(model), PREPARE_CACHE)
+    return theirs(model, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
 def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: Any) -> Any:
     """transformers', which keeps to the longest length so far."""
     length = max(_SHORTEST, 1 << (max_cache_len - 1).bit_length())
-    cache = type(model)._prepare_static_cache(model, *args, max_cache_len=length, **kwargs)
+    theirs: Any = getattr(type(model), PREPARE_STATIC_CACHE)
+    cache = theirs(model, *args, max_cache_len=length, **kwargs)
     if isinstance(cache, StaticCache):
         cache.layers[:] = [
             SteadySlidingLayer(layer.max_cache_len, SLACK) if type(layer) is StaticSlidingWindowLayer else layer

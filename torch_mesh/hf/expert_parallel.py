@@ -21,6 +21,7 @@ from ..config import MeshConfig
 from ..errors import LostRankError, MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer, layers_left_alone
 from ..system.memory import available_bytes
+from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules
 from .parallelism_checks import dispatches
 
 _SHARE = "_mesh_share"  # attribute of an experts module, by which models/families.py finds it, too
@@ -154,11 +155,9 @@ def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[Exp
             own = torch.empty((share.count, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
             module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
         module.num_experts = share.count
-        module._is_expert_parallel = True
-        vars(module)[_SHARE] = share
+        vars(module).update({EXPERT_PARALLEL: True, _SHARE: share})
     of_experts = tuple(f"{layer.kind}." for layer in layers)
-    if getattr(model, "_ep_plan", None):
-        model._ep_plan = {name: rule for name, rule in model._ep_plan.items() if not name.startswith(of_experts)}
+    keep_ep_rules(model, lambda name: not name.startswith(of_experts))
     return [dataclasses.replace(layer, num_experts=share.count, share=share) for layer in layers]
 
 
@@ -213,7 +212,7 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
     forwards = _Forwards(_this_rank())
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
-        if forward is not None and getattr(module, "_is_hooked", False):
+        if forward is not None and is_hooked(module):
             vars(module)["forward"] = _Watched(forward, path, forwards)
     vars(model)["forward"] = _WatchedModel(model.forward, forwards)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .cache_names import given_cache
+from .generation_compat import given_cache
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
 _ROOM = "_mesh_room"  # of keys and values, and not of their layer: who lets go of them lets go of the memory

@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer
+from .compat import OLD_FORWARD
 
 _WHAT_WORKS = (
     "Experts can be divided among N ranks: from_pretrained(..., distributed_config=DistributedConfig(tp_size=N, ep_size=N)), started by "
@@ -101,7 +102,7 @@ def check_forwards(layers: Sequence[ExpertsLayer]) -> None:
         module: Any = layer.module
         own: Any = type(module)
         # The first name is what a hook of accelerate's calls, the second is then the hook.
-        forward = vars(module).get("_old_forward", vars(module).get("forward"))
+        forward = vars(module).get(OLD_FORWARD, vars(module).get("forward"))
         if forward is None:
             continue
         if isinstance(forward, types.MethodType) and forward.__self__ is module and forward.__func__ is own.forward:

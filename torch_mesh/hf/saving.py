@@ -50,6 +50,7 @@ from ..store.manifest import (
 from ..store.progress import progress_bar
 from ..store.writer import write_store
 from ..system.atomic_files import new_file_mode, scratch_folder
+from .compat import has_own_adapters
 from .model_config import patched_models
 from .streaming_save import PackedPart, Unpacking, being_saved, wrap_saving
 
@@ -76,7 +77,7 @@ class PatchedModelQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
         """What transformers is to write: of packed weights their place in the plan, of rounded experts nothing."""
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if has_own_adapters(model):
             return None, {}  # only adapters are saved
         unpacking = being_saved.get()
         if unpacking is None:
@@ -107,7 +108,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
     call = inspect.signature(original).bind(model, *args, **kwargs)
     call.apply_defaults()
     folder = call.arguments["save_directory"]
-    adapters_only = getattr(model, "_hf_peft_config_loaded", False)
+    adapters_only = has_own_adapters(model)
     share = next((module._mesh_pool.share for module in patched_modules(model)), None)
     if share is not None and not adapters_only:
         raise MeshError(

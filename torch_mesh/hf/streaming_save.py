@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
-from torch.utils import _pytree as pytree
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
 from ..errors import MeshError
@@ -25,6 +24,8 @@ from ..models.families import ExpertsLayer
 from ..modules.packed_weight import NoStorage
 from ..store.header import DTYPE_BITS, encode_header
 from ..system.atomic_files import new_file
+from .compat import conversions_of
+from .torch_compat import make_wrapper, pytree, without_torch_function
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -116,7 +117,7 @@ class Unwritten(torch.Tensor):
 
     @classmethod
     def of(cls, like: torch.Tensor, unpacking: Unpacking, blocks: frozenset[str]) -> Unwritten:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
         )
         made._like, made.unpacking, made.blocks = like, unpacking, blocks
@@ -133,7 +134,7 @@ class Unwritten(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch's own would turn results into Unwritten ones that know nothing."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -192,7 +193,7 @@ def keep_expert_conversions(model: Any, layers: Iterable[ExpertsLayer]) -> None:
     transformers reverts the conversions that were used, and would save the experts in the model's own layout.
     """
     names = {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
-    known = [_patterns(conversion) for conversion in model._weight_conversions]
+    known = [_patterns(conversion) for conversion in conversions_of(model)]
     family = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)[::-1]
     for kind in (core_model_loading.WeightConverter, core_model_loading.WeightRenaming):  # as they are reverted
         for conversion in family:
@@ -202,7 +203,7 @@ def keep_expert_conversions(model: Any, layers: Iterable[ExpertsLayer]) -> None:
             renamed = [reverse.rename_source_key(name) for name in names]
             names = {name for name, _ in renamed}
             if any(pattern is not None for _, pattern in renamed) and _patterns(conversion) not in known:
-                model._weight_conversions.append(conversion)
+                conversions_of(model).append(conversion)
 
 
 def _patterns(conversion: Any) -> tuple[type, list[str], list[str]]:

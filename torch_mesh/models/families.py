@@ -18,9 +18,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import activations
-from transformers.integrations import moe
 
 from ..errors import MeshError, UnsupportedModelError
+from ..hf.compat import EXPERT_PARALLEL, default_apply_gate
 from .activations import gate_named, limit_before_silu, softcap, swiglu
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
         return module.act_fn(gate_up)
     if not getattr(module, "is_concatenated", True):  # its own gate wants its own column order
         gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-    return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else moe._default_apply_gate(module, gate_up)
+    return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else default_apply_gate(module, gate_up)
 
 
 class InPool:
@@ -556,7 +556,7 @@ def _describe(path: str, module: Any) -> ExpertsLayer:
         is_concatenated=module.is_concatenated,
         activation=_activation(module),
         has_post_expert_norm=getattr(module, "has_post_expert_norm", False),
-        expert_parallel=getattr(module, "_is_expert_parallel", False),
+        expert_parallel=getattr(module, EXPERT_PARALLEL, False),
         share=vars(module).get("_mesh_share"),
     )
 
@@ -575,7 +575,7 @@ def _top_k(path: str, config: Any) -> int:
 
 def _activation(module: Any) -> str | None:
     owner = next((cls for cls in type(module).__mro__ if "_apply_gate" in vars(cls)), None)
-    if owner is None or vars(owner)["_apply_gate"] is moe._default_apply_gate or not getattr(module, "has_gate", True):
+    if owner is None or vars(owner)["_apply_gate"] is default_apply_gate or not getattr(module, "has_gate", True):
         return _activation_name(module.act_fn)
     named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
     if named is not None:

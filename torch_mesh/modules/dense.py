@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
+from ..hf.compat import keep_local
+from ..hf.torch_compat import multiplies_bf16, takes_forward_gradients
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from ..store.convert import checked_group_size
 from .experts import PackedModule, change_class, restore_class
@@ -103,7 +104,7 @@ class PlainLinear(nn.Linear):
         if (most is not None and input.numel() > most * self.in_features) or not _plain(input, weight, bias):
             return functional.linear(input, weight, bias)
         frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
-        if frozen and input.requires_grad and torch.is_grad_enabled() and forward_ad._current_level < 0:
+        if frozen and input.requires_grad and torch.is_grad_enabled() and not takes_forward_gradients():
             return cast(torch.Tensor, _FrozenProduct.apply(input, weight, bias))
         return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # which has torch's derivatives
 
@@ -162,7 +163,7 @@ def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
 
 def torch_emulates_bf16() -> bool:
     """Whether the processor has no products of bf16, so that torch's take several times as long as reading the weights."""
-    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return not multiplies_bf16()
 
 
 def packs(config: MeshConfig) -> bool:
@@ -239,7 +240,7 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
         module: Any = linear
         weight = own_part(module.weight)
         if weight is not module.weight:
-            module._hf_quantized_needs_local_tp = True  # by which transformers knows layers without a DTensor
+            keep_local(module)
         module._mesh_packed = torch.ops.torch_mesh.pack_linear(weight.detach(), config.dense, group_size)
         module._mesh_shape, module._mesh_format, module._mesh_group_size = tuple(weight.shape), config.dense, group_size
         exact = config.dense == "bf16" and weight.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from ..hf.compat import OLD_FORWARD, set_initialized
 from ..models.families import ExpertsLayer, InPool, apply_gate, check_model
 from ..ops.device import find
 from ..pool.expert_pool import ExpertPool, refuse_to_pickle
@@ -314,8 +315,9 @@ class Absent:
         module: Any = layer.module
         self._parameters = take_parameters(module, layer.parameter_names)
         stand_in = torch.empty(0)  # of some families the module around initialises them
-        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
-        vars(module).update(_is_hf_initialized=True, **dict.fromkeys(layer.parameter_names, stand_in))
+        for each in (stand_in, module):
+            set_initialized(each)
+        vars(module).update(dict.fromkeys(layer.parameter_names, stand_in))
 
     def end(self) -> None:
         """Puts them back, on the meta device."""
@@ -398,7 +400,7 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
     """accelerate binds the forward that a module had when it was hooked, and leaves it there when the hook is removed: bind the new one."""
     module.__class__ = cls
     attributes = vars(module)
-    if "_old_forward" in attributes:
-        attributes["_old_forward"] = types.MethodType(cls.forward, module)
+    if OLD_FORWARD in attributes:
+        attributes[OLD_FORWARD] = types.MethodType(cls.forward, module)
     elif getattr(attributes.get("forward"), "__self__", None) is module:
         del attributes["forward"]

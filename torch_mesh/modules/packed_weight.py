@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
-from torch.utils import _pytree as pytree
 
 from ..errors import MeshError
+from ..hf.torch_compat import is_tracing, make_wrapper, pytree, without_torch_function
 from ..system.memory import shortage
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class PackedWeight(torch.Tensor):
         # To torch's C++ code a meta tensor, or `other.data = weight` would be let through and end the process; to everybody who asks,
         # and while torch.compile traces, one of the CPU.
         hidden = type(inner) is torch.Tensor
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper(
             cls, shape, dtype=dtype, device=torch.device("meta" if hidden else "cpu"), dispatch_device=hidden
         )
 
@@ -99,7 +98,7 @@ class PackedWeight(torch.Tensor):
         special = _FUNCTIONS.get(func)
         if special is not None:
             return special(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -335,9 +334,9 @@ def _storage(weight: PackedWeight) -> NoStorage:
 
 
 def _untyped_storage(weight: PackedWeight) -> Any:
-    if TracingContext.try_get() is None:
+    if not is_tracing():
         raise NotImplementedError(f"{weight.path} has no storage.")  # savers ask for storage() then
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return weight.untyped_storage()
 
 

@@ -187,7 +187,7 @@ def assemble(
             with origin.records(placement.weights) as others:
                 gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
         pool = _open_pool(layers, for_pool, origin, placement, slots, stand_ins)
-        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         start_log(pool, config, name, origin.places)
         for layer, place in zip(layers, origin.places, strict=True):
             device = device_of(layer.module)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
 from ..errors import StoreError, UnsupportedModelError
+from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected, wrap
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
@@ -132,9 +133,8 @@ class MeshQuantizer(PatchedModelQuantizer):
         left_alone = find_left_alone(of_rest, model, key_mapping)
         absent = [Absent(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
-        ignored = model._keys_to_ignore_on_load_unexpected or ()
         paths = (re.escape(each.layer.path) for each in absent)
-        model._keys_to_ignore_on_load_unexpected = {*ignored, *(rf"(^|\.){path}\." for path in paths)}
+        ignore_unexpected(model, {rf"(^|\.){path}\." for path in paths})
         self._loading = layers, origin, left_alone, absent
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
@@ -157,12 +157,16 @@ class MeshQuantizer(PatchedModelQuantizer):
         return model
 
 
+def _name_of(model: PreTrainedModel) -> str:
+    """What ``from_pretrained`` was given."""
+    return model.config.name_or_path or ""
+
+
 def _forget_quantization(model: Any) -> None:
     """transformers treats a quantised model as one that cannot be trained or moved; with its experts in a pool it can."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            vars(module.config).pop("quantization_config", None)
-            vars(module.config).pop("_is_quantized", None)
+            clear_quantized(module.config)
     vars(model).pop("quantization_method", None)
     model.is_quantized = False
 
@@ -218,7 +222,7 @@ class _OfCheckpoint(_Opened):
     ) -> None:
         self._experts = experts
         self.folder = experts.folder
-        self._name = os.path.basename(os.path.normpath(model.config._name_or_path))
+        self._name = os.path.basename(os.path.normpath(_name_of(model)))
         self._raw = experts.reads_as(weights, group_size) and config.store is None
         # Of a converted one it is not recorded.
         from_bf16 = layers[0].dtype == torch.bfloat16 or (self._raw and self._experts.dtype == "bf16")
@@ -334,7 +338,7 @@ def _find_origin(
         return _chosen(_OfQuantised(model, file, layers, config, checkpoint_files, key_mapping), choice)
     if not checkpoint_files or not all(file.endswith(".safetensors") for file in checkpoint_files):
         raise UnsupportedModelError(
-            f"torch_mesh reads experts from safetensors and GGUF files; {model.config._name_or_path!r} has "
+            f"torch_mesh reads experts from safetensors and GGUF files; {_name_of(model)!r} has "
             f"{sorted(map(os.path.basename, checkpoint_files or [])) or 'no files'}. Save the model with save_pretrained first."
         )
     folder = _folder_of(model, checkpoint_files)
@@ -390,7 +394,7 @@ def _folder_of(model: PreTrainedModel, checkpoint_files: Sequence[str]) -> Path:
     Raises ``StoreError`` for an index that leads out of its folder, which transformers follows.
     """
     files = [Path(file) for file in checkpoint_files]
-    opened = Path(model.config._name_or_path)
+    opened = Path(_name_of(model))
     snapshot = next((folder for folder in files[0].parents if folder.parent.name == "snapshots"), files[0].parent)
     root = opened if opened.is_dir() else snapshot
     for file in files:
@@ -450,7 +454,7 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
 
 def _fetch(model: PreTrainedModel, folder: Path, names: Sequence[str]) -> None:
     """Into a folder of the hub's cache: transformers fetches only the files that it knows."""
-    name = model.config._name_or_path
+    name = _name_of(model)
     missing = [] if os.path.isdir(name) else [file for file in names if not (folder / file).is_file()]
     for file in missing:
         cached_file(name, file, cache_dir=folder.parents[2], revision=folder.name)
@@ -529,15 +533,10 @@ def _merging(theirs: Any) -> Any:
 
 
 # These are called for every model, when nothing tells yet whose it is. What is not torch_mesh's passes through.
-auto.AutoHfQuantizer.merge_quantization_configs = _merging(  # type: ignore[method-assign]
-    vars(auto.AutoHfQuantizer)["merge_quantization_configs"]
-)
-modeling_utils.get_hf_quantizer = _with_gguf(modeling_utils.get_hf_quantizer)
-modeling_utils.get_model_conversion_mapping = _with_key_mapping(modeling_utils.get_model_conversion_mapping)
-with contextlib.suppress(ImportError):  # of an older transformers, which reads these files in another way
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-
-    # transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
-    # file that scales positions, which all do: docs/decisions/0041.
-    for _architecture in READ_BY_TABLES:
-        GGUF_CONFIG_ARCHS.setdefault(_architecture, config_table)  # type: ignore[arg-type]
+wrap("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs", _merging)
+wrap("transformers.modeling_utils", "get_hf_quantizer", _with_gguf)
+wrap("transformers.modeling_utils", "get_model_conversion_mapping", _with_key_mapping)
+# transformers' own tables leave sizes out, its reader of what they are for believes every count, and that of gpt-oss fails for each
+# file that scales positions, which all do: docs/decisions/0041.
+for _architecture in READ_BY_TABLES:
+    gguf_config_readers().setdefault(_architecture, config_table)

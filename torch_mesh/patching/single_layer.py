@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.integrations import moe
 
 from ..config import MeshConfig, with_fields
+from ..hf.compat import default_apply_gate
 from ..hf.saving import PatchedModelQuantizer
 from ..models.activations import FUNCTIONS, Gate, gate_named
 from ..models.families import find_experts
@@ -142,7 +142,7 @@ class StandardExperts(nn.Module):
 
     has_post_expert_norm = False
     _is_expert_parallel = False
-    _apply_gate = moe._default_apply_gate
+    _apply_gate = default_apply_gate
 
     def __init__(
         self,

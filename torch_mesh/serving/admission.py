@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_mesh.hf.cache_names import NAME
+from torch_mesh.hf.compat import attention_of
+from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.hf.torch_compat import FakeTensorMode
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import left_bytes
@@ -74,7 +75,7 @@ def find_needs(model: Any, keeps_windows: bool) -> Needs:
         layers.append(LayerSize(max(0, less - per_token * _PROBES[0]), per_token, window))
     about = config.per_layer_config[0]
     pair_bytes = _MASK_PAIR_BYTES
-    if config._attn_implementation == "eager":
+    if attention_of(config) == "eager":
         pair_bytes += about.num_attention_heads * _EAGER_PAIR_BYTES
     elif getattr(about, "kv_lora_rank", None) is not None:
         pair_bytes += about.num_attention_heads * _UNEVEN_PAIR_BYTES
@@ -161,7 +162,7 @@ def _cache_of(model: Any, tokens: int) -> list[Any]:
 def _computed(model: Any, tokens: int, mode: AbstractContextManager[Any]) -> list[Any]:
     with torch.no_grad(), mode:
         ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
-        return list(model(input_ids=ids, use_cache=True)[NAME].layers)
+        return list(model(input_ids=ids, use_cache=True)[CACHE_NAME].layers)
 
 
 def _sizes(layer: Any) -> Iterator[int]:

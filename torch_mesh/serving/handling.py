@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch_mesh.hf.compat import batching_config, batching_manager, running_batches, set_batching_config, stream_error
 from torch_mesh.serving.admission import RESERVE_BYTES, check_blocks, check_positions
 from torch_mesh.serving.errors import (
     AnsweredError,
@@ -66,7 +67,7 @@ class Requests:
         self._manager = manager
         self._generation = generation
         self._served = served
-        self._blocks = generation._cb_config
+        self._blocks = batching_config(generation)
         self._find_manager = generation.get_manager
         generation.get_manager = self._get_manager
         self._stopping = False
@@ -141,8 +142,8 @@ class Requests:
         return FailedRequestError(f"{type(error).__name__}: {error}")
 
     def _get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        if use_cb and self._generation._cb_manager is None:
-            self._generation._cb_config = _blocks_that_fit(self._blocks)
+        if use_cb and batching_manager(self._generation) is None:
+            set_batching_config(self._generation, _blocks_that_fit(self._blocks))
         found = self._find_manager(model_id, use_cb=use_cb)
         if "generate_streaming" not in vars(found):
             found.generate_streaming = functools.partial(self._generate_streaming, found.generate_streaming)
@@ -220,9 +221,7 @@ class _Stream:
         return item
 
     def cut_off(self) -> None:
-        from transformers.cli.serving.utils import _StreamError
-
-        self._queue.put_nowait(_StreamError(str(StoppingError())))
+        self._queue.put_nowait(stream_error()(str(StoppingError())))
         self._streamer.cancel()
 
 
@@ -283,9 +282,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _is_error(item: Any) -> bool:
-    from transformers.cli.serving.utils import _StreamError
-
-    return isinstance(item, _StreamError)
+    return isinstance(item, stream_error())
 
 
 async def _with_its_error(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -364,7 +361,7 @@ def _tokens_in_blocks(generation: Any, is_stopping: Callable[[], bool]) -> int:
     """How many tokens continuous batching has blocks for, which it makes in its own thread."""
     from transformers.cli.serving.utils import CBWorkerDeadError
 
-    batching = generation._cb_manager._cb
+    batching = running_batches(generation)
     status = batching.background_thread_status
     while (processor := batching.batch_processor) is None and batching.is_running():
         if is_stopping():

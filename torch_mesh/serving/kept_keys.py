@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from torch_mesh.hf.cache_names import NAME
+from torch_mesh.hf.generation_compat import CACHE_NAME
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import trim_heap
@@ -99,7 +99,7 @@ class KeptKeys:
             try:
                 self._make_room(arguments, conversation)
                 if conversation is not None:
-                    arguments[NAME] = conversation.cache
+                    arguments[CACHE_NAME] = conversation.cache
                 return self._generate(**arguments)
             finally:  # a client that has gone ends it with an exception, and may come back
                 self._computing = None

@@ -27,6 +27,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from torch_mesh.config import MeshConfig
 from torch_mesh.errors import MeshError
+from torch_mesh.hf.compat import generation_managers, generation_state
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.serving.admission import Admission, find_needs
 from torch_mesh.serving.errors import MissingFieldError, RequestError, answer_errors
@@ -198,10 +199,10 @@ class Server:
             self._thread.join(_ANSWERING)
             server.force_exit = True  # there is a client that does not take its answer
             self._thread.join(_ANSWERING)
-        generation = self._serve._generation_state
+        generation = generation_state(self._serve)
         generation.shutdown()
         # Behind what the threads of generate still have to end: a process that ends before they do is aborted.
-        for manager in list(generation._generate_managers.values()):
+        for manager in generation_managers(generation):
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 manager.submit(lambda: None).result(max(0, end - time.monotonic()))
         self.manager.shutdown()

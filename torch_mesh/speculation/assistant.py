@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..hf.cache_names import NAME
+from ..hf.generation_compat import CACHE_NAME
 from .drafter import Drafter
 from .linear_attention import is_linear
 from .rewinding import Rewinding
@@ -93,7 +93,7 @@ class Assistant(Drafter):
 
     def _next(self, tokens: list[int]) -> int:
         ids = torch.tensor([tokens], device=self._model.device)
-        logits = self._model(input_ids=ids, use_cache=True, **{NAME: self._cache}, **self._last).logits
+        logits = self._model(input_ids=ids, use_cache=True, **{CACHE_NAME: self._cache}, **self._last).logits
         if self._rewinding is None:
             self._rewinding = Rewinding(self._model, self._cache)
         self._read += tokens

@@ -27,8 +27,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..hf.cache_names import NAME
 from ..hf.compile import SLACK
+from ..hf.generation_compat import CACHE_NAME, compiles_steps, decoding, next_kwargs, pad_token, prefill
+from ..hf.torch_compat import raise_recompile_limit
 from ..modules.experts import patched_modules
 from ..statistics.speculated import tally_of
 from .assistant import Assistant, check_assistant
@@ -130,23 +131,23 @@ class Speculation:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers' ``_sample`` does, of a call that ``why_not`` has nothing against."""
-        outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        outputs = prefill(model, input_ids, generation_config, model_kwargs)
+        model_kwargs = next_kwargs(model, outputs, model_kwargs)
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         text.add(outputs.logits[:, -1])
         del outputs  # the logits of a whole prompt may be in it
-        with model._optimize_model_for_decode(), self._steps(model, text, generation_config, model_kwargs) as step:
+        with decoding(model), self._steps(model, text, generation_config, model_kwargs) as step:
             while not text.finished:
                 model_kwargs = step(model_kwargs)
-        return text.result(model_kwargs[NAME])
+        return text.result(model_kwargs[CACHE_NAME])
 
     @contextmanager
     def _steps(
         self, model: Any, text: _Text, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-        compiles = model._valid_auto_compile_criteria(model_kwargs, generation_config)
+        compiles = compiles_steps(model, model_kwargs, generation_config)
         forward = model.get_compiled_call(generation_config.compile_config) if compiles else model.__call__
-        cache = model_kwargs[NAME]
+        cache = model_kwargs[CACHE_NAME]
         fixed: list[Any] = [layer for layer in cache.layers if type(layer) is StaticLayer]
         drafters = [self._drafter(tokens) for tokens in text.without_padding(model_kwargs.get("attention_mask"))]
         texts = len(drafters)
@@ -186,13 +187,12 @@ class Speculation:
             controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, doubt)
             controller.lose(in_vain)
             tally.add(count, len(tokens), seconds, *pool.since())
-            return model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=len(tokens))
+            return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
 
         # A graph for each length and each length of the cache: more than torch would compile.
-        graphs: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, _GRAPHS)}
         rewinding = Rewinding(model, cache)
         try:
-            with torch._dynamo.config.patch(**graphs) if compiles else nullcontext():
+            with raise_recompile_limit(_GRAPHS) if compiles else nullcontext():
                 yield step
         finally:
             rewinding.finish()
@@ -216,7 +216,7 @@ class _Text:
         self._unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
         # As in transformers' loop: a text that has ended goes on with padding if there is a token that ends it.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self._pad: Tensor | None = generation_config._pad_token_tensor.to(ids.device) if ends else None
+        self._pad: Tensor | None = pad_token(generation_config).to(ids.device) if ends else None
         self._as_dict: bool = generation_config.return_dict_in_generate
         self._scores: Any = () if self._as_dict and generation_config.output_scores else None
         self._logits: Any = () if self._as_dict and generation_config.output_logits else None
@@ -294,7 +294,12 @@ class _Text:
             self._streamer.end()
         if not self._as_dict:
             return self.ids
-        kept: dict[str, Any] = {"sequences": self.ids, "scores": self._scores, "logits": self._logits, NAME: cache}
+        kept: dict[str, Any] = {
+            "sequences": self.ids,
+            "scores": self._scores,
+            "logits": self._logits,
+            CACHE_NAME: cache,
+        }
         return GenerateDecoderOnlyOutput(**kept)
 
 
@@ -325,7 +330,7 @@ def _forward(
     rows = len(drafted[0]) + 1
     if rows > 1:
         ids = torch.cat([ids, ids.new_tensor(drafted)], dim=-1)
-        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=rows - 1)
+        model_kwargs = next_kwargs(model, {}, dict(model_kwargs), num_new_tokens=rows - 1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rows, **model_kwargs)
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = rows
@@ -352,7 +357,7 @@ def why_not(
         generation_config.output_attentions or generation_config.output_hidden_states
     ):
         return "a forward of several tokens has not the attentions and hidden states of each by itself"
-    cache = model_kwargs.get(NAME)
+    cache = model_kwargs.get(CACHE_NAME)
     if cache is None:
         return (
             "it needs a cache, and use_cache=False leaves none"

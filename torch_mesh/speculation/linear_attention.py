@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ..hf.cache_names import NAMES
+from ..hf.generation_compat import CACHE_NAMES
 from ..modules.experts import change_class
 
 _DRAFTING = "_mesh_drafting"  # attribute of a cache that is drafted into
@@ -50,7 +50,7 @@ def _cache_name(module: nn.Module) -> str:
     if isinstance(module, SteppedMixer):
         return module._mesh_cache_name
     parameters = inspect.signature(type(module).forward).parameters
-    return next((name for name in NAMES if name in parameters), "")
+    return next((name for name in CACHE_NAMES if name in parameters), "")
 
 
 class SteppedMixer(nn.Module):

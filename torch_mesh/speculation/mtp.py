@@ -16,30 +16,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import cache_utils, modeling_layers
-from transformers.generation import GenerationMixin, candidate_generator
+from transformers.generation import GenerationMixin
 from transformers.utils import ContextManagers
 
 from ..config import MeshConfig
 from ..errors import MeshError, UnsupportedModelError
+from ..hf.generation_compat import GET_CANDIDATE_GENERATOR, MtpCache, MtpCandidateGenerator, MtpModel
 from ..hf.parallelism_checks import divided_sizes
 from ..models.families import has_experts
 from ..modules.experts import patched_modules
 from ..system.memory import shortage
 from .controller import Controller
 
-# All since transformers 5.23.
-MtpCache: Any = getattr(cache_utils, "MtpCache", None)
-MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
-_Generator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
-_METHOD, _KEPT = "_get_candidate_generator", "_mesh_mtp"
+_KEPT = "_mesh_mtp"
 _lock = threading.Lock()
 clock = time.perf_counter
 
 PatchHeads = Callable[[nn.Module, MeshConfig], None]
 
 
-class KeptHeads(_Generator):
+class KeptHeads(MtpCandidateGenerator):
     """As transformers' own, but for the model of the heads, which it is given, and for forwards without drafts while ``controller`` wants none.
 
     What the heads have not seen meanwhile they see, all at once, when they draft again.
@@ -122,12 +118,16 @@ class KeptHeads(_Generator):
 def take_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
     """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any, with their experts in a pool by ``patch_heads``."""
     if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
-        setattr(model, _METHOD, types.MethodType(functools.partial(_candidate_generator, patch_heads), model))
+        setattr(
+            model,
+            GET_CANDIDATE_GENERATOR,
+            types.MethodType(functools.partial(_candidate_generator, patch_heads), model),
+        )
 
 
 def undo_mtp(model: nn.Module) -> None:
     """The reverse of ``take_mtp``; what was kept is let go."""
-    vars(model).pop(_METHOD, None)
+    vars(model).pop(GET_CANDIDATE_GENERATOR, None)
     vars(model).pop(_KEPT, None)
 
 
@@ -135,7 +135,7 @@ def _candidate_generator(patch_heads: PatchHeads, self: Any, generation_config: 
     other = generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens
     wanted = bool(generation_config.use_mtp) and all(each is None for each in other)
     if not wanted or not getattr(self.config.get_text_config(), "num_mtp_layers", None):
-        theirs: Any = getattr(type(self), _METHOD)
+        theirs: Any = getattr(type(self), GET_CANDIDATE_GENERATOR)
         return theirs(self, generation_config, *args, **kwargs)
     if divided_sizes(self):
         raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 )
 
 from ..hf.compile import SteadySlidingLayer
+from ..hf.generation_compat import is_stateful
 from ..hf.kv_cache import GrowingLayer
 from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
 
@@ -30,7 +31,7 @@ def why_not_rewindable(model: nn.Module, cache: Any) -> str:
     linear = [is_linear(layer) for layer in cache.layers]
     if any(linear) and isinstance(cache, StaticCache):
         return "linear attention goes back in dynamic caches alone (with torch_mesh.compile: generate(disable_compile=True))"
-    if getattr(model, "_is_stateful", False) and not any(linear):
+    if is_stateful(model) and not any(linear):
         return f"{type(model).__name__} has a state for all tokens so far, of a kind that does not go back to an earlier one"
     for layer in (layer for layer in cache.layers if not is_linear(layer)):
         if isinstance(layer, _QUANTISED):

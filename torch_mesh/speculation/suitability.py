@@ -7,6 +7,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.generation import GenerationMixin
 
+from ..hf.generation_compat import has_dynamic_cache
 from ..hf.parallelism_checks import divided_sizes
 from .rewinding import why_not_rewindable
 
@@ -28,7 +29,7 @@ def why_not_by_itself(model: Any) -> str:
         return "it has no generate of transformers' own"
     if reason := why_never(model):
         return reason
-    if not model._supports_default_dynamic_cache():
+    if not has_dynamic_cache(model):
         return "its cache is its own, and does not say how to go back to an earlier token"
     return why_not_rewindable(model, new_cache(model))
 

@@ -22,6 +22,7 @@ from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_mesh.errors import UnsupportedModelError
+from torch_mesh.hf.compat import ignored_keys
 from torch_mesh.store.gguf import Counted, read_parts, require_package
 from torch_mesh.store.header import store_error
 from torch_mesh.store.sources.layout import Shape, Weight
@@ -315,4 +316,4 @@ def _without_experts(state: Mapping[str, Shape], model: transformers.PreTrainedM
 
 def _is_left_out(target: str, model: transformers.PreTrainedModel) -> bool:
     """What the model itself says that it does not take, such as layers that foretell tokens."""
-    return any(re.search(pattern, target) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+    return any(re.search(pattern, target) for pattern in ignored_keys(model))

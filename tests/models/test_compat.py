@@ -1,0 +1,85 @@
+"""Each private name of transformers, PEFT, accelerate and torch that torch_mesh uses is there, and no file but the lists' own uses one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+import torch_mesh
+from torch_mesh.hf import compat, generation_compat, torch_compat
+
+PACKAGE = Path(torch_mesh.__file__).parent
+LISTS = (compat, generation_compat, torch_compat)
+UPSTREAM = ("torch", "transformers", "peft", "accelerate")
+SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
+
+
+@pytest.mark.parametrize(
+    "name", [*compat.NAMES, *generation_compat.NAMES], ids=lambda name: f"{name.owner}.{name.name}"
+)
+def test_a_name_is_there(name: compat.Name) -> None:
+    if name.owner.startswith("peft"):
+        pytest.importorskip("peft")
+    _check(name)
+
+
+@pytest.mark.skipif(not SERVES, reason="needs torch_mesh[serve]")
+@pytest.mark.parametrize("name", compat.SERVING_NAMES, ids=lambda name: f"{name.owner}.{name.name}")
+def test_a_name_of_the_server_is_there(name: compat.Name) -> None:
+    _check(name)
+
+
+@pytest.mark.parametrize("path", [path for path, _ in torch_compat.NAMES])
+def test_a_name_of_torch_is_there(path: str) -> None:
+    compat.resolve(path)
+
+
+def _check(name: compat.Name) -> None:
+    owner = compat.resolve(name.owner)
+    there = name.name in inspect.getsource(owner) if name.in_source else hasattr(owner, name.name)
+    assert there, f"{name.owner} has no {name.name} ({name.versions})"
+
+
+def test_no_other_file_imports_a_private_name() -> None:
+    """Nor reaches for a listed attribute of an object of theirs; ``self`` may be of a subclass that defines it."""
+    listed = {name.name for each in (compat.NAMES, compat.SERVING_NAMES, generation_compat.NAMES) for name in each}
+    listed = {name for name in listed if name.startswith("_")}
+    own = {Path(inspect.getfile(module)) for module in LISTS}
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path in own or path.is_relative_to(PACKAGE / "ops"):
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        modules = {}  # local names of upstream's
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in UPSTREAM:
+                modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.partition(".")[0] in UPSTREAM]
+                modules |= {name.partition(".")[0]: name.partition(".")[0] for name in names}
+        used = {
+            *modules.values(),
+            *(_dotted(node, modules) for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
+        }
+        private = {name for name in used if any(part[0] == "_" != part[1:2] for part in name.split(".") if part)}
+        touched = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in listed and ast.unparse(node.value) != "self"
+        }
+        found += [f"{path.relative_to(PACKAGE)}: {name}" for name in private | touched]
+    assert not found
+
+
+def _dotted(node: ast.expr, modules: dict[str, str]) -> str:
+    """``torch.cpu._name`` of the nodes that say so; empty for what begins with no module of upstream."""
+    if isinstance(node, ast.Name):
+        return modules.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value, modules)
+        return base and f"{base}.{node.attr}"
+    return ""

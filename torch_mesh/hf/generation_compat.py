@@ -1,0 +1,96 @@
+"""The private names of transformers' ``generate`` that torch_mesh uses. See ``compat.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+from transformers import cache_utils, modeling_layers
+from transformers.generation import candidate_generator
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .compat import Name, names_of
+
+NAMES: tuple[Name, ...] = (
+    *names_of("transformers.generation.utils.GenerationMixin", "_prefill", "_optimize_model_for_decode"),
+    *names_of("transformers.generation.utils.GenerationMixin", "_update_model_kwargs_for_generation"),
+    *names_of("transformers.generation.utils.GenerationMixin", "_valid_auto_compile_criteria"),
+    *names_of("transformers.generation.utils.GenerationMixin", "_supports_default_dynamic_cache"),
+    *names_of(
+        "transformers.generation.utils.GenerationMixin", "_prepare_cache_for_generation", "_prepare_static_cache"
+    ),
+    *names_of("transformers.generation.utils.GenerationMixin", "_get_candidate_generator"),
+    *names_of("transformers.generation.utils", "_pad_token_tensor", in_source=True),
+    *names_of("transformers.generation.configuration_utils", "_compile_all_devices", in_source=True),
+    *names_of("transformers.modeling_utils.PreTrainedModel", "_can_compile_fullgraph", "_is_stateful"),
+)
+
+# Multi-token prediction: all since transformers 5.23.
+MtpCache: Any = getattr(cache_utils, "MtpCache", None)
+MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
+MtpCandidateGenerator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
+
+# Methods of a model that an instance has its own of
+GET_CANDIDATE_GENERATOR = "_get_candidate_generator"
+PREPARE_CACHE, PREPARE_STATIC_CACHE = "_prepare_cache_for_generation", "_prepare_static_cache"
+# What generate keeps on a model that it compiled
+COMPILED_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")
+
+# The names of a cache in the arguments of a forward: ``cache`` from 5.24 on; before that ``past_key_values``, and for some mixers ``cache_params``.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The one that generate, its outputs and what a model returns go by.
+CACHE_NAME = "cache" if any(field.name == "cache" for field in fields(GenerateDecoderOnlyOutput)) else "past_key_values"
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The cache in the arguments of a forward or of ``generate``, under any name: newer versions take the older ones too. None: there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def prefill(model: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The outputs for a prompt, as ``generate`` computes them."""
+    return model._prefill(input_ids, generation_config, model_kwargs)
+
+
+def next_kwargs(model: Any, outputs: Any, model_kwargs: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The arguments of the next forward, after one that gave ``outputs``."""
+    following: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, model_kwargs, **options)
+    return following
+
+
+def decoding(model: Any) -> AbstractContextManager[Any]:
+    """Within, the model is set up for decode steps."""
+    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return context
+
+
+def compiles_steps(model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    """Whether ``generate`` would compile decode steps."""
+    return bool(model._valid_auto_compile_criteria(model_kwargs, generation_config))
+
+
+def pad_token(generation_config: Any) -> Any:
+    """The tensor that ``generate`` has made of the config's token; None without one."""
+    return generation_config._pad_token_tensor
+
+
+def has_dynamic_cache(model: Any) -> bool:
+    """Whether ``generate`` makes the standard dynamic cache for ``model``."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model has a state for all tokens so far."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def can_compile(model: Any) -> bool:
+    """Whether transformers compiles the decode steps of ``model`` in one graph."""
+    return bool(getattr(model, "_can_compile_fullgraph", False))
+
+
+def compile_on_all_devices(config: Any) -> None:
+    """Lets a CompileConfig compile on the CPU, too."""
+    config._compile_all_devices = True

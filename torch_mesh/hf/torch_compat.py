@@ -1,0 +1,75 @@
+"""The private names of torch that torch_mesh uses. No other file of ``torch_mesh/`` has them.
+
+``NAMES`` lists each with the versions that have it; ``tests/models/test_compat.py`` fails with the name that is gone.
+``torch._check``, which ``ops/`` calls, is documented.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "FakeTensorMode",
+    "is_tracing",
+    "make_wrapper",
+    "multiplies_bf16",
+    "pytree",
+    "raise_recompile_limit",
+    "takes_forward_gradients",
+    "without_torch_function",
+]
+
+# The name, and the versions that have it.
+NAMES: tuple[tuple[str, str], ...] = (
+    ("torch.Tensor._make_wrapper_subclass", ">=2.11"),
+    ("torch._C.DisableTorchFunctionSubclass", ">=2.11"),
+    ("torch._dynamo.config.patch", ">=2.11"),
+    ("torch._dynamo.config.recompile_limit", ">=2.11"),
+    ("torch._guards.TracingContext.try_get", ">=2.11"),
+    ("torch._subclasses.fake_tensor.FakeTensorMode", ">=2.11"),
+    ("torch.autograd.forward_ad._current_level", ">=2.11"),
+    ("torch.cpu._is_amx_tile_supported", ">=2.11"),
+    ("torch.cpu._is_avx512_bf16_supported", ">=2.11"),
+    ("torch.utils._pytree.tree_leaves", ">=2.11"),
+    ("torch.utils._pytree.tree_map", ">=2.11"),
+    ("torch.utils._pytree.tree_map_only", ">=2.11"),
+)
+
+
+def make_wrapper(cls: Any, shape: Any, **options: Any) -> Any:
+    """A tensor of the subclass ``cls`` without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Within, no ``__torch_function__`` of a subclass is called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile or torch.export traces in this thread."""
+    return TracingContext.try_get() is not None
+
+
+def takes_forward_gradients() -> bool:
+    """Whether forward-mode differentiation is under way."""
+    return forward_ad._current_level >= 0
+
+
+def multiplies_bf16() -> bool:
+    """Whether torch uses products of bf16 that this processor has."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def raise_recompile_limit(least: int) -> AbstractContextManager[Any]:
+    """Within, torch.compile makes at least so many graphs of a function."""
+    limits: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, least)}
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(**limits)
+    return patched
