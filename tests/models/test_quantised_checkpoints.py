@@ -25,6 +25,7 @@ from quantised import (
 from routes import Routes, by_token, given_routes, recorded_routes
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_model
+from tiny_models import DEEPSEEK_V4_FAILS
 from transformers import (
     AutoModelForCausalLM,
     CompressedTensorsConfig,
@@ -32,6 +33,7 @@ from transformers import (
     Mxfp4Config,
     PreTrainedModel,
 )
+from transformers.integrations import compressed_tensors
 
 import torch_mesh
 from torch_mesh import MeshConfig, MeshError, StoreError
@@ -99,7 +101,19 @@ def test_a_bf16_store_has_the_logits_of_the_dequantised_model(kind: str, tmp_pat
     _assert_close(model, _routed_logits(_load(plain, dtype=torch.float32)), 0.005)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_powers_of_two", "mxfp8", "ct_fp8_channel", "ct_int4"])
+_dequantised = pytest.mark.skipif(
+    not hasattr(compressed_tensors, "CompressedTensorsDequantize"),
+    reason="this transformers leaves compressed-tensors' forward on what it has dequantised, which is refused",
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("fp8", "fp8_powers_of_two", "mxfp8"),
+        *(pytest.param(kind, marks=_dequantised) for kind in ("ct_fp8_channel", "ct_int4")),
+    ],
+)
 def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None:
     made = KINDS[kind]()
     write_quantised(tmp_path / "raw", made)
@@ -111,6 +125,8 @@ def test_transformers_own_reading_is_the_same(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("write", "own"), [(write_gpt_oss, Mxfp4Config), (write_deepseek_v4, FineGrainedFP8Config)])
 def test_families_with_names_of_their_own(write: Callable[[Path], object], own: Any, tmp_path: Path) -> None:
+    if write is write_deepseek_v4 and DEEPSEEK_V4_FAILS:
+        pytest.skip(DEEPSEEK_V4_FAILS)
     write(tmp_path / "raw")
     read = _load(tmp_path / "raw", own(dequantize=True))
     expected = _routed_logits(torch_mesh.patch(read, weights="bf16", resident=0.5))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -350,6 +351,13 @@ def _is_marked(family: str) -> bool:
 
 
 TINY_MODELS = _Installed({name: tiny for name, tiny in _ALL.items() if _is_marked(tiny.family)})
+
+# Its norms in fp32 give products with weights in bf16 inputs in fp32.
+DEEPSEEK_V4_FAILS = (
+    "DeepSeek-V4 of transformers 5.17 does not run in bf16"
+    if Version(transformers.__version__) < Version("5.18")
+    else ""
+)
 
 all_families = pytest.mark.skipif(len(TINY_MODELS) < len(_ALL), reason="this transformers has fewer families")
 
