@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_mesh
 from torch_mesh import MeshConfig, PoolClosedError
 from torch_mesh.modules.experts import PackedModule
-from torch_mesh.patching import pipeline
+from torch_mesh.patching import modes, pipeline
 from torch_mesh.patching.rollback import Undo
 from torch_mesh.store.convert import convert
 
@@ -69,13 +69,14 @@ class _Steps:
         self.calls: Counter[str] = Counter()
         self.pools: list[Any] = []
         self.fails: tuple[str, int, bool, BaseException] | None = None
-        for name, value in vars(pipeline).items():
-            if (inspect.isfunction(value) or name == "ExpertPool") and name not in (
-                "undone_on_error",
-                "check",
-                "assemble",
-            ):
-                patch.setattr(pipeline, name, self._counted(name, value))
+        for module in (pipeline, modes):
+            for name, value in vars(module).items():
+                if (inspect.isfunction(value) or name == "ExpertPool") and name not in (
+                    "undone_on_error",
+                    "check",
+                    "assemble",
+                ):
+                    patch.setattr(module, name, self._counted(name, value))
         original = Undo.closing
         patch.setattr(Undo, "closing", lambda undo, pool: (self.pools.append(pool), original(undo, pool))[1])
 

@@ -217,7 +217,7 @@ def test_unpatch_and_patching_that_fails_leave_no_hook(monkeypatch: pytest.Monke
     assert _hooks(patched) == _hooks(copy.deepcopy(patched)) == 1
     model = torch_mesh.unpatch(patched)
     assert _hooks(model) == 0
-    monkeypatch.setattr(torch_mesh.patching.pipeline, "announce", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    monkeypatch.setattr(torch_mesh.patching.modes, "announce", lambda *_: (_ for _ in ()).throw(OSError("no")))
     with pytest.raises(OSError, match="no"):
         torch_mesh.patch(model, resident=0.5)
     assert _hooks(model) == 0

@@ -23,7 +23,7 @@ from torch_mesh.gpu import choosing, placing
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import experts as modules
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.patching import api, pipeline, rollback
+from torch_mesh.patching import api, modes, origins, pipeline, rollback
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store import convert, writer
 
@@ -104,17 +104,17 @@ STEPS = [
     (IN_MEMORY, modules, "change_class", 1),
     (IN_MEMORY, pipeline, "install", 1),
     (IN_MEMORY, pipeline, "install", 3),
-    (IN_MEMORY | ALL, pipeline, "attach_quantizer", 1),
-    (IN_MEMORY | ALL, pipeline, "make_lossy", 1),
+    (IN_MEMORY | ALL, modes, "attach_quantizer", 1),
+    (IN_MEMORY | ALL, modes, "make_lossy", 1),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy.decoding"), "change_class", 2),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.modules.dense"), "change_class", 3),
-    (IN_MEMORY | ALL, pipeline, "pack_dense", 1),
-    (IN_MEMORY | ALL, pipeline, "take_attention", 1),
-    (IN_MEMORY | ALL, pipeline, "announce", 1),
-    (ON_DISK, pipeline, "convert_model", 1),
+    (IN_MEMORY | ALL, modes, "pack_dense", 1),
+    (IN_MEMORY | ALL, modes, "take_attention", 1),
+    (IN_MEMORY | ALL, modes, "announce", 1),
+    (ON_DISK, origins, "convert_model", 1),
     (ON_DISK | {"weights": "int4"}, pipeline, "install", 2),
-    (ON_DISK | {"weights": "int4"}, pipeline, "connect", 1),
-    (ON_DISK | {"weights": "int4"} | ALL, pipeline, "move_experts", 1),
+    (ON_DISK | {"weights": "int4"}, modes, "connect", 1),
+    (ON_DISK | {"weights": "int4"} | ALL, modes, "move_experts", 1),
     (ON_DISK | {"lossy": {"fallback": "int4"}}, pipeline, "open_other", 1),
     (ON_DISK | {"lossy": {"fallback": "int4"}}, pipeline, "install", 3),
 ]
@@ -153,6 +153,7 @@ class _InterruptAt:
         for name in (
             "patching/pipeline",
             "patching/api",
+            "patching/modes",
             "modules/experts",
             "modules/dense",
             "lossy/decoding",
@@ -230,7 +231,8 @@ def test_layers_that_have_no_room_to_be_unpacked_stay_patched(
     expected = _logits(reference, ids)
     with monkeypatch.context() as faulty:
         faulty.setattr(rollback, "shortage", lambda needed: 1000 if needed > 1000 else None)
-        _at_call(faulty, pipeline, name, 3 if name == "install" else 1, KeyboardInterrupt, after=False)
+        owner, count = (pipeline, 3) if name == "install" else (modes, 1)
+        _at_call(faulty, owner, name, count, KeyboardInterrupt, after=False)
         with (
             pytest.warns(UserWarning, match=rf"no room to take it back: {layers} layers.* 1,000 are free.*unpatch"),
             pytest.raises(KeyboardInterrupt),
@@ -260,7 +262,7 @@ def test_a_named_store_of_a_patch_that_failed_is_gone(tmp_path: Path, monkeypatc
         "resident": 0.6,
     }
     with monkeypatch.context() as faulty:
-        _at_call(faulty, pipeline, "connect", 1, OSError, after=True)
+        _at_call(faulty, modes, "connect", 1, OSError, after=True)
         with pytest.raises(OSError, match="injected"):
             torch_mesh.patch(model, **fields)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == []
@@ -313,7 +315,7 @@ def test_what_another_conversion_left_unfinished_stays(tmp_path: Path, monkeypat
 def test_a_store_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, store = _build(), tmp_path / "store"
     with monkeypatch.context() as faulty:
-        _at_call(faulty, pipeline, "connect", 1, KeyboardInterrupt, after=True)
+        _at_call(faulty, modes, "connect", 1, KeyboardInterrupt, after=True)
         _at_call(faulty, rollback, "remove_made_from", 1, PermissionError, after=False)
         with (
             pytest.warns(UserWarning, match=r"cannot be removed \(injected\). Remove .*/store "),
@@ -336,7 +338,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, pipeline, "connect", 1, OSError, after=True)
+        _at_call(faulty, modes, "connect", 1, OSError, after=True)
         faulty.setattr(ExpertPool, "close", interrupted)
         with pytest.raises(KeyboardInterrupt) as ended:
             torch_mesh.patch(model, store=tmp_path / "store", resident=0.6, weights="int8", lossy={"fallback": "int4"})
@@ -348,7 +350,7 @@ def test_ctrl_c_reaches_what_waits_once_the_model_is_back(tmp_path: Path, monkey
 @pytest.mark.filterwarnings("error:Patching ended early")
 def test_a_warning_that_is_an_error_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build()
-    _at_call(monkeypatch, pipeline, "attach_quantizer", 1, OSError, after=True)
+    _at_call(monkeypatch, modes, "attach_quantizer", 1, OSError, after=True)
     with pytest.raises(UserWarning, match="Patching ended early"):
         torch_mesh.patch(model, weights="int4", resident=1.0)
     assert not list(patched_modules(model)) and _logits(model, _ids()).isfinite().all()
@@ -359,7 +361,7 @@ def test_a_second_ctrl_c_waits_until_all_is_taken_back(monkeypatch: pytest.Monke
     before = _State(model)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     with monkeypatch.context() as faulty:
-        _at_call(faulty, pipeline, "attach_quantizer", 1, OSError, after=True)
+        _at_call(faulty, modes, "attach_quantizer", 1, OSError, after=True)
         original = rollback.restored_parameters
 
         def interrupted(*args: Any) -> Any:
@@ -416,9 +418,9 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
         (importlib.import_module("torch_mesh.modules.dense"), "restore_class"),
         (importlib.import_module("torch_mesh.lossy.decoding"), "restore_class"),
         (modules, "change_class"),
-        (api, "restore_dense"),
-        (api, "undo_lossy"),
-        (api, "withdraw"),
+        (modes, "restore_dense"),
+        (modes, "undo_lossy"),
+        (modes, "withdraw"),
     ],
 )
 def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

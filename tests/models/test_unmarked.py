@@ -227,7 +227,7 @@ def test_a_failed_patch_leaves_the_block_as_it_was(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise UnsupportedModelError("no")
 
-    monkeypatch.setattr("torch_mesh.patching.pipeline.announce", fail)
+    monkeypatch.setattr("torch_mesh.patching.modes.announce", fail)
     with pytest.raises(UnsupportedModelError, match="no"):
         torch_mesh.patch(model, resident=0.5)
     assert [type(module) for module in model.modules()] == classes

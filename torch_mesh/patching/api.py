@@ -10,21 +10,16 @@ from torch import nn
 
 from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
-from ..hf.compile import undo_compile
-from ..hf.kv_cache import undo_caches
-from ..hf.model_config import withdraw
 from ..hf.parallelism_checks import check_undivided
-from ..hf.saving import PatchedModelQuantizer, detach_quantizer
-from ..lossy.decoding import undo_lossy
+from ..hf.saving import PatchedModelQuantizer
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
-from ..modules.dense import packed_linears, restore_dense
+from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
-from ..speculation.models import undo_speculation
-from ..speculation.mtp import undo_mtp
-from ..statistics.speculated import drop_tally
 from ..store.manifest import OF_CODES
-from .pipeline import OfLoadedModel, assemble, check
+from .modes import MODES
+from .origins import OfLoadedModel
+from .pipeline import assemble, check
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -81,15 +76,8 @@ def unpatch(model: Model, lossy: bool = False) -> Model:
     vars(model)[_UNPATCHING] = (
         True  # so that an interrupted call leaves a model that counts as patched, until the very last step
     )
-    detach_quantizer(model)
-    withdraw(model)
-    undo_lossy(model)
-    undo_compile(model)
-    undo_speculation(model)
-    undo_mtp(model)
-    undo_caches(model)
-    drop_tally(model)
-    restore_dense(model, device)
+    for mode in reversed(MODES):
+        mode.uninstall(model, device)
     for layer in find_experts(model):
         if isinstance(layer.module, MeshExperts):
             restore(layer, device)

@@ -64,7 +64,8 @@ from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation, source_of
 from ..store.verify import check_other_files
 from ..store.writer import Written
-from .pipeline import OfRecords, assemble, check
+from .origins import OfRecords
+from .pipeline import assemble, check
 from .unpooled import load_left_alone
 
 _LOG = logging.getLogger(__name__)

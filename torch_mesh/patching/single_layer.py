@@ -20,7 +20,8 @@ from ..modules.experts import MeshExperts
 from ..pool.secondary_pool import Records
 from ..store.manifest import Shape, open_store
 from .api import patch
-from .pipeline import OfRecords, assemble, check
+from .origins import OfRecords
+from .pipeline import assemble, check
 
 # By their names in transformers.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}

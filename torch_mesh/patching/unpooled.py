@@ -49,5 +49,5 @@ def announce_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> Non
     warnings.warn(
         f"{type(model).__name__} has experts of several shapes, and a pool holds one: that of {layers[0].kind}. Left in memory as the "
         f"model has them are {note}.",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -1,0 +1,131 @@
+"""What a patched model does beyond computing its experts from a pool: the modes, in the order in which they are installed.
+
+A new mode is a module of its own and an entry of ``MODES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import MeshConfig
+from ..gpu.choosing import check_gpu_weights
+from ..gpu.placement import Placement
+from ..gpu.placing import move_experts
+from ..hf.attention import check_attention, take_attention
+from ..hf.compile import undo_compile
+from ..hf.kv_cache import take_caches, undo_caches
+from ..hf.model_config import announce, withdraw
+from ..hf.saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
+from ..lossy.decoding import check_lossy, make_lossy, undo_lossy
+from ..lossy.fallback import check_fallback
+from ..models.families import ExpertsLayer
+from ..modules.dense import pack_dense, restore_dense, take_products
+from ..pool.expert_pool import ExpertPool
+from ..pool.shared_pool import check_shared
+from ..prefetch.lookahead import check_predictor, connect
+from ..routing.profiles import check_profile
+from ..speculation.models import check_speculation, take_speculation, undo_speculation
+from ..speculation.mtp import PatchHeads, take_mtp, undo_mtp
+from ..statistics.speculated import drop_tally
+from .origins import Origin
+from .unpooled import announce_left_alone
+
+
+@dataclass
+class Patching:
+    """A model that is being patched. What stands at None is there when a mode is installed; ``gpu_pool`` may stay so."""
+
+    model: nn.Module
+    layers: list[ExpertsLayer]
+    config: MeshConfig
+    origin: Origin
+    quantizer: PatchedModelQuantizer | None = None
+    placement: Placement | None = None
+    gpu_pool: ExpertPool | None = None
+    pool: ExpertPool | None = None
+    patch_heads: PatchHeads | None = None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``check`` raises what cannot be had, before anything changes. ``uninstall`` undoes ``install``, and may be called again after an error."""
+
+    name: str
+    check: Callable[[Any], object] = lambda patching: None
+    install: Callable[[Any], object] = lambda patching: None
+    uninstall: Callable[[nn.Module, torch.device], object] = lambda model, device: None
+    before_pool: bool = False  # which takes what memory is left
+
+
+MODES = (
+    Mode(
+        "dense",
+        install=lambda p: pack_dense(p.model, p.layers, p.config),
+        uninstall=lambda model, device: restore_dense(model, device),
+        before_pool=True,
+    ),
+    Mode("shared", check=lambda p: check_shared(p.config, p.layers)),
+    Mode("profile", check=lambda p: check_profile(p.config, p.layers)),
+    Mode(
+        "lookahead",
+        check=lambda p: check_predictor(p.layers, p.config),
+        install=lambda p: None if p.pool.in_memory else connect(p.model, p.layers, p.config),
+    ),
+    Mode("fallback", check=lambda p: check_fallback(p.model, p.layers, p.config, p.origin.weights)),
+    Mode(
+        "lossy",
+        check=lambda p: check_lossy(p.model, p.layers, p.config),
+        install=lambda p: make_lossy(p.model, p.layers, p.config),
+        uninstall=lambda model, device: undo_lossy(model),
+    ),
+    # Restored with "dense".
+    Mode("products", install=lambda p: take_products(p.model, p.layers, p.config)),
+    # An attribute, which goes with all that patching gave.
+    Mode(
+        "attention",
+        check=lambda p: check_attention(p.model, p.config),
+        install=lambda p: take_attention(p.model, p.config),
+    ),
+    Mode(
+        "caches",
+        install=lambda p: take_caches(p.model),
+        uninstall=lambda model, device: undo_caches(model),
+    ),
+    # torch_mesh.compile may install it later.
+    Mode("compile", uninstall=lambda model, device: undo_compile(model)),
+    Mode(
+        "speculation",
+        check=lambda p: check_speculation(p.model, p.config),
+        install=lambda p: take_speculation(p.model, p.config),
+        uninstall=lambda model, device: undo_speculation(model),
+    ),
+    # What a draft has counted.
+    Mode("tally", uninstall=lambda model, device: drop_tally(model)),
+    Mode(
+        "mtp",
+        install=lambda p: take_mtp(p.model, p.patch_heads),
+        uninstall=lambda model, device: undo_mtp(model),
+    ),
+    # Restored with the layers.
+    Mode(
+        "gpu",
+        check=lambda p: check_gpu_weights(p.config, p.origin.only_format),
+        install=lambda p: move_experts(p.layers, p.pool, p.placement, p.gpu_pool),
+    ),
+    Mode("unpooled", install=lambda p: announce_left_alone(p.model, p.layers)),
+    Mode(
+        "saving",
+        install=lambda p: attach_quantizer(p.model, p.quantizer),
+        uninstall=lambda model, device: detach_quantizer(model),
+    ),
+    Mode(
+        "config",
+        install=lambda p: announce(p.model, p.config),
+        uninstall=lambda model, device: withdraw(model),
+    ),
+)

@@ -1,0 +1,130 @@
+"""Where the experts of a model come from: its memory, a checkpoint, a store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..config import MeshConfig
+from ..hf.expert_parallel import Share
+from ..models.families import ExpertsLayer
+from ..pool.secondary_pool import Records, format_of, other_config
+from ..store.convert import checked_group_size, convert_model
+from ..store.disk_cache import unnamed_folder
+from ..store.progress import progress_bar
+from .rollback import PatchUndo, Undo
+
+
+class Origin:
+    """Where the experts of a model come from.
+
+    ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers`` layers, of which the
+    model's are ``places``; ``resident`` is a share of ``counted`` layers.
+    """
+
+    undo: Undo
+    weights: str
+    group_size: int
+    exact: bool
+    layers: int
+    counted: int
+    places: Sequence[int]
+    share: Share | None = None  # of the model's experts, if it is one rank's
+    only_format: str | None = None  # of all records at hand, if the originals are not
+    freed: int = 0  # bytes that the model gives back when the pool is there
+    staging: int = 0  # bytes that reading takes beside a pool
+
+    def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
+        """The experts in ``weights``, to be opened within: whoever has its files open keeps them."""
+        raise NotImplementedError
+
+    def check_other(self, weights: str) -> None:
+        """Raises StoreError where a second pool cannot have records in another format."""
+
+    def stays_in_memory(self, slots: int) -> bool:
+        """Whether ``slots`` hold all that there is, and are filled with what the model has in its parameters."""
+        return False
+
+
+class OfRecords(Origin):
+    """Experts that are read from where their records are; their model is nobody's yet."""
+
+    def __init__(self, exact: bool, only_format: str | None = None) -> None:
+        self.undo = Undo()
+        self.exact = exact
+        self.only_format = only_format
+
+    def set_records(self, records: Records) -> None:
+        """Those in the pool's format."""
+        if self.share is not None:
+            own = self.share.source_arguments(records.source_arguments)
+            records = dataclasses.replace(records, source_arguments=own)
+        self._records = records
+        self.weights, self.group_size = records.weights, records.group_size
+        self.layers = self.counted = records.layers
+        self.places = records.places
+        self.staging = _C.Source(**records.source_arguments).staging_bytes
+
+    @property
+    def stored(self) -> bool:
+        """Whether a store has them."""
+        return self._records.store is not None
+
+    def records(self, weights: str) -> contextlib.AbstractContextManager[Records]:
+        return contextlib.nullcontext(self._records if weights == self.weights else self.other_records(weights))
+
+    def other_records(self, weights: str) -> Records:
+        """Those in another format: found, or made."""
+        raise NotImplementedError
+
+
+class OfLoadedModel(Origin):
+    """The experts of a model that is in memory."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+        self._model = model
+        self._config = config
+        self._all = sum(layer.num_experts for layer in layers)
+        parameters = (parameter for layer in layers for parameter in layer.parameters.values())
+        self.freed = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
+        self.weights = format_of(config)
+        self.group_size = checked_group_size(self.weights, config.group_size)
+        self.exact = self.weights == "bf16" and layers[0].dtype == torch.bfloat16
+        self.layers = self.counted = len(layers)
+        self.places = range(len(layers))
+        self.undo: PatchUndo = PatchUndo(model, config)
+
+    def stays_in_memory(self, slots: int) -> bool:
+        return slots == self._all and self._config.store is None and self._config.io != "mmap"
+
+    @contextlib.contextmanager
+    def records(self, weights: str) -> Iterator[Records]:
+        config = self._config if weights == self.weights else other_config(self._config, weights)
+        with _store_folder(config) as folder:
+            fingerprint = self.undo.new_store(folder)
+            with progress_bar(f"Packing experts to {weights}") as progress:
+                store = convert_model(
+                    self._model,
+                    folder,
+                    weights,
+                    config.group_size,
+                    fingerprint=fingerprint,
+                    private=config.store is None,
+                    progress=progress,
+                ).store
+            yield Records.of_store(store, self.places)
+
+
+@contextlib.contextmanager
+def _store_folder(config: MeshConfig) -> Iterator[Path]:
+    if config.store is not None:
+        yield Path(config.store)
+        return
+    with unnamed_folder() as folder:
+        yield folder / "experts"
