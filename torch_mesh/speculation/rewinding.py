@@ -105,5 +105,6 @@ class Rewinding:
         self._linear.finish()
         for layer in self._recording:
             layer.record_past = False
-            if type(layer) is _RecordedWindow:
+            kind: type = type(layer)
+            if kind is _RecordedWindow:
                 layer.__class__ = DynamicSlidingWindowLayer
