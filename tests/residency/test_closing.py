@@ -176,7 +176,7 @@ def test_a_model_that_goes_says_that_its_reads_do_not_end(tmp_path: Path) -> Non
     ops.prefetch(torch.tensor([engine.id, 0, 1]), torch.arange(2))
     time.sleep(0.5)  # what the I/O thread has not begun is dropped
     with pytest.warns(RuntimeWarning, match="reads of a closed engine take longer than the time-out of 50 ms"):
-        _close(engine, None, None, os.getpid())
+        _close(engine, (), None, os.getpid())
     deadline = time.monotonic() + PATIENCE
     while len(os.listdir("/proc/self/fd")) > descriptors:  # the reads end, and with them what they needed
         assert time.monotonic() < deadline
