@@ -254,9 +254,13 @@ at::Tensor indices(std::vector<int32_t>& values, int64_t first, int64_t count) {
   return at::from_blob(values.data() + first, {count}, at::kInt).to(at::kLong);
 }
 
+// In torch's own region, in which its products take one thread each: with several, as in a team
+// that torch does not know of, they would add in another order.
 template <typename Body>
 void for_each(std::vector<Part>& parts, int32_t threads, const Body& body) {
-  parallel_for(torch_runtime(), std::ssize(parts), threads, [&](int64_t begin, int64_t end) {
+  const int64_t count = std::ssize(parts);
+  const int64_t grain = std::max<int64_t>(1, (count + threads - 1) / threads);
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowAutograd guard;  // a thread has its own state
     for (int64_t i = begin; i < end; ++i) body(parts[i]);
   });
