@@ -80,6 +80,20 @@ int64_t times_descheduled() {
 
 }  // namespace
 
+int32_t ThreadLimit::at(Time now) {
+  const int32_t limit = limit_.load(std::memory_order_relaxed);
+  if (limit >= kMostThreads || since_epoch(now) < raise_at_) return limit;
+  raise_at_ = since_epoch(now + kRaise);
+  limit_ = limit + 1;
+  return limit + 1;
+}
+
+void ThreadLimit::note(int32_t threads, Time begun, Time done, Time ended) {
+  if (ended - done < late_ || 4 * (ended - done) < ended - begun) return;
+  limit_ = threads - 1;
+  raise_at_ = since_epoch(ended + kRaise);
+}
+
 bool Team::Region::enter() {
   uint32_t seen = state.load(std::memory_order_relaxed);
   do {
@@ -142,7 +156,7 @@ Team::Region* Team::open(int64_t count, int32_t threads, ParallelBody body, void
 void Team::parallel_for(int64_t count, int32_t threads, ParallelBody body, void* context) {
   threads = static_cast<int32_t>(std::min<int64_t>({threads, count, kMostThreads}));
   const Clock::time_point begun = Clock::now();
-  threads = std::min(threads, limit(begun));
+  threads = std::min(threads, limit_.at(begun));
   if (threads > 1 && !inside_region) {
     make_threads(threads - 1);
     if (Region* region = open(count, threads, body, context)) {
@@ -150,7 +164,7 @@ void Team::parallel_for(int64_t count, int32_t threads, ParallelBody body, void*
       region->run();
       const Clock::time_point done = Clock::now();
       region->close();
-      note(threads, begun, done);
+      limit_.note(threads, begun, done, Clock::now());
       const std::exception_ptr failure = std::exchange(region->failure, nullptr);
       region->state.store(0, std::memory_order_release);
       if (failure != nullptr) std::rethrow_exception(failure);
@@ -158,21 +172,6 @@ void Team::parallel_for(int64_t count, int32_t threads, ParallelBody body, void*
     }
   }
   body(context, 0, count);
-}
-
-int32_t Team::limit(Clock::time_point now) {
-  const int32_t limit = limit_.load(std::memory_order_relaxed);
-  if (limit >= kMostThreads || since_epoch(now) < raise_at_) return limit;
-  raise_at_ = since_epoch(now + kRaise);
-  limit_ = limit + 1;
-  return limit + 1;
-}
-
-void Team::note(int32_t threads, Clock::time_point begun, Clock::time_point done) {
-  const Clock::time_point now = Clock::now();
-  if (now - done < late_ || 4 * (now - done) < now - begun) return;
-  limit_ = threads - 1;
-  raise_at_ = since_epoch(now + kRaise);
 }
 
 void Team::wake(int32_t threads) {

@@ -19,14 +19,31 @@
 
 namespace torch_mesh {
 
-class Team {
+// How many threads take part in a region: one less after a region whose caller waited for others
+// longer than the work explains, and one more each time that this has gone well for a while.
+// Any number of threads may call at a time.
+class ThreadLimit {
  public:
-  // A caller's wait for others that no task explains. One thread less takes part from then on, and
-  // one more each time that this has gone well for a while.
+  using Time = std::chrono::steady_clock::time_point;
   static constexpr std::chrono::microseconds kLate{200};
   static constexpr std::chrono::milliseconds kRaise{100};
 
-  explicit Team(std::chrono::nanoseconds late = kLate) : late_(late) {}
+  explicit ThreadLimit(std::chrono::nanoseconds late = kLate) : late_(late) {}
+
+  // Of a region that begins now, the caller among them.
+  int32_t at(Time now);
+  // A region of so many threads has ended; its caller had nothing left to do when it was `done`.
+  void note(int32_t threads, Time begun, Time done, Time ended);
+
+ private:
+  const std::chrono::nanoseconds late_;
+  std::atomic<int32_t> limit_{kMostThreads};
+  std::atomic<int64_t> raise_at_{0};  // ns of the clock
+};
+
+class Team {
+ public:
+  explicit Team(std::chrono::nanoseconds late = ThreadLimit::kLate) : limit_(late) {}
   ~Team();  // no region may be open
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -62,10 +79,6 @@ class Team {
   };
   static constexpr int32_t kRegions = 16;  // callers at a time that get help; others run alone
 
-  // How many threads may take part now, the caller among them.
-  int32_t limit(Clock::time_point now);
-  // A region of so many has ended; its caller had nothing left to do when it was `done`.
-  void note(int32_t threads, Clock::time_point begun, Clock::time_point done);
   Region* open(int64_t count, int32_t threads, ParallelBody body, void* context);
   void make_threads(int32_t wanted);
   void wake(int32_t threads);
@@ -77,9 +90,7 @@ class Team {
       0};  // counts regions that were opened; threads wait on it
   std::atomic<int32_t> asleep_{0};
   std::atomic<bool> stopping_{false};
-  const std::chrono::nanoseconds late_;
-  std::atomic<int32_t> limit_{kMostThreads};
-  std::atomic<int64_t> raise_at_{0};  // the limit, in ns of the clock
+  ThreadLimit limit_;
   std::atomic<int32_t> made_{0};
   std::atomic<bool> refused_{false};  // by the system: it is not asked again
   std::mutex making_;

@@ -155,26 +155,47 @@ TEST(Team, WakesThreadsThatHaveGoneToSleep) {
   }
 }
 
-TEST(Team, TakesOneThreadLessWhereOneIsLate) {
+TEST(Team, TakesFewerThreadsWhereOneIsLate) {
   Team team(0ns);
-  const auto begun = std::chrono::steady_clock::now();
   const std::thread::id caller = std::this_thread::get_id();
-  std::latch all(3);
-  run(team, 3, 3, [&](int64_t, int64_t) {
-    all.arrive_and_wait();
-    if (std::this_thread::get_id() != caller) std::this_thread::sleep_for(2ms);
-  });
-  std::mutex mutex;
-  std::set<std::thread::id> threads;
-  run(team, 30, 3, [&](int64_t, int64_t) {
-    std::this_thread::sleep_for(100us);
-    const std::lock_guard lock(mutex);
-    threads.insert(std::this_thread::get_id());
-  });
-  if (std::chrono::steady_clock::now() - begun > Team::kRaise) {
-    GTEST_SKIP() << "the machine is too busy";
+  // Where threads come late for another reason, or the wait is short beside the region, it goes on.
+  for (int attempt = 0; attempt < 1000; ++attempt) {
+    std::atomic<int32_t> arrived{0};
+    run(team, 3, 3, [&](int64_t, int64_t) {
+      const auto begun = std::chrono::steady_clock::now();
+      ++arrived;
+      while (arrived < 3 && std::chrono::steady_clock::now() - begun < 20ms) {
+        std::this_thread::yield();
+      }
+      if (std::this_thread::get_id() != caller) std::this_thread::sleep_for(2ms);
+    });
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+    run(team, 3, 3, [&](int64_t, int64_t) {
+      std::this_thread::sleep_for(1ms);
+      const std::lock_guard lock(mutex);
+      threads.insert(std::this_thread::get_id());
+    });
+    if (threads.size() < 3) return;
   }
-  EXPECT_LE(threads.size(), 2u);
+  FAIL() << "three threads took part each time";
+}
+
+TEST(ThreadLimit, FallsWhereOneIsLateAndRisesAgain) {
+  ThreadLimit limit(200us);
+  ThreadLimit::Time now{1s};
+  EXPECT_GE(limit.at(now), 64);
+  limit.note(4, now, now + 1ms, now + 1ms + 199us);  // in time
+  limit.note(4, now, now + 10ms, now + 12ms);        // little beside the region
+  EXPECT_GE(limit.at(now + 12ms), 64);
+  limit.note(4, now, now + 1ms, now + 2ms);
+  EXPECT_EQ(limit.at(now + 2ms), 3);
+  EXPECT_EQ(limit.at(now + 101ms), 3);
+  EXPECT_EQ(limit.at(now + 102ms), 4);
+  EXPECT_EQ(limit.at(now + 201ms), 4);
+  EXPECT_EQ(limit.at(now + 202ms), 5);
+  limit.note(2, now + 202ms, now + 203ms, now + 204ms);
+  EXPECT_EQ(limit.at(now + 204ms), 1);
 }
 
 }  // namespace
