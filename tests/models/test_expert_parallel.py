@@ -33,12 +33,15 @@ from rank import (
     trained,
 )
 from tiny_models import TINY_MODELS
+from upstream import needs_ep_size
 
 import torch_mesh
 from torch_mesh import LostRankError, MeshConfig, ReadError
 from torch_mesh.hf import expert_parallel
 from torch_mesh.planning.plan import plan
 from torch_mesh.store.convert import convert
+
+pytestmark = needs_ep_size
 
 RANK = Path(__file__).with_name("rank.py")
 # By what it is tested for: a plan that divides attention too, one that does not, experts that run by projection.

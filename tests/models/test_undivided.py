@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from upstream import needs_ep_size
 
 import torch_mesh
 from torch_mesh import MeshConfig, UnsupportedModelError
@@ -61,7 +62,9 @@ DIVIDED: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("one_of_two")
-@pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=needs_ep_size) if how in ("fsdp and ep", "replicas") else how for how in DIVIDED]
+)
 @pytest.mark.parametrize("converted", [False, True])
 def test_from_pretrained_refuses_every_division_but_that_of_experts(how: str, converted: bool, tmp_path: Path) -> None:
     folder = tmp_path / "raw"
@@ -82,6 +85,7 @@ def test_from_pretrained_refuses_to_leave_loading_to_fsdp(tmp_path: Path, monkey
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig())
 
 
+@needs_ep_size
 def test_a_config_that_divides_nothing_changes_nothing(tmp_path: Path, ids: torch.Tensor) -> None:
     _build().save_pretrained(tmp_path)
     how: dict[str, Any] = {"distributed_config": DistributedConfig(), "quantization_config": MeshConfig(resident=0.4)}
@@ -111,7 +115,7 @@ def _fully_sharded(model: PreTrainedModel) -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("one_of_two")
-@pytest.mark.parametrize("divide", [_fully_shard, _fully_sharded, _tensor_parallel])
+@pytest.mark.parametrize("divide", [_fully_shard, _fully_sharded, pytest.param(_tensor_parallel, marks=needs_ep_size)])
 def test_patch_refuses_a_divided_model(
     divide: Callable[[PreTrainedModel], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import urllib.error
 import urllib.request
@@ -170,7 +171,13 @@ def test_what_is_null_is_as_if_it_were_not_given(path: str, server: Any) -> None
     assert _post(server, path, dict.fromkeys(optional) | needed)[0] == 200
 
 
-@pytest.mark.parametrize("path", [*CASES, "/v1/systemone", "/load_model"])
+_decides = pytest.mark.skipif(
+    "decision_config" not in inspect.signature(pytest.importorskip("transformers.cli.serve").Serve).parameters,
+    reason="this transformers serves no decisions",
+)
+
+
+@pytest.mark.parametrize("path", [*CASES, pytest.param("/v1/systemone", marks=_decides), "/load_model"])
 def test_a_body_has_to_be_a_json_object(path: str, server: Any) -> None:
     for body in (b"", b"{", b"[1]", b'"x"', b"7", b"null", b"\xff", b"[" * 2000, b'{"prompt": "a"', b"{'prompt': 'a'}"):
         _error(_post(server, path, body))
@@ -188,6 +195,10 @@ def test_fields_that_are_not_of_the_api_are_refused(path: str, server: Any) -> N
 def test_what_is_not_there(server: Any) -> None:
     for path, status in (("/v1/nothing", 404), ("/v1/audio/transcriptions", 404), ("/v1/models", 405)):
         assert path in _error(_post(server, path, {}), status)["message"]
+
+
+@_decides
+def test_decisions_that_cannot_be_made(server: Any) -> None:
     answer = _post(server, "/v1/systemone", {"model": "another", "state": "a", "questions": {"b": {"type": "noul"}}})
     assert _error(answer, 404)["code"] == "model_not_found"
     answer = _post(server, "/v1/systemone", {"state": "a", "questions": {"b": {"type": "unknown"}}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import inspect
 import io
 import json
 import logging
@@ -419,9 +420,13 @@ def test_what_cannot_be_is_refused_before_the_model_is_opened(
         assert "--chat-template-kwargs is" in capsys.readouterr().err
     not_json = tmp_path / "not.json"
     not_json.write_text("[")
-    for name, value, code, said in (
+    decisions = (
         ("--decision-config", str(tmp_path / "none.json"), 1, "none.json: no such file"),
         ("--decision-config", str(not_json), 2, "is not a decision config"),
+    )
+    serve = pytest.importorskip("transformers.cli.serve").Serve
+    for name, value, code, said in (
+        *(decisions if "decision_config" in inspect.signature(serve).parameters else ()),
         ("--cb-num-blocks", "-3", 2, "at least 1"),
         ("--cb-max-memory-percent", "7", 2, "up to 1"),
     ):

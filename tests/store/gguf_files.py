@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -51,7 +52,9 @@ _FAMILIES = {
     "minimax-m2": "minimax_m2",
     "qwen35moe": "qwen3_5_moe_text",
 }
-ARCHITECTURES = tuple(_FAMILIES)
+# transformers reads the config of the last itself, if it knows it: 5.17 does not.
+READS_QWEN35MOE = "qwen35moe" in GGUF_CONFIG_ARCHS
+ARCHITECTURES = tuple(name for name in _FAMILIES if name != "qwen35moe" or READS_QWEN35MOE)
 # What the writer's package has no encoder for is drawn as bytes.
 _DRAWN = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),

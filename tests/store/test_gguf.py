@@ -125,9 +125,12 @@ def test_a_store_is_a_whole_checkpoint(written: Callable[..., Written], tmp_path
     assert config["moe_intermediate_size"] == 64 and config["quantization_config"]["weights"] == "int8"
     theirs = AutoTokenizer.from_pretrained(made.path.parent, gguf_file=made.path.name)
     ours = AutoTokenizer.from_pretrained(tmp_path / "store")
-    text = "hello hell</s> low"
+    if gguf_files.READS_QWEN35MOE:
+        text, padding = "hello hell</s> low", "<pad>"
+    else:  # an older transformers finds no special tokens in a text, and no padding
+        text, padding = "hello hell low", None
     assert ours(text)["input_ids"] == theirs(text)["input_ids"] != []
-    assert (ours.eos_token, ours.pad_token, ours.chat_template) == ("</s>", "<pad>", theirs.chat_template)
+    assert (ours.eos_token, ours.pad_token, ours.chat_template) == ("</s>", padding, theirs.chat_template)
     assert ours.chat_template
 
 
@@ -211,6 +214,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(set(read)) == len(read) and max(size for *_, size in read) < sum(t.bytes for _, t in tensors) / 4
 
 
+@pytest.mark.skipif(not gguf_files.READS_QWEN35MOE, reason="this transformers does not read qwen35moe")
 def test_layers_that_foretell_tokens_are_left_out(written: Callable[..., Written], tmp_path: Path) -> None:
     made = written("qwen35moe", "Q8_0")
     extra = {
@@ -303,7 +307,7 @@ def test_transformers_knows_no_more_architectures() -> None:
     assert tables == set(gguf_model.READ_BY_TABLES.values())
     ours = {name for name, read in GGUF_CONFIG_ARCHS.items() if read is gguf_model.config_table}
     assert ours == set(gguf_model.READ_BY_TABLES)  # else transformers has learnt to read one's config itself
-    assert set(GGUF_CONFIG_ARCHS) - ours == {"qwen35", "qwen35moe", "lfm2"}
+    assert set(GGUF_CONFIG_ARCHS) - ours <= {"qwen35", "qwen35moe", "lfm2"}
 
 
 def test_types_are_those_of_the_package() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .generation_compat import given_cache
 
@@ -79,6 +79,29 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = (room.first(room.filled - tokens) for room in rooms if room)
         else:
             self.crop(-tokens)
+
+
+class RecordedWindow(DynamicSlidingWindowLayer):
+    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all keys."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[..., -visible:, :], values[..., -visible:, :]
+
+
+def record_past(layer: Any) -> None:
+    """Makes ``layer``, which has a window, keep the keys before it until it is cropped."""
+    layer.activate_past_recording()
+    if type(layer) is DynamicSlidingWindowLayer:
+        layer.__class__ = RecordedWindow
+
+
+def stop_recording(layer: Any) -> None:
+    """The reverse of ``record_past``. Keys that are there stay until the next forward."""
+    layer.record_past = False
+    if type(layer) is RecordedWindow:
+        layer.__class__ = DynamicSlidingWindowLayer
 
 
 def _can_append(kept: Tensor, new: Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from torch_mesh.hf.generation_compat import CACHE_NAME
+from torch_mesh.hf.kv_cache import record_past
 from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import trim_heap
@@ -164,10 +165,9 @@ class KeptKeys:
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
         ):
             return None
-        if any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
-            if not hasattr(cache, "activate_past_recording"):
-                return None
-            cache.activate_past_recording()
+        for layer in cache.layers:
+            if type(layer) is DynamicSlidingWindowLayer:
+                record_past(layer)
         return cache
 
     def _taken(self, tokens: Tensor) -> Conversation:

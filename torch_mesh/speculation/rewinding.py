@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from ..hf.compile import SteadySlidingLayer
 from ..hf.generation_compat import is_stateful
-from ..hf.kv_cache import GrowingLayer
+from ..hf.kv_cache import GrowingLayer, record_past, stop_recording
 from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
 
 # Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
@@ -48,15 +48,6 @@ def _goes_back(layer: Any) -> bool:
     return isinstance(layer, (DynamicLayer, _DUMMY) if _DUMMY else DynamicLayer) and layer.is_croppable
 
 
-class _RecordedWindow(DynamicSlidingWindowLayer):
-    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all keys."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        visible = self.sliding_window - 1 + key_states.shape[-2]
-        return keys[..., -visible:, :], values[..., -visible:, :]
-
-
 class Rewinding:
     """A cache while tokens are drafted into it. After each forward ``take_back`` is called, with 0 too; at the end ``finish``.
 
@@ -72,9 +63,7 @@ class Rewinding:
         self._recorded = {id(layer) for layer in sliding if layer.record_past}
         self._recording: list[Any] = [layer for layer in sliding if not layer.record_past]
         for layer in self._recording:
-            layer.activate_past_recording()
-            if type(layer) is DynamicSlidingWindowLayer:
-                layer.__class__ = _RecordedWindow
+            record_past(layer)
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""
@@ -104,7 +93,4 @@ class Rewinding:
     def finish(self) -> None:
         self._linear.finish()
         for layer in self._recording:
-            layer.record_past = False
-            kind: type = type(layer)
-            if kind is _RecordedWindow:
-                layer.__class__ = DynamicSlidingWindowLayer
+            stop_recording(layer)

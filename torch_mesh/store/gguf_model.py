@@ -227,11 +227,7 @@ def rest_of_model(
 def tokenizer_files(path: Path) -> dict[str, bytes]:
     """The files of the tokenizer that a GGUF file describes, by name; none, and a warning, where transformers makes none of it."""
     try:
-        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-
-        architecture, described, said = get_gguf_tokenizer(str(path))
-        backend, _ = convert_gguf_tokenizer(architecture, described)
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **said)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
         with tempfile.TemporaryDirectory(prefix="torch_mesh-tokenizer-") as folder:
             tokenizer.save_pretrained(folder)
             return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
