@@ -13,17 +13,17 @@ import torch_mesh
 
 
 class DecodeSteps:
-    """Decodes one sequence of at most ``most_tokens`` tokens, one a step.
+    """Decodes one sequence of at most ``max_tokens`` tokens, one a step.
 
     transformers' StaticCache counts its tokens on the device, so that a captured step goes on where the last one ended. What a
     step returns is float logits [vocabulary]; those of ``replay`` lie in a buffer that the next step writes.
     """
 
-    def __init__(self, model: Any, most_tokens: int) -> None:
+    def __init__(self, model: Any, max_tokens: int) -> None:
         self.model = model
         self.device = model.device
         self.ids = torch.zeros((1, 1), dtype=torch.long, device=self.device)
-        self.cache = StaticCache(config=model.config, max_cache_len=most_tokens)
+        self.cache = StaticCache(config=model.config, max_cache_len=max_tokens)
         self._replay: Any = None
         self._logits: Tensor | None = None
 

@@ -39,7 +39,7 @@ from torch_mesh.store.writer import write_store
 SHAPE = synthetic.Shape(layers=48, vocab=151936)
 GROUP_SIZES = {"int4": 64, "tcq3": 128, "tcq2": 128}
 # Against int4 in the same memory: bytes per token at most, where that is 4 GB or less, and tokens/s at least, where it is 1.5.
-MOST_READ, LEAST_SPEED = {"tcq3": 0.65, "tcq2": 0.4}, {"tcq3": 1.3, "tcq2": 1.8}
+MAX_READ, MIN_SPEED = {"tcq3": 0.65, "tcq2": 0.4}, {"tcq3": 1.3, "tcq2": 1.8}
 OVERLAP = 0.39
 DENSE = "int4"
 PROMPT, SEED = 16, 20260101
@@ -235,8 +235,8 @@ def add_comparison(report: Report, results: dict[tuple[str, float], dict[str, An
         int4 = results.get(("int4", gigabytes))
         if weights == "int4" or int4 is None:
             continue
-        most = MOST_READ[weights] if gigabytes <= 4 else None
-        least = LEAST_SPEED[weights] if gigabytes <= 1.5 else None
+        most = MAX_READ[weights] if gigabytes <= 4 else None
+        least = MIN_SPEED[weights] if gigabytes <= 1.5 else None
         name = f"{weights}, {gigabytes:g} GB"
         read, speed = ([each[entry] for each in (result, int4)] for entry in ("read_per_token", "tokens_per_second"))
         report.add(Row(f"read per token, {name}", read[0] / 1e6, "MB", "int4", read[1] / 1e6, at_most=most))

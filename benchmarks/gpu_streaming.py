@@ -35,7 +35,7 @@ class ColdLayer:
         self.pooled = ResidentLayer(weights, FORMATS[weights], threads, experts, shape)
         self.device, self.bytes = device, self.pooled.record_bytes
         self.shared = devices.SharedDevice(self.pooled.handle, device)
-        batch = min(placement._MOST_BATCH, shape.experts)
+        batch = min(placement._MAX_BATCH, shape.experts)
         self.buffers = torch.empty((2, batch, self.bytes), dtype=torch.uint8, device=device)
         record = record_of(weights, FORMATS[weights], shape)
         self.shared.lend(*self.buffers, record)

@@ -19,7 +19,7 @@ from torch_mesh import _C, _testing
 from torch_mesh.models.families import ExpertTensors, Geometry
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
-from torch_mesh.store.manifest import OF_CODES, open_store
+from torch_mesh.store.manifest import PASSTHROUGH_FORMATS, open_store
 
 SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate
@@ -98,7 +98,7 @@ def pack(
 ) -> torch.Tensor:
     """The record; for formats that nothing is rounded to one of random codes, drawn anew for each expert."""
     gate_up, down = expert
-    if weights in OF_CODES:
+    if weights in PASSTHROUGH_FORMATS:
         generator = torch.Generator().manual_seed(int(gate_up[0, 0].view(torch.int16)) % (1 << 16))
         return pack_random_codes(weights, group_size, shape.hidden, shape.intermediate, generator, std=WEIGHT_STD)
     gate, up = gate_up.chunk(2)

@@ -69,7 +69,7 @@ def resident_prompt(model: Any, ids: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def most_reads(stats: Any) -> int:
+def max_reads(stats: Any) -> int:
     return max(max(layer.experts.promoted) for layer in stats.per_layer)
 
 
@@ -100,7 +100,7 @@ def add_speed(report: Report, options: Any) -> None:
             )
             stalls = [run[1].prefill.stall_seconds for run in runs[setting]]
             report.add(Row(f"waiting, {setting}, {tokens} tokens", statistics.median(stalls), "s"))
-            twice = max(most_reads(run[1]) for run in runs[setting])
+            twice = max(max_reads(run[1]) for run in runs[setting])
             bound = 1.0 if setting == "window" else None
             report.add(Row(f"reads of one expert, {setting}, {tokens} tokens", twice, "", "once", 1.0, at_most=bound))
         for part in ("computing", "reading"):

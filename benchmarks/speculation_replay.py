@@ -202,8 +202,8 @@ class LookedUp(Replayed):
         self._lookup = Lookup(tokens)
 
     @property
-    def doubt(self) -> int:
-        return self._lookup.doubt
+    def tier(self) -> int:
+        return self._lookup.tier
 
     def extend(self, tokens: Iterable[int]) -> None:
         tokens = list(tokens)
@@ -247,7 +247,7 @@ class Side:
 class Each(Controller):
     """Drafts of all lengths in turn, which compiles what there is to compile."""
 
-    def choose(self, most: int, doubt: int = 0) -> int:
+    def choose(self, most: int, tier: int = 0) -> int:
         self._turn = (getattr(self, "_turn", -1) + 1) % (1 + len(self.lengths))
         length = (0, *self.lengths)[self._turn]
         return length if length <= most else 0

@@ -27,7 +27,7 @@ import torch_mesh
 from torch_mesh import _C
 from torch_mesh.planning.machine import pool_of_zeros
 from torch_mesh.statistics.counters import Stats, engine_stats
-from torch_mesh.statistics.moment import look
+from torch_mesh.statistics.snapshot import look
 from torch_mesh.statistics.watch import render
 from torch_mesh.store.manifest import Shape
 

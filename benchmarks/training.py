@@ -81,7 +81,7 @@ def add_mesh(report: Report, name: str, result: dict[str, Any]) -> None:
     peak, of = result["peak"] / 1e9, "its parts"
     report.add(Row(f"peak memory, {name}", peak, "GB", of, sum(parts.values()) / 1e9, at_most=1.1))
     report.notes.append(f"{name}: " + ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items()))
-    most = max(step["most_reads"] for step in result["steps"])
+    most = max(step["max_reads"] for step in result["steps"])
     report.add(Row(f"reads of one expert in a step, {name}", most, "", "one", 1.0, at_most=2.0))
     report.add(Row(f"read per step, {name}", median(result, "bytes_read") / 1e9, "GB"))
 

@@ -131,7 +131,7 @@ def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Te
     Waits for the device once, in a prompt alone: only the host can choose.
     """
     experts, uplift, costs = layer.table.numel(), shared.uplift, shared.costs
-    if uplift is None or costs is None or not launches.takes_many(ids.numel(), experts) or shared.capturing():
+    if uplift is None or costs is None or not launches.uses_tiles(ids.numel(), experts) or shared.capturing():
         return layer.table, []
     seen = torch.cat((ids.view(-1), layer.table.to(torch.int64))).cpu()
     routed, table = seen[:-experts], seen[-experts:]

@@ -788,7 +788,7 @@ def _width(record: DeviceRecord) -> int:
 def _experts_chunk(x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, out: Tensor) -> None:
     experts, record = layer.table.numel(), layer.record
     activated = torch.empty((ids.numel(), _width(record)), dtype=torch.int16, device=x.device)
-    compute = _many if launches.takes_many(ids.numel(), experts) else _few
+    compute = _many if launches.uses_tiles(ids.numel(), experts) else _few
     products = compute(x, ids, layer, activated)
     tokens, top_k = ids.shape
     bits = out.dtype == torch.bfloat16

@@ -35,8 +35,8 @@ MANY: dict[str, Launch] = {"bf16": Launch(4, 4), **dict.fromkeys((*_EIGHT_BITS, 
 ELEMENTWISE = Launch(4, 1)
 
 _FEW_PROGRAMS = 1024  # four on each of an H100's multiprocessors, twice
-_MOST_SPLITS = 16
-_LEAST_DEPTH = 256  # of a split
+_MAX_SPLITS = 16
+_MIN_DEPTH = 256  # of a split
 TILE_ROWS = (16, 32, 64, 128)  # 16 is the least that tl.dot takes
 REDUCE_COLUMNS = 256
 
@@ -51,7 +51,7 @@ def depth_step(format: str, group_size: int) -> int:
     return group_size
 
 
-def takes_many(pairs: int, experts: int) -> bool:
+def uses_tiles(pairs: int, experts: int) -> bool:
     """Whether ``pairs`` (token, choice) pairs go in tiles: from one per expert on, reading an expert once pays."""
     return pairs > experts
 
@@ -59,7 +59,7 @@ def takes_many(pairs: int, experts: int) -> bool:
 def splits(pairs: int, blocks: int, depth: int) -> int:
     """Into how many parts the depth of each of pairs x blocks few-row products is cut: a power of two, each of which is compiled."""
     wanted = -(-_FEW_PROGRAMS // max(1, pairs * blocks))
-    most = max(1, min(wanted, _MOST_SPLITS, depth // _LEAST_DEPTH))
+    most = max(1, min(wanted, _MAX_SPLITS, depth // _MIN_DEPTH))
     return 1 << (most.bit_length() - 1)
 
 

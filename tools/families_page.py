@@ -19,7 +19,7 @@ from torch_mesh.models.families import (
     Router,
     find_experts,
     find_router,
-    why_no_router,
+    router_unsupported_reason,
 )
 
 _ROOT = Path(__file__).parents[1]
@@ -126,7 +126,9 @@ def _path(layer: ExpertsLayer) -> str:
 
 def _lookahead(model: Any, layers: list[ExpertsLayer]) -> str:
     routers = [find_router(model, layer) for layer in layers]
-    reasons = sorted({why_no_router(model, layer) for layer, router in zip(layers, routers, strict=True) if not router})
+    reasons = sorted(
+        {router_unsupported_reason(model, layer) for layer, router in zip(layers, routers, strict=True) if not router}
+    )
     found = sorted({_router_words(router) for router in routers if router})
     return "; ".join([*found, *(f"{'in some layers none' if found else 'none'}: {reason}" for reason in reasons)])
 

@@ -19,11 +19,11 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
-from .store.manifest import DENSE_WEIGHTS, GROUP_SIZES, OF_CODES, WEIGHTS
+from .store.manifest import DENSE_WEIGHTS, GROUP_SIZES, PASSTHROUGH_FORMATS, WEIGHTS
 from .validators import Values, count, one_of, parse_size, path, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 
 # Variables that are no field's: what the extension asks for when it is loaded, and setup.py when it is built.
 _OTHER_VARIABLES = ("TORCH_MESH_ISA", "TORCH_MESH_BUILD_URING")
@@ -236,7 +236,7 @@ class MeshConfig(QuantizationConfigMixin):
     )
     weights: str = _field(
         "auto",
-        validators.weights("auto", *WEIGHTS, *OF_CODES),
+        validators.weights("auto", *WEIGHTS, *PASSTHROUGH_FORMATS),
         'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the nearest](checkpoints.md); with '
         "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
         "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "

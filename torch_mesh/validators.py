@@ -19,7 +19,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([a-z]*)", re.ASCII)
-_MOST_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
+_MAX_BYTES = 1 << 60  # sums of a few such sizes still fit the engine's 64 bits
 
 
 def parse_size(value: str | int, field: str) -> int:
@@ -31,9 +31,9 @@ def parse_size(value: str | int, field: str) -> int:
         match = _SIZE.fullmatch(value.strip().lower())
         if match and match[2] in _UNITS:
             size = int(float(match[1]) * _UNITS[match[2]])
-    if size > _MOST_BYTES:
+    if size > _MAX_BYTES:
         raise ValueError(
-            f"{field}={value!r} is more than any machine has: give at most {_MOST_BYTES} bytes (1048576 TiB)."
+            f"{field}={value!r} is more than any machine has: give at most {_MAX_BYTES} bytes (1048576 TiB)."
         )
     if size > 0:
         return size

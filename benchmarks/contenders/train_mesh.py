@@ -26,7 +26,7 @@ def open_model(request: dict[str, Any]) -> tuple[Any, Any]:
         stats = torch_mesh.stats(model)
         torch_mesh.reset_stats(model)
         return {
-            "most_reads": max(max(layer.experts.promoted) for layer in stats.per_layer),
+            "max_reads": max(max(layer.experts.promoted) for layer in stats.per_layer),
             "reads": stats.bytes_read / record_bytes,
             "stall_seconds": stats.stall_seconds,
             "pool_bytes": engine.describe()["pool_bytes"],

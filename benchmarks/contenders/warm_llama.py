@@ -11,7 +11,7 @@ from llama import Llama
 from serve import serve
 from warm import Warm
 
-MOST_SEQUENCES = 2
+MAX_SEQUENCES = 2
 
 
 class LlamaRows(Llama):
@@ -22,8 +22,8 @@ class LlamaRows(Llama):
 
     def _parameters(self, request: dict[str, Any]) -> Any:
         parameters = super()._parameters(request)
-        parameters.n_seq_max = MOST_SEQUENCES
-        parameters.n_ctx *= MOST_SEQUENCES  # it is divided among them
+        parameters.n_seq_max = MAX_SEQUENCES
+        parameters.n_ctx *= MAX_SEQUENCES  # it is divided among them
         return parameters
 
     def reset(self) -> None:

@@ -86,7 +86,7 @@ def test_streaming() -> None:
 
 
 def test_all_of_a_cold_layer_comes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_MOST_BATCH", 3)
+    monkeypatch.setattr(placement, "_MAX_BATCH", 3)
     cold = gpu_streaming.ColdLayer("int4", SHAPE, DEVICE, threads=1, tokens=9)
     out = cold.forward()
     inputs = [each.cpu() for each in cold.inputs]

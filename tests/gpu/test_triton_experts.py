@@ -34,7 +34,7 @@ FORMATS = [Spec(weights="bf16")] + [
     for group in (32, 64, 128)
 ]
 # Records of a checkpoint's codes. Where the depth is no multiple of 128, fp8's last scale is of half a group.
-OF_CODES = [
+PASSTHROUGH_FORMATS = [
     Spec(weights="mxfp4", hidden=65, intermediate=70, experts=3, bias=True, activation="swigluoai"),
     Spec(weights="nvfp4", hidden=129, intermediate=17, experts=2, bias=True),
     Spec(weights="nvfp4", hidden=41, intermediate=70, experts=3, gated=False),
@@ -93,12 +93,12 @@ def _run(
 
 
 # Odd sizes: what reads or writes beside a row does it here.
-SMOKE = (ODD[0], ODD[3], ODD[6], ODD[7], OF_CODES[0], OF_CODES[1], OF_CODES[3])
+SMOKE = (ODD[0], ODD[3], ODD[6], ODD[7], PASSTHROUGH_FORMATS[0], PASSTHROUGH_FORMATS[1], PASSTHROUGH_FORMATS[3])
 
 
 @pytest.mark.parametrize(
     "spec",
-    [pytest.param(spec, marks=[pytest.mark.smoke] * (spec in SMOKE)) for spec in FORMATS + ODD + OF_CODES],
+    [pytest.param(spec, marks=[pytest.mark.smoke] * (spec in SMOKE)) for spec in FORMATS + ODD + PASSTHROUGH_FORMATS],
     ids=_name,
 )
 def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
@@ -109,7 +109,7 @@ def test_agrees_with_float64(experts_of: Experts, spec: Spec) -> None:
         x = torch.randn(tokens, spec.hidden)
         ids, weights = routing(spec, tokens, top_k)
         agrees(_run(layer, x, ids, weights), experts, x, ids, weights)
-    assert launches.takes_many(4 * top_k, spec.experts) and not launches.takes_many(1, spec.experts)
+    assert launches.uses_tiles(4 * top_k, spec.experts) and not launches.uses_tiles(1, spec.experts)
 
 
 def _take_any_codes(experts: TinyExperts) -> None:
@@ -171,7 +171,7 @@ def test_every_code_is_the_number_that_it_stands_for(seed: int, weights: str, gr
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of small experts are split too."""
-    monkeypatch.setattr(launches, "_LEAST_DEPTH", 64)
+    monkeypatch.setattr(launches, "_MIN_DEPTH", 64)
 
 
 @pytest.mark.smoke

@@ -36,9 +36,9 @@ ALWAYS = {
     "pool_slots",
     "pack_dense",
     "install",
-    "make_lossy",
+    "install_lossy",
     "move_experts",
-    "announce",
+    "set_config_metadata",
 }
 
 

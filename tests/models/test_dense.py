@@ -289,7 +289,7 @@ def test_auto_leaves_alone_what_torch_does_well(monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(head(x[:rows]), torch.ops.torch_mesh.plain_linear(x[:rows], head.weight, None))
             assert torch.equal(head(x[None, :rows])[0], head(x[:rows]))
     torch_mesh.unpatch(model)
-    assert type(head) is nn.Linear and "_mesh_most_rows" not in vars(head)
+    assert type(head) is nn.Linear and "_mesh_max_rows" not in vars(head)
     drafting = torch_mesh.patch(TINY_MODELS[QWEN].build(), speculation="lookup").lm_head
     assert "products=torch_mesh up to 16 rows" in repr(drafting)
 

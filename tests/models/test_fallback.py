@@ -345,7 +345,7 @@ def test_a_checkpoint_cannot_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_how_memory_is_split() -> None:
     def split(slots: int) -> tuple[int, int]:
-        sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "stand_in_bytes": 20480}
+        sizes = {"experts": 100, "top_k": 4, "record_bytes": 40960, "fallback_bytes": 20480}
         return split_slots(MeshConfig(lossy={"fallback": "int4"}), slots, **sizes)
 
     assert split(40) == (10, 60)
@@ -358,4 +358,4 @@ def test_how_memory_is_split() -> None:
         ValueError, match="the 4 experts that a token takes.* is that of 5 experts: give at least that of 8"
     ):
         split(5)
-    assert split_slots(MeshConfig(), 40, experts=100, top_k=4, record_bytes=4096, stand_in_bytes=0) == (40, 0)
+    assert split_slots(MeshConfig(), 40, experts=100, top_k=4, record_bytes=4096, fallback_bytes=0) == (40, 0)

@@ -38,8 +38,8 @@ from torch_mesh.models.families import (
     UNMARKED,
     find_experts,
     find_router,
+    router_unsupported_reason,
     supported_families,
-    why_no_router,
 )
 from torch_mesh.modules.dense import MeshLinear
 from torch_mesh.store.convert import convert
@@ -105,7 +105,7 @@ def _check_routers(model: nn.Module, recorder: _Recorder, without: set[int]) -> 
     for index, layer in enumerate(layers):
         router = find_router(model, layer)
         if router is None:
-            assert why_no_router(model, layer) in {adapter.why_none for adapter in ROUTERS.values()} - {""}
+            assert router_unsupported_reason(model, layer) in {adapter.why_none for adapter in ROUTERS.values()} - {""}
             continue
         assert router.weight.shape == (layer.num_experts, layer.hidden)
         if layer.module in recorder.calls:

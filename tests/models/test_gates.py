@@ -58,7 +58,7 @@ def test_a_layer_is_that_of_transformers(name: str, weights: str) -> None:
     assert_same_layer(layer.module, original, _inputs(layer.hidden), weights)
 
 
-def test_another_activation_runs_by_projection() -> None:
+def test_another_activation_runs_unfused() -> None:
     model = _model("DeepseekV4Experts")
     for layer in find_experts(model):
         layer.module.act_fn = activations.ACT2FN["relu"]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ def test_another_activation_runs_by_projection() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
-def test_a_limit_that_no_kernel_has_runs_by_projection(limit: float) -> None:
+def test_a_limit_that_no_kernel_has_runs_unfused(limit: float) -> None:
     model = _model("HYV4Experts")
     for layer in find_experts(model):
         layer.module.swiglu_limit = limit  # type: ignore[assignment]

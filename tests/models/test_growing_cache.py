@@ -113,8 +113,8 @@ def test_tokens_that_are_taken_back_make_room_for_others() -> None:
     layer.update(*before)
     shared, place, first = copy.copy(layer), layer.keys.data_ptr(), _states(4)
     layer.update(*first)
-    layer.take_back(3)
-    layer.take_back(0)
+    layer.rewind(3)
+    layer.rewind(0)
     last = _states(1)
     layer.update(*last)
     assert layer.keys.data_ptr() == place
@@ -189,7 +189,7 @@ def test_caches_of_a_patched_model_grow_and_give_the_same_logits(name: str) -> N
         logits: dict[bool, list[Tensor]] = {}
         for grows in (True, False):
             if not grows:
-                torch_mesh.hf.kv_cache.undo_caches(model)
+                torch_mesh.hf.kv_cache.uninstall_caches(model)
             caches[grows] = cache = DynamicCache(config=model.config)
             parts = ids.split([4, 1, 1, 1, 2], dim=1)
             logits[grows] = [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts]
@@ -221,7 +221,9 @@ def test_unpatch_and_patching_that_fails_leave_no_hook(monkeypatch: pytest.Monke
     assert _hooks(patched) == _hooks(copy.deepcopy(patched)) == 1
     model = torch_mesh.unpatch(patched)
     assert _hooks(model) == 0
-    monkeypatch.setattr(torch_mesh.patching.modes, "announce", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    monkeypatch.setattr(
+        torch_mesh.patching.modes, "set_config_metadata", lambda *_: (_ for _ in ()).throw(OSError("no"))
+    )
     with pytest.raises(OSError, match="no"):
         torch_mesh.patch(model, resident=0.5)
     assert _hooks(model) == 0

@@ -11,7 +11,7 @@ from tiny_models import NO_LOOKAHEAD, TINY_MODELS, draw_routers
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh.models.families import Router, find_experts, find_router, why_no_router
+from torch_mesh.models.families import Router, find_experts, find_router, router_unsupported_reason
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.prefetch.predictor import fit, load_predictor, recall, save_predictor
 from torch_mesh.routing.traces import load_trace
@@ -40,7 +40,7 @@ def test_a_model_without_lookahead_says_where_and_why(name: str, tmp_path: Path)
     layers = find_experts(model)
     expected: dict[str, tuple[int, ...]] = {}
     for index in sorted(NO_LOOKAHEAD[name] - {0}):
-        reason = f"of the next layer, {why_no_router(model, layers[index])}"
+        reason = f"of the next layer, {router_unsupported_reason(model, layers[index])}"
         expected[reason] = (*expected.get(reason, ()), index - 1)
 
     torch_mesh.patch(model, resident=0.5, io="threads", store=tmp_path / "store")

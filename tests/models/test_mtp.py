@@ -94,10 +94,10 @@ class Scripted(Controller):
         self.drafts = itertools.repeat(True) if drafts is None else drafts
         self.told: list[tuple[int, int, float | None]] = []
 
-    def choose(self, most: int, doubt: int = 0) -> int:
+    def choose(self, most: int, tier: int = 0) -> int:
         return most if next(self.drafts) else 0
 
-    def observe(self, length: int, accepted: int, seconds: float | None, doubt: int = 0) -> None:
+    def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:
         self.told.append((length, accepted, seconds))
 
 

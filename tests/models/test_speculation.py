@@ -68,10 +68,10 @@ class Always(Controller):
         super().__init__((length,))
         self.accepted: list[int] = []
 
-    def choose(self, most: int, doubt: int = 0) -> int:
+    def choose(self, most: int, tier: int = 0) -> int:
         return self.fitting(most)
 
-    def observe(self, length: int, accepted: int, seconds: float | None, doubt: int = 0) -> None:
+    def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:
         self.accepted.append(accepted)
 
 
@@ -977,7 +977,7 @@ def test_older_transformers_has_not_every_kind_of_cache(monkeypatch: pytest.Monk
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
     source.loader.exec_module(module)
-    assert module.why_not_rewindable(torch.nn.Module(), DynamicCache()) == ""
+    assert module.rewind_unsupported_reason(torch.nn.Module(), DynamicCache()) == ""
     cache = DynamicCache()
     cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
     module.Rewinding(torch.nn.Module(), cache).go_back(1)

@@ -24,12 +24,12 @@ class Machine:
         self.tokens = 0
         self.chosen: list[int] = []
 
-    def run(self, controller: Controller, steps: int, matches: float = 1.0, doubt: int = 0) -> None:
+    def run(self, controller: Controller, steps: int, matches: float = 1.0, tier: int = 0) -> None:
         for _ in range(steps):
-            length = controller.choose(15, doubt) if self.random.random() < matches else 0
+            length = controller.choose(15, tier) if self.random.random() < matches else 0
             accepted = next((i for i in range(length) if self.random.random() >= self.right), length)
             seconds = (1 + self.per_row * length) * (1 + self.noise * self.random.random())
-            controller.observe(length, accepted, seconds, doubt)
+            controller.observe(length, accepted, seconds, tier)
             self.seconds += seconds
             self.tokens += accepted + 1
             self.chosen.append(length)
@@ -152,31 +152,31 @@ def test_where_only_long_drafts_pay_their_end_is_no_reason_to_give_up() -> None:
     assert controller.choose(5) == 0 and controller.choose(15) == 15
 
 
-@pytest.mark.parametrize("doubt", [1, 2, 3])
+@pytest.mark.parametrize("tier", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.95])
-def test_drafts_are_judged_by_their_doubt(right: float, doubt: int, seed: int) -> None:
+def test_drafts_are_judged_by_their_doubt(right: float, tier: int, seed: int) -> None:
     machine, controller = Machine(0.9, 0.2, seed), Controller(LENGTHS)
-    chosen: dict[int, list[int]] = {each: [] for each in range(doubt + 1)}
-    for step in range(2000 * (doubt + 1)):
-        each = step % (doubt + 1)
-        machine.right = right if each == doubt else 0.9
-        machine.run(controller, 1, doubt=each)
+    chosen: dict[int, list[int]] = {each: [] for each in range(tier + 1)}
+    for step in range(2000 * (tier + 1)):
+        each = step % (tier + 1)
+        machine.right = right if each == tier else 0.9
+        machine.run(controller, 1, tier=each)
         chosen[each].append(machine.chosen[-1])
     *sure, drafted = (statistics.fmean(map(bool, lengths)) for lengths in chosen.values())
     assert min(sure) > 0.75, "what sure drafts bring is not hidden"
     assert drafted < 0.1 if right == 0 else drafted > 0.75
 
 
-@pytest.mark.parametrize("doubt", [1, 2, 3])
-def test_doubted_drafts_are_not_tried_where_those_of_less_doubt_fail(doubt: int, seed: int) -> None:
+@pytest.mark.parametrize("tier", [1, 2, 3])
+def test_doubted_drafts_are_not_tried_where_those_of_less_doubt_fail(tier: int, seed: int) -> None:
     machine, controller = Machine(0.0, 0.1, seed), Controller(LENGTHS)
     while not machine.chosen or any(machine.chosen[-300:]):
         machine.run(controller, 300)
     machine.right = 1.0
-    machine.run(controller, 150, doubt=doubt)  # while sure drafts wait for 512 forwards, or 1024
+    machine.run(controller, 150, tier=tier)  # while sure drafts wait for 512 forwards, or 1024
     assert not any(machine.chosen[-150:])
     controller.begin()
-    machine.run(controller, 300, doubt=doubt)
+    machine.run(controller, 300, tier=tier)
     assert any(machine.chosen[-300:]), "nothing is known of another text"
 
 
@@ -186,7 +186,7 @@ def test_what_failed_at_last_is_given_up_though_no_such_draft_comes_again(seed: 
         machine.run(controller, 1)
     assert max(controller.utilities().values()) < 1
     machine.right = 1.0
-    machine.run(controller, 100, doubt=1)
+    machine.run(controller, 100, tier=1)
     assert not any(machine.chosen[-100:-90]) and any(machine.chosen[-50:])
 
 
@@ -194,14 +194,14 @@ def test_doubt_is_tried_with_what_was_gained(seed: int) -> None:
     machine, controller = Machine(1.0, 0.2, seed), Controller(LENGTHS)
     machine.run(controller, 40)
     controller.begin()
-    machine.run(controller, 1, doubt=2)
+    machine.run(controller, 1, tier=2)
     assert machine.chosen[-1] == 0, "nothing is gained yet"
-    machine.run(controller, 4, doubt=1)
-    assert machine.chosen[-4:] == [3, 3, 3, 7], "the first doubt waits for no gain"
-    machine.run(controller, 4, doubt=2)
+    machine.run(controller, 4, tier=1)
+    assert machine.chosen[-4:] == [3, 3, 3, 7], "the first tier waits for no gain"
+    machine.run(controller, 4, tier=2)
     assert machine.chosen[-4:] == [3, 3, 3, 7]
     controller.begin()
-    machine.run(controller, 1, doubt=2)
+    machine.run(controller, 1, tier=2)
     assert machine.chosen[-1] > 0, "what pays waits for no gain"
 
 
@@ -221,7 +221,7 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
     text = random.Random(seed).choices(range(4), k=150)
     text += text[:50]
     lookup = Lookup(text[:50])
-    doubts = set()
+    tiers = set()
     for place in range(50, 200):
         expected: list[int] = []
         for size in (5, 4, 3, 2, 1):
@@ -234,10 +234,10 @@ def test_a_draft_is_what_followed_the_longest_ending_last_time(seed: int) -> Non
                 break
         before = list(zip(reversed(text[: ends[-1]]), reversed(text[:place]), strict=False)) if ends else []
         alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], before))
-        assert lookup.doubt == (sum(alike < bound for bound in (8, 3, 2)) if ends else 0)
-        doubts.add(lookup.doubt)
+        assert lookup.tier == (sum(alike < bound for bound in (8, 3, 2)) if ends else 0)
+        tiers.add(lookup.tier)
         assert list(lookup.draft(7)) == expected
         assert list(lookup.draft(3)) == expected[:3]
         lookup.extend([text[place]])
-    assert {0, 1} <= doubts, "long endings and short ones"
+    assert {0, 1} <= tiers, "long endings and short ones"
     assert not Lookup([1, 2, 3]).draft(5) and not Lookup().draft(5)

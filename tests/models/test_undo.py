@@ -23,7 +23,7 @@ from torch_mesh.gpu import choosing, placing
 from torch_mesh.models.families import find_experts
 from torch_mesh.modules import experts as modules
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.patching import api, modes, origins, pipeline, rollback
+from torch_mesh.patching import api, expert_source, modes, pipeline, rollback
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store import convert, writer
 
@@ -105,13 +105,13 @@ STEPS = [
     (IN_MEMORY, pipeline, "install", 1),
     (IN_MEMORY, pipeline, "install", 3),
     (IN_MEMORY | ALL, modes, "attach_quantizer", 1),
-    (IN_MEMORY | ALL, modes, "make_lossy", 1),
+    (IN_MEMORY | ALL, modes, "install_lossy", 1),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.lossy.decoding"), "change_class", 2),
     (IN_MEMORY | ALL, importlib.import_module("torch_mesh.modules.dense"), "change_class", 3),
     (IN_MEMORY | ALL, modes, "pack_dense", 1),
-    (IN_MEMORY | ALL, modes, "take_attention", 1),
-    (IN_MEMORY | ALL, modes, "announce", 1),
-    (ON_DISK, origins, "convert_model", 1),
+    (IN_MEMORY | ALL, modes, "install_attention", 1),
+    (IN_MEMORY | ALL, modes, "set_config_metadata", 1),
+    (ON_DISK, expert_source, "convert_model", 1),
     (ON_DISK | {"weights": "int4"}, pipeline, "install", 2),
     (ON_DISK | {"weights": "int4"}, modes, "connect", 1),
     (ON_DISK | {"weights": "int4"} | ALL, modes, "move_experts", 1),
@@ -419,8 +419,8 @@ def test_unpatch_goes_on_after_ctrl_c_at_any_line(fields: dict[str, Any], rng: n
         (importlib.import_module("torch_mesh.lossy.decoding"), "restore_class"),
         (modules, "change_class"),
         (modes, "restore_dense"),
-        (modes, "undo_lossy"),
-        (modes, "withdraw"),
+        (modes, "uninstall_lossy"),
+        (modes, "clear_config_metadata"),
     ],
 )
 def test_unpatch_goes_on_wherever_it_was_interrupted(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ def test_a_failed_patch_leaves_the_block_as_it_was(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise UnsupportedModelError("no")
 
-    monkeypatch.setattr("torch_mesh.patching.modes.announce", fail)
+    monkeypatch.setattr("torch_mesh.patching.modes.set_config_metadata", fail)
     with pytest.raises(UnsupportedModelError, match="no"):
         torch_mesh.patch(model, resident=0.5)
     assert [type(module) for module in model.modules()] == classes
@@ -248,7 +248,7 @@ def test_it_runs_with_dense_layers_and_rounded_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("llama4", "longcat_flash"))
-def test_an_activation_without_a_kernel_runs_by_projection(name: str) -> None:
+def test_an_activation_without_a_kernel_runs_unfused(name: str) -> None:
     model, prompt = _build(name), _prompt()
     for layer in find_experts(model):
         layer.module.act_fn = torch.nn.ReLU()  # type: ignore[assignment]

@@ -272,7 +272,7 @@ def test_a_training_step_compiles_as_one_graph(open_pool: OpenPool, backend: str
     torch._dynamo.reset()
 
 
-def test_grouped_low_rank_is_what_is_added_by_projection() -> None:
+def test_grouped_low_rank_is_what_is_added_unfused() -> None:
     rows, experts = torch.randn(11, 6, dtype=torch.float64), 5
     offsets = torch.tensor([0, 0, 4, 4, 10, 11])
     a, b = torch.randn(experts, 3, 6, dtype=torch.float64), torch.randn(experts, 3, 7, dtype=torch.float64)

@@ -19,7 +19,7 @@ ops = torch.ops.torch_mesh
 SPEC = Spec(layers=2)
 
 
-def test_a_layer_by_projection_tells_tokens_from_rows(open_pool: OpenPool) -> None:
+def test_a_layer_unfused_tells_tokens_from_rows(open_pool: OpenPool) -> None:
     pool = open_pool(SPEC, slots=4)
     x = torch.randn(24, SPEC.hidden)
     offsets = torch.arange(SPEC.experts + 1).clamp(max=6) * 4

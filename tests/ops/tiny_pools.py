@@ -15,7 +15,7 @@ from codes import pack_random_codes
 from torch import Tensor
 
 from torch_mesh import _C, _testing
-from torch_mesh.store.manifest import FORMAT_VERSIONS, OF_CODES, Shape, Store, group_sizes
+from torch_mesh.store.manifest import FORMAT_VERSIONS, PASSTHROUGH_FORMATS, Shape, Store, group_sizes
 from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.store.writer import write_store
 
@@ -299,7 +299,7 @@ def _random_record(spec: Spec, generator: torch.Generator) -> Tensor:
 
     gate_bias = bias(spec.intermediate) if spec.gated else None
     biases = (gate_bias, bias(spec.intermediate), bias(spec.hidden))
-    if spec.weights in OF_CODES:
+    if spec.weights in PASSTHROUGH_FORMATS:
         named = zip(("gate_bias", "up_bias", "down_bias"), biases, strict=True)
         return pack_random_codes(
             spec.weights,

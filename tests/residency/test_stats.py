@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import MeshConfig
-from torch_mesh.statistics import moment
+from torch_mesh.statistics import snapshot
 from torch_mesh.statistics.counters import MOST_DECODE_ROWS, Stats, counted_since, percent, summed, was_reset
 from torch_mesh.statistics.report import read_report
 from torch_mesh.store.convert import convert
@@ -133,7 +133,7 @@ def test_a_line_is_written_where_memory_cannot_be_read(
     file = tmp_path / "stats.jsonl"
     model = open_model(stats={"file": file, "every": 2})
     with monkeypatch.context() as patched:
-        patched.setattr(moment, "anonymous_bytes", fail)
+        patched.setattr(snapshot, "anonymous_bytes", fail)
         _run(model, 2, 2)
         [line] = _lines(file, 1)
     assert line["memory"] is None and line["experts"] == 32

@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from torch_mesh.hf.kv_cache import take_caches
+from torch_mesh.hf.kv_cache import install_caches
 from torch_mesh.serving.kept_keys import KeptKeys
 from torch_mesh.system.memory import anonymous_bytes
 
@@ -158,7 +158,7 @@ def test_memory_of_conversations_that_go_is_free_at_once(
     for name, value in {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}.items():
         monkeypatch.setitem(_SIZES, name, value)
     model = _model(make)
-    take_caches(model)
+    install_caches(model)
     kept = KeptKeys(model, PLENTY)
     for _ in range(16):  # of several lengths, so that no hole is as large as what comes next
         _ask(kept.generate, _some(rng, 20, 60), 2)

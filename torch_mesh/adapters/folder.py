@@ -76,7 +76,7 @@ def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer])
     Raises ``StoreError`` for what is damaged, does not fit the model or is not used by it, and for what cannot be merged.
     """
     config = _config(folder, layers)
-    stand_ins = put_stand_ins(model)
+    placeholders = put_placeholders(model)
     loaded = _load(folder, model, config)
     base: Any = loaded.get_base_model()
     _check_variants(folder, base)
@@ -94,7 +94,7 @@ def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer])
             rest |= {f"{path}.{key}": Change((), _always(folder, key, value)) for key, value in saved.items()}
     # An adapter of embeddings may have the whole of them in its file, where PEFT takes them for part of the base.
     for name, parameter in base.named_parameters():
-        if ".modules_to_save." not in name and ".lora_" not in name and id(parameter) not in stand_ins:
+        if ".modules_to_save." not in name and ".lora_" not in name and id(parameter) not in placeholders:
             plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
             given = Change((), _always(folder, plain, parameter.detach()))
             rest[plain] = _on_given(plain, given, rest[plain]) if plain in rest else given
@@ -136,16 +136,16 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
     return config
 
 
-def put_stand_ins(model: nn.Module) -> set[int]:
+def put_placeholders(model: nn.Module) -> set[int]:
     """Zeros of one element in the place of each parameter, on the CPU, where PEFT puts an adapter beside its base. Returns their ids."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                stand_in = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
-                module._parameters[name] = made.setdefault(id(parameter), stand_in)
-    model._stand_ins = list(made.values())  # type: ignore[assignment]  # an id is theirs as long as they live
-    return {id(stand_in) for stand_in in made.values()}
+                placeholder = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+                module._parameters[name] = made.setdefault(id(parameter), placeholder)
+    model._placeholders = list(made.values())  # type: ignore[assignment]  # an id is theirs as long as they live
+    return {id(placeholder) for placeholder in made.values()}
 
 
 def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
@@ -237,7 +237,7 @@ def _merged(
     folder: Path, path: str, module: Any, own: Sequence[str], wanted: str, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     base = module.get_base_layer()
-    stand_ins = {name: base._parameters[name] for name in own}
+    placeholders = {name: base._parameters[name] for name in own}
     try:
         for name in own:
             base._parameters[name] = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
@@ -246,7 +246,7 @@ def _merged(
     except ValueError as problem:  # values that are no numbers
         raise store_error(folder, f"cannot be merged into {path}: {problem}") from problem
     finally:
-        base._parameters.update(stand_ins)
+        base._parameters.update(placeholders)
         module.merged_adapters.clear()
 
 

@@ -29,7 +29,7 @@ from ..store.dense_weights import DENSE_DTYPES, Dense, Rest, files_beside, rest_
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.hub import local_folder
-from ..store.manifest import MAX_FILE_BYTES, OF_CODES, WEIGHTS, Shape, is_store, open_store
+from ..store.manifest import MAX_FILE_BYTES, PASSTHROUGH_FORMATS, WEIGHTS, Shape, is_store, open_store
 from ..store.mapping import model_names
 from ..store.store_plan import Progress, StorePlan
 from ..store.verify import check_other_files
@@ -121,7 +121,7 @@ def _base_of(source: Path, weights: str, group_size: int) -> _Base:
 def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, group_size: int) -> _Base:
     experts = find_checkpoint_experts(source, model)
     with warnings.catch_warnings():
-        if experts.nearest().weights in OF_CODES:
+        if experts.nearest().weights in PASSTHROUGH_FORMATS:
             warnings.simplefilter("ignore")  # of what is refused
         weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     _check_rounds(source, weights)
@@ -167,7 +167,7 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
 
 
 def _check_rounds(source: Path, weights: str) -> None:
-    if weights in OF_CODES:
+    if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
             f"{source} has {weights} experts, and nothing is rounded to that: say what they become with an adapter in them, weights= one of "
             f"{', '.join(map(repr, WEIGHTS))} (--weights). 'int8' is the nearest of few bits."

@@ -18,7 +18,7 @@ from ..errors import MeshError
 from ..hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
 from ..hf.import_hooks import AfterImport
 
-_LEAST_PEFT = "0.21"  # whose layer for a parameter takes its config
+_MIN_PEFT = "0.21"  # whose layer for a parameter takes its config
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
 
 def _check_version() -> None:
     version = importlib.import_module("peft").__version__
-    if Version(version).release < Version(_LEAST_PEFT).release:
+    if Version(version).release < Version(_MIN_PEFT).release:
         raise MeshError(
-            f"PEFT is {version}; adapters on experts that torch_mesh runs take {_LEAST_PEFT} or later: pip install -U peft."
+            f"PEFT is {version}; adapters on experts that torch_mesh runs take {_MIN_PEFT} or later: pip install -U peft."
         )
 
 

@@ -6,10 +6,10 @@ import argparse
 import os
 
 from torch_mesh.cli.options import positive
-from torch_mesh.cli.stores import add_store_arguments, naming_force, said_of_store
+from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.hub import local_folder
-from torch_mesh.store.manifest import OF_CODES, WEIGHTS
+from torch_mesh.store.manifest import PASSTHROUGH_FORMATS, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="the folder to write")
     parser.add_argument(
         "--weights",
-        choices=("auto", *WEIGHTS, *OF_CODES),
+        choices=("auto", *WEIGHTS, *PASSTHROUGH_FORMATS),
         required=True,
         help="format of the experts' weights; auto: the checkpoint's own if a store can hold it, else the nearest",
     )
@@ -64,5 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
             workers=arguments.threads,
             progress=progress,
         )
-    print(said_of_store(written, arguments.destination, "experts"))
+    print(format_summary(written, arguments.destination, "experts"))
     return 0

@@ -26,7 +26,7 @@ from rich.table import Table
 
 import torch_mesh
 
-from ..config import LEAST_CAPABILITY
+from ..config import MIN_CAPABILITY
 from ..errors import MeshError
 from ..store.disk_cache import cache_folder
 from ..store.sources import METHODS
@@ -343,8 +343,8 @@ def _gpu(driver: str) -> Finding:
             "GPU", "limited", f"{found}; no Triton, so experts are computed on the CPU", "pip install triton"
         )
     found += f", Triton {triton}"
-    if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < LEAST_CAPABILITY:
-        least = ".".join(map(str, LEAST_CAPABILITY))
+    if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < MIN_CAPABILITY:
+        least = ".".join(map(str, MIN_CAPABILITY))
         return Finding("GPU", "limited", f"{found}; gpu.experts needs compute capability {least}")
     return Finding("GPU", "ok", f"{found}; MeshConfig.gpu.experts places experts there")
 
@@ -356,18 +356,18 @@ def _describe_card(index: int) -> str:
 
 def _memory() -> Finding:
     try:
-        machine, takeable = psutil.virtual_memory(), available_bytes()
+        machine, available = psutil.virtual_memory(), available_bytes()
     except OSError as error:
         found = f"{error.filename}: {error.strerror}"
         return Finding("memory", "limited", found, "let the sandbox read it, or name a MeshConfig(resident=...)")
-    found = f"{format_bytes(takeable)} of {format_bytes(machine.total)} can be taken"
+    found = f"{format_bytes(available)} of {format_bytes(machine.total)} can be taken"
     # What the machine has free moves a little between two looks at it.
-    if takeable < 0.9 * machine.available:
-        found += f"; a memory cgroup holds back {format_bytes(machine.available - takeable)} that the machine has free"
+    if available < 0.9 * machine.available:
+        found += f"; a memory cgroup holds back {format_bytes(machine.available - available)} that the machine has free"
         return Finding(
             "memory", "limited", found, "raise the container's limit (MemoryMax in systemd, --memory in Docker)"
         )
-    if takeable < _COMFORTABLE_MEMORY_BYTES:
+    if available < _COMFORTABLE_MEMORY_BYTES:
         return Finding("memory", "limited", found, "end what else runs, or name a small MeshConfig(resident=...)")
     return Finding("memory", "ok", found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from torch_mesh.cli.stores import add_store_arguments, naming_force, said_of_store
+from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
 from torch_mesh.store.manifest import WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
@@ -49,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
             workers=arguments.threads,
             progress=progress,
         )
-    print(said_of_store(written, arguments.destination, "experts with the adapter"))
+    print(format_summary(written, arguments.destination, "experts with the adapter"))
     return 0

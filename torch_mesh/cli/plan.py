@@ -245,8 +245,10 @@ def _print_table(planned: Plan, training: TrainingPlan | None) -> None:
     if planned.margin_bytes is not None:
         table.add_row("margin", f"{format_bytes(planned.margin_bytes)}, which resident=auto leaves free")
     if planned.slots is not None and planned.pool_bytes is not None:
-        stand_ins = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
-        share = f"{planned.slots} experts, {planned.slots / every:.1%}{stand_ins}, {format_bytes(planned.pool_bytes)}"
+        fallback_slots = f" and {planned.fallback_slots} stand-ins" if planned.fallback_slots else ""
+        share = (
+            f"{planned.slots} experts, {planned.slots / every:.1%}{fallback_slots}, {format_bytes(planned.pool_bytes)}"
+        )
         table.add_row("resident", share)
     if planned.gpu is not None:
         style = _STATUS_STYLE.get(planned.gpu.status, "yellow")

@@ -47,7 +47,7 @@ def naming_force() -> Iterator[None]:
         raise StoreError(f"{error}, or give --force to replace it") from error
 
 
-def said_of_store(written: Written, destination: str, what: str) -> str:
+def format_summary(written: Written, destination: str, what: str) -> str:
     """What is where: "out: now holds 2 x 4 experts, 1.2 MB as int4"; ``what`` are the experts, in words."""
     manifest = written.store.manifest
     shape = manifest.shape

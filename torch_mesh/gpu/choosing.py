@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..config import LEAST_CAPABILITY, MeshConfig
+from ..config import MIN_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
 from ..models.families import ExpertsLayer
 from ..modules.packed_weight import device_of
@@ -172,10 +172,8 @@ def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -
     if importlib.util.find_spec("triton") is None:
         return "there is no triton, which CUDA builds of torch bring along: pip install triton."
     for device in dict.fromkeys(devices):
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-            return (
-                f"{device} has compute capability {found[0]}.{found[1]}, and the kernels need {LEAST_CAPABILITY[0]}.0."
-            )
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+            return f"{device} has compute capability {found[0]}.{found[1]}, and the kernels need {MIN_CAPABILITY[0]}.0."
     return ""
 
 

@@ -15,7 +15,7 @@ from ..statistics.counters import Stats
 
 # Of each of the two buffers through which prompts bring experts up: enough records for copies to go on beside products. Both take
 # an eighth of the slots at most, from 16 slots on.
-_MOST_BATCH = 8
+_MAX_BATCH = 8
 _SLOTS_PER_BATCH = 16
 # Experts that move at a time under gpu.placement="dynamic", and so slots that are kept spare.
 MOVED_TOGETHER = 4
@@ -50,7 +50,7 @@ class Placement:
         """Those that hold experts and those that are spare."""
         return self.count_on(device) + self.spare_on(device)
 
-    def elsewhere(self, layers: int, places: Sequence[int]) -> torch.Tensor | None:
+    def on_gpu(self, layers: int, places: Sequence[int]) -> torch.Tensor | None:
         """bool [layers, experts]: what a pool of ``layers`` need not hold, of which the model's layers are ``places``; None: nothing."""
         if self.count == 0:
             return None
@@ -143,4 +143,4 @@ def _hottest(uses: npt.NDArray[np.int64], count: int) -> torch.Tensor:
 
 def batch_beside(slots: int) -> int:
     """Records of one of a prompt's buffers beside so many slots."""
-    return min(_MOST_BATCH, max(1, slots // _SLOTS_PER_BATCH))
+    return min(_MAX_BATCH, max(1, slots // _SLOTS_PER_BATCH))

@@ -24,7 +24,7 @@ from .compat import attention_of
 
 _TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
 # Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.
-_MOST_TOKENS = _C.MOST_DECODE_ROWS
+_MAX_TOKENS = _C.MOST_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments that torch_mesh's kernel does not know.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
@@ -85,7 +85,7 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     dims = (key.shape[-1], value.shape[-1])
     return (
         query.device.type == "cpu"
-        and tokens <= _MOST_TOKENS
+        and tokens <= _MAX_TOKENS
         and batch == key.shape[0] == value.shape[0]
         and (tokens == 1 if mask is None else _known(mask, batch, tokens, key.shape[2]))
         and all(dim % _C.HEAD_DIM_STEP == 0 and dim <= _C.MOST_HEAD_DIM for dim in dims)
@@ -106,7 +106,7 @@ def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
     )
 
 
-def take_attention(model: nn.Module, config: MeshConfig) -> None:
+def install_attention(model: nn.Module, config: MeshConfig) -> None:
     """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
 
     ``"auto"`` leaves a function alone that was registered as "sdpa" in the place of transformers' own. ``unpatch``

@@ -60,7 +60,7 @@ def compile(model: Model, **options: Any) -> Model:
     return model
 
 
-def undo_compile(model: nn.Module) -> None:
+def uninstall_compile(model: nn.Module) -> None:
     """The reverse of ``compile``."""
     if _OPTIONS in vars(model):
         for name in (
@@ -153,7 +153,7 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
         self.cumulative_length.add_(tokens)
         return keys, values
 
-    def take_back(self, tokens: int) -> None:
+    def rewind(self, tokens: int) -> None:
         """Forgets the last ``tokens``, ``slack`` at most, of the last update. Places that are free then are of tokens that no window reaches."""
         length = int(self.cumulative_length)
         moved = max(length - self.max_cache_len, 0) - max(length - tokens - self.max_cache_len, 0)

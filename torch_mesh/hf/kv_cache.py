@@ -17,7 +17,7 @@ from .generation_compat import given_cache
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
 _ROOM = "_mesh_room"  # of keys and values, and not of their layer: who lets go of them lets go of the memory
-_LEAST_ROOM = 32  # tokens; memory that nothing was written to is not taken
+_MIN_ROOM = 32  # tokens; memory that nothing was written to is not taken
 
 
 class _Room:
@@ -46,7 +46,7 @@ def _append(kept: Tensor, new: Tensor) -> Tensor:
     after = before + new.shape[-2]
     room = getattr(kept, _ROOM, None)
     if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
-        room = _Room(new.new_empty((*new.shape[:-2], after + max(_LEAST_ROOM, after // 8), new.shape[-1])))
+        room = _Room(new.new_empty((*new.shape[:-2], after + max(_MIN_ROOM, after // 8), new.shape[-1])))
         if before:
             room.append(kept)
     return room.append(new)
@@ -71,7 +71,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = _append(kept_keys, key_states), _append(kept_values, value_states)
         return self.keys, self.values
 
-    def take_back(self, tokens: int) -> None:
+    def rewind(self, tokens: int) -> None:
         """As ``crop(-tokens)``, of tokens that the last ``update`` has added and nobody else has seen: others take their place without a copy."""
         held: Any = self.keys, self.values
         rooms = [getattr(each, _ROOM, None) for each in held]
@@ -118,13 +118,13 @@ def _can_append(kept: Tensor, new: Tensor) -> bool:
     )
 
 
-def take_caches(model: nn.Module) -> None:
+def install_caches(model: nn.Module) -> None:
     """Lets the dynamic caches that ``model`` is called with grow in place."""
     vars(model)[_HANDLE] = model.register_forward_pre_hook(_let_grow, with_kwargs=True)
 
 
-def undo_caches(model: nn.Module) -> None:
-    """The reverse of ``take_caches``. Caches stay what they have become."""
+def uninstall_caches(model: nn.Module) -> None:
+    """The reverse of ``install_caches``. Caches stay what they have become."""
     if handle := vars(model).pop(_HANDLE, None):
         handle.remove()
 

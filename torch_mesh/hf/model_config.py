@@ -21,7 +21,7 @@ _IN_PEFT_MODEL = (
 )
 
 
-def announce(model: nn.Module, config: MeshConfig) -> None:
+def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
     """Puts ``config`` into the configs of ``model`` and of the models inside it that have patched experts.
 
     transformers would refuse to train or cast a model with ``is_quantized`` and ``quantization_method``, which a patched one can be: these stay
@@ -41,8 +41,8 @@ def announce(model: nn.Module, config: MeshConfig) -> None:
         setattr(part, _NOT_SENT, _PackedNames(part))
 
 
-def withdraw(model: nn.Module) -> None:
-    """The reverse of ``announce``."""
+def clear_config_metadata(model: nn.Module) -> None:
+    """The reverse of ``set_config_metadata``."""
     for module in model.modules():
         for config, before in vars(module).get(_REPLACED, ()):
             vars(config).pop("quantization_config", None)

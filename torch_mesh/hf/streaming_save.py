@@ -1,7 +1,7 @@
 """Weight files whose packed weights are unpacked while they are written, a layer at a time.
 
 transformers plans a checkpoint with tensors: it converts them to the names and layout of the family's own checkpoints, spreads them over
-shards, and then hands each shard to safetensors. Packed weights go through its plan as ``Unwritten`` tensors, which have no
+shards, and then hands each shard to safetensors. Packed weights go through its plan as ``LazyTensor`` tensors, which have no
 memory, and get their values from ``Unpacking`` when their file is written.
 """
 
@@ -78,12 +78,12 @@ class Unpacking:
         self._original_format = original_format
         self._parts = list(parts)
         unwritten = {
-            name: Unwritten.of(like, self, frozenset([_block(name)]))
+            name: LazyTensor.of(like, self, frozenset([_block(name)]))
             for part in self._parts
             for name, like in part.weights.items()
         }
         if original_format:
-            unwritten |= {name: Unwritten.of(like, self, _ELSEWHERE) for name, like in elsewhere.items()}
+            unwritten |= {name: LazyTensor.of(like, self, _ELSEWHERE) for name, like in elsewhere.items()}
         self.state: dict[str, torch.Tensor] = {**state, **unwritten}
 
     @property
@@ -104,7 +104,7 @@ class Unpacking:
         return converted
 
 
-class Unwritten(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A packed weight, or what a conversion makes of one: shape, strides and dtype of a tensor on the CPU, but no values yet.
 
     ``blocks`` are those parts of the model that it is made of; there are none of what is saved elsewhere.
@@ -116,7 +116,7 @@ class Unwritten(torch.Tensor):
     _address: int
 
     @classmethod
-    def of(cls, like: torch.Tensor, unpacking: Unpacking, blocks: frozenset[str]) -> Unwritten:
+    def of(cls, like: torch.Tensor, unpacking: Unpacking, blocks: frozenset[str]) -> LazyTensor:
         made: Any = make_wrapper(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
         )
@@ -129,18 +129,18 @@ class Unwritten(torch.Tensor):
         return NoStorage(self._address, self.nbytes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Unwritten({list(self.shape)}, {self.dtype})"
+        return f"LazyTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch's own would turn results into Unwritten ones that know nothing."""
+        """torch's own would turn results into LazyTensor ones that know nothing."""
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         inputs = pytree.tree_leaves((args, kwargs or {}))
-        unwritten = [leaf for leaf in inputs if isinstance(leaf, Unwritten)]
+        unwritten = [leaf for leaf in inputs if isinstance(leaf, LazyTensor)]
         blocks = frozenset(block for leaf in unwritten for block in leaf.blocks)
         tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         if len({_is_elsewhere(tensor) for tensor in tensors}) > 1:
@@ -150,7 +150,7 @@ class Unwritten(torch.Tensor):
             )
         args, kwargs = pytree.tree_map(_on_meta, (args, kwargs or {}))
         return pytree.tree_map_only(
-            torch.Tensor, lambda like: Unwritten.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
+            torch.Tensor, lambda like: LazyTensor.of(like, unwritten[0].unpacking, blocks), func(*args, **kwargs)
         )
 
 
@@ -162,7 +162,7 @@ _ELSEWHERE: frozenset[str] = frozenset()
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, Unwritten) and tensor.blocks == _ELSEWHERE
+    return isinstance(tensor, LazyTensor) and tensor.blocks == _ELSEWHERE
 
 
 def _without_elsewhere(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -170,7 +170,7 @@ def _without_elsewhere(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, Unwritten):
+    if isinstance(value, LazyTensor):
         return value._like
     if isinstance(value, torch.Tensor):
         return value.to("meta")
@@ -258,7 +258,7 @@ def _write(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str]
         file.write(header)
         for name in order:
             tensor = tensors[name]
-            if isinstance(tensor, Unwritten):
+            if isinstance(tensor, LazyTensor):
                 waiting.setdefault((tensor.unpacking, tensor.blocks), []).append(name)
             else:
                 _write_tensor(file, offsets[name], tensor)

@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "FakeTensorMode",
+    "in_forward_mode",
     "is_tracing",
     "make_wrapper",
     "multiplies_bf16",
     "pytree",
     "raise_recompile_limit",
-    "takes_forward_gradients",
     "without_torch_function",
 ]
 
@@ -58,7 +58,7 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
-def takes_forward_gradients() -> bool:
+def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0
 

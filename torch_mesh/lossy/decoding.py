@@ -185,7 +185,7 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCo
             _selecting_router(model, layer, config.lossy.routing_bias)
 
 
-def make_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """Turns on the lossy modes of ``config`` in a patched model."""
     modules: list[Any] = [layer.module for layer in layers]
     for module, following in zip(modules, [*modules[1:], None], strict=True):
@@ -208,7 +208,7 @@ def _leaning_class(cls: type[nn.Module]) -> type[nn.Module]:
 _leaning_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def undo_lossy(model: nn.Module) -> None:
+def uninstall_lossy(model: nn.Module) -> None:
     """Gives the routers of a patched model their own classes back."""
     for module in model.modules():
         if isinstance(module, LeaningRouter):

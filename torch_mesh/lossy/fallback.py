@@ -45,13 +45,13 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
         )
 
 
-def stand_in_group_size(config: MeshConfig) -> int:
+def fallback_group_size(config: MeshConfig) -> int:
     """As records of the stand-ins have it."""
     return checked_group_size(config.lossy.fallback, config.group_size)
 
 
 def split_slots(
-    config: MeshConfig, slots: int, *, experts: int, top_k: int, record_bytes: int, stand_in_bytes: int
+    config: MeshConfig, slots: int, *, experts: int, top_k: int, record_bytes: int, fallback_bytes: int
 ) -> tuple[int, int]:
     """How many of ``experts`` are resident as they are, and how many as stand-ins, in the memory of ``slots`` records of ``record_bytes``.
 
@@ -62,13 +62,13 @@ def split_slots(
         return slots, 0
     memory = slots * record_bytes
     room = min(memory * 3 // 4, memory - top_k * record_bytes)
-    stand_ins = min(experts, room // stand_in_bytes)
-    if stand_ins < top_k:
+    fallback_slots = min(experts, room // fallback_bytes)
+    if fallback_slots < top_k:
         raise ValueError(
             f"lossy.fallback={config.lossy.fallback!r} needs memory for the {top_k} experts that a token takes and for as many stand-ins, but "
             f"resident={config.resident!r} is that of {slots} experts: give at least that of {2 * top_k}."
         )
-    return (memory - stand_ins * stand_in_bytes) // record_bytes, stand_ins
+    return (memory - fallback_slots * fallback_bytes) // record_bytes, fallback_slots
 
 
 def split_pool(
@@ -83,5 +83,5 @@ def split_pool(
         experts=stored_layers * layers[0].num_experts,
         top_k=least_slots(layers),
         record_bytes=record_bytes(layers, weights, group_size),
-        stand_in_bytes=record_bytes(layers, config.lossy.fallback, stand_in_group_size(config)),
+        fallback_bytes=record_bytes(layers, config.lossy.fallback, fallback_group_size(config)),
     )

@@ -394,12 +394,12 @@ def ranking(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
-    """The router beside the experts; None where no matrix ranks them, see ``why_no_router``."""
+    """The router beside the experts; None where no matrix ranks them, see ``router_unsupported_reason``."""
     found = _router(model, layer)
     return found if isinstance(found, Router) else None
 
 
-def why_no_router(model: nn.Module, layer: ExpertsLayer) -> str:
+def router_unsupported_reason(model: nn.Module, layer: ExpertsLayer) -> str:
     """Where ``find_router`` finds none."""
     found = _router(model, layer)
     assert isinstance(found, str)

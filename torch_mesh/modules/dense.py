@@ -16,7 +16,7 @@ from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..hf.compat import keep_local
-from ..hf.torch_compat import multiplies_bf16, takes_forward_gradients
+from ..hf.torch_compat import in_forward_mode, multiplies_bf16
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
 from ..store.convert import checked_group_size
 from .experts import PackedModule, change_class, restore_class
@@ -95,21 +95,21 @@ class PlainLinear(nn.Linear):
     forward mode, other dtypes and devices, weights that are no plain tensors, autocast.
     """
 
-    _mesh_most_rows: int | None = None  # of which the product is torch_mesh's; None: of any number
+    _mesh_max_rows: int | None = None  # of which the product is torch_mesh's; None: of any number
     _mesh_shows_formats = False  # whether it prints what dense= would save: one layer of a model does
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        most = self._mesh_most_rows
+        most = self._mesh_max_rows
         if (most is not None and input.numel() > most * self.in_features) or not _plain(input, weight, bias):
             return functional.linear(input, weight, bias)
         frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
-        if frozen and input.requires_grad and torch.is_grad_enabled() and not takes_forward_gradients():
+        if frozen and input.requires_grad and torch.is_grad_enabled() and not in_forward_mode():
             return cast(torch.Tensor, _FrozenProduct.apply(input, weight, bias))
         return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # which has torch's derivatives
 
     def extra_repr(self) -> str:
-        rows = "" if self._mesh_most_rows is None else f" up to {self._mesh_most_rows} rows"
+        rows = "" if self._mesh_max_rows is None else f" up to {self._mesh_max_rows} rows"
         shown = f"{super().extra_repr()}, products=torch_mesh{rows}"
         if not self._mesh_shows_formats:
             return shown
@@ -171,7 +171,7 @@ def packs(config: MeshConfig) -> bool:
     return config.dense not in ("auto", "none")
 
 
-def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
+def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
     """What ``dense="auto"`` does: the layers' weights stay what they are, and torch_mesh multiplies where that is faster."""
     if config.dense == "auto":
         most = None
@@ -180,7 +180,7 @@ def take_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: Mesh
         taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
         for linear in taken:
             change_class(linear, PlainLinear)
-            vars(linear)["_mesh_most_rows"] = most
+            vars(linear)["_mesh_max_rows"] = most
         for linear in taken[-1:]:  # the head, where there is one
             vars(linear)["_mesh_shows_formats"] = True
 
@@ -312,7 +312,7 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
 
 
 def restore_dense(model: Any, device: torch.device) -> None:
-    """The reverse of ``pack_dense`` and ``take_products``, but that what was tied to an embedding is still to be tied to it again."""
+    """The reverse of ``pack_dense`` and ``install_products``, but that what was tied to an embedding is still to be tied to it again."""
     for plain in model.modules():
         if isinstance(plain, PlainLinear):
             change_class(plain, nn.Linear)

@@ -39,11 +39,11 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype."""
-        taken = take_parameters(self, self._mesh_parameters)
+        taken = detach_parameters(self, self._mesh_parameters)
         try:
             super()._apply(fn, recurse)
         finally:
-            put_back(self, taken)
+            reattach_parameters(self, taken)
         for name in self._mesh_parameters:
             parameter: Any = self._parameters[name]
             dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
@@ -99,7 +99,7 @@ class MeshExperts(PackedModule, InPool):
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
     _mesh_next: NextLayer | None  # whose experts to prefetch
-    _mesh_no_lookahead: str  # why there is none, where one was wanted
+    _mesh_lookahead_unsupported_reason: str  # why there is none, where one was wanted
     _mesh_deferred: int  # of each token's experts, at most; 0: exact
     _mesh_defers: bool  # not the last layer, whose experts have no later one
     _mesh_fallback: torch.Tensor | None  # the handle of the layer's stand-ins
@@ -145,7 +145,7 @@ class MeshExperts(PackedModule, InPool):
                     *inputs, self._mesh_fallback, self._is_expert_parallel, *hint
                 )
             return torch.ops.torch_mesh.experts(*inputs, self._is_expert_parallel, *hint)
-        output = self._forward_by_projection(hidden_states, top_k_index, top_k_weights, adapters or {})
+        output = self._forward_unfused(hidden_states, top_k_index, top_k_weights, adapters or {})
         # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
         if following is not None:
             following.prefetch(hidden_states, output)
@@ -161,7 +161,7 @@ class MeshExperts(PackedModule, InPool):
         """The parameters that adapters may be added to: gate_up, or up alone, and down."""
         return ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
 
-    def _forward_by_projection(
+    def _forward_unfused(
         self,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
@@ -194,19 +194,19 @@ class MeshExperts(PackedModule, InPool):
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
     @property
-    def mesh_no_lookahead(self) -> str:
+    def mesh_lookahead_unsupported_reason(self) -> str:
         """Why the experts of the next layer are not foretold by its router; empty: they are, or nobody wants them to be."""
         if self._mesh_device is not None:
             return ""
         following = self._mesh_next
         if following is not None and following.router.weight.device.type != "cpu":
             return f"of the next layer, the router is on {following.router.weight.device}"
-        return self._mesh_no_lookahead
+        return self._mesh_lookahead_unsupported_reason
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr(), self._mesh_pool.describe()]
-        if self.mesh_no_lookahead:
-            parts.append(f"no lookahead: {self.mesh_no_lookahead}")
+        if self.mesh_lookahead_unsupported_reason:
+            parts.append(f"no lookahead: {self.mesh_lookahead_unsupported_reason}")
         if self._mesh_device is not None:
             there = find(self._mesh_handle)
             other = "" if there.record.format == self._mesh_pool.weights else f" in {there.record.format}"
@@ -292,28 +292,28 @@ def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
     return (module for module in model.modules() if isinstance(module, MeshExperts))
 
 
-def take_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Removes the parameters ``names``; returns all that the module had, for ``put_back``."""
+def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Removes the parameters ``names``; returns all that the module had, for ``reattach_parameters``."""
     parameters = dict(module._parameters)
     for name in names:
         del module._parameters[name]
     return parameters
 
 
-def put_back(module: Any, taken: dict[str, nn.Parameter]) -> None:
-    """Undoes ``take_parameters`` in the original order; parameters that had stayed keep what became of them."""
+def reattach_parameters(module: Any, taken: dict[str, nn.Parameter]) -> None:
+    """Undoes ``detach_parameters`` in the original order; parameters that had stayed keep what became of them."""
     stayed = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
 
 
-class Absent:
+class DetachedParameters:
     """The parameters of an experts module, out of it while the rest of its model is loaded: they are never materialised."""
 
     def __init__(self, layer: ExpertsLayer) -> None:
         self.layer = layer
         module: Any = layer.module
-        self._parameters = take_parameters(module, layer.parameter_names)
+        self._parameters = detach_parameters(module, layer.parameter_names)
         stand_in = torch.empty(0)  # of some families the module around initialises them
         for each in (stand_in, module):
             set_initialized(each)
@@ -323,7 +323,7 @@ class Absent:
         """Puts them back, on the meta device."""
         for name in self.layer.parameter_names:
             del vars(self.layer.module)[name]
-        put_back(self.layer.module, self._parameters)
+        reattach_parameters(self.layer.module, self._parameters)
 
 
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
@@ -336,7 +336,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
     module._mesh_handle = pool.handle(index)
     module._mesh_fused = pool.geometry.fused
     module._mesh_next = None
-    module._mesh_no_lookahead = ""
+    module._mesh_lookahead_unsupported_reason = ""
     module._mesh_deferred = 0
     module._mesh_defers = False
     module._mesh_fallback = None if pool.fallback is None else pool.fallback.handle(index)

@@ -16,9 +16,9 @@ from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_exp
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
-from ..store.manifest import OF_CODES
+from ..store.manifest import PASSTHROUGH_FORMATS
+from .expert_source import LoadedModelSource
 from .modes import MODES
-from .origins import OfLoadedModel
 from .pipeline import assemble, check
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,11 +51,11 @@ def patch(model: Model, config: MeshConfig | None = None, **fields: Any) -> Mode
     check_undivided(model)
     layers = find_experts(model)
     _check_patchable(model, layers)
-    origin = OfLoadedModel(model, layers, config)
-    check(model, layers, config, origin)
-    if origin.weights == "bf16" and layers[0].dtype != torch.bfloat16:
+    source = LoadedModelSource(model, layers, config)
+    check(model, layers, config, source)
+    if source.weights == "bf16" and layers[0].dtype != torch.bfloat16:
         warnings.warn(f"The experts are {layers[0].dtype} and are rounded to bf16.", stacklevel=2)
-    assemble(model, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
+    assemble(model, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
     return model
 
 
@@ -108,7 +108,7 @@ def _check_not_adapted(model: nn.Module) -> None:
 def _check_exact(model: nn.Module) -> None:
     rounded = {module._mesh_pool.weights for module in patched_modules(model) if not module._mesh_pool.exact}
     rounded |= {linear._mesh_format for _, linear in packed_linears(model) if not linear.exact}
-    if rounded and rounded <= set(OF_CODES):
+    if rounded and rounded <= set(PASSTHROUGH_FORMATS):
         raise MeshError(
             f"The weights are the checkpoint's own codes, as {' and '.join(sorted(rounded))}: what they stand for is rounded to the model's dtype "
             "by unpatch(model, lossy=True)."

@@ -16,24 +16,24 @@ from ..config import MeshConfig
 from ..gpu.choosing import check_gpu_weights
 from ..gpu.placement import Placement
 from ..gpu.placing import move_experts
-from ..hf.attention import check_attention, take_attention
-from ..hf.compile import undo_compile
-from ..hf.kv_cache import take_caches, undo_caches
-from ..hf.model_config import announce, withdraw
+from ..hf.attention import check_attention, install_attention
+from ..hf.compile import uninstall_compile
+from ..hf.kv_cache import install_caches, uninstall_caches
+from ..hf.model_config import clear_config_metadata, set_config_metadata
 from ..hf.saving import PatchedModelQuantizer, attach_quantizer, detach_quantizer
-from ..lossy.decoding import check_lossy, make_lossy, undo_lossy
+from ..lossy.decoding import check_lossy, install_lossy, uninstall_lossy
 from ..lossy.fallback import check_fallback
 from ..models.families import ExpertsLayer
-from ..modules.dense import pack_dense, restore_dense, take_products
+from ..modules.dense import install_products, pack_dense, restore_dense
 from ..pool.expert_pool import ExpertPool
 from ..pool.shared_pool import check_shared
 from ..prefetch.lookahead import check_predictor, connect
 from ..routing.profiles import check_profile
-from ..speculation.models import check_speculation, take_speculation, undo_speculation
-from ..speculation.mtp import PatchHeads, take_mtp, undo_mtp
+from ..speculation.models import check_speculation, install_speculation, uninstall_speculation
+from ..speculation.mtp import PatchHeads, install_mtp, uninstall_mtp
 from ..statistics.speculated import drop_tally
-from .origins import Origin
-from .unpooled import announce_left_alone
+from .expert_source import ExpertSource
+from .unpooled import warn_left_alone
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Patching:
     model: nn.Module
     layers: list[ExpertsLayer]
     config: MeshConfig
-    origin: Origin
+    source: ExpertSource
     quantizer: PatchedModelQuantizer | None = None
     placement: Placement | None = None
     gpu_pool: ExpertPool | None = None
@@ -76,48 +76,48 @@ MODES = (
         check=lambda p: check_predictor(p.layers, p.config),
         install=lambda p: None if p.pool.in_memory else connect(p.model, p.layers, p.config),
     ),
-    Mode("fallback", check=lambda p: check_fallback(p.model, p.layers, p.config, p.origin.weights)),
+    Mode("fallback", check=lambda p: check_fallback(p.model, p.layers, p.config, p.source.weights)),
     Mode(
         "lossy",
         check=lambda p: check_lossy(p.model, p.layers, p.config),
-        install=lambda p: make_lossy(p.model, p.layers, p.config),
-        uninstall=lambda model, device: undo_lossy(model),
+        install=lambda p: install_lossy(p.model, p.layers, p.config),
+        uninstall=lambda model, device: uninstall_lossy(model),
     ),
     # Restored with "dense".
-    Mode("products", install=lambda p: take_products(p.model, p.layers, p.config)),
+    Mode("products", install=lambda p: install_products(p.model, p.layers, p.config)),
     # An attribute, which goes with all that patching gave.
     Mode(
         "attention",
         check=lambda p: check_attention(p.model, p.config),
-        install=lambda p: take_attention(p.model, p.config),
+        install=lambda p: install_attention(p.model, p.config),
     ),
     Mode(
         "caches",
-        install=lambda p: take_caches(p.model),
-        uninstall=lambda model, device: undo_caches(model),
+        install=lambda p: install_caches(p.model),
+        uninstall=lambda model, device: uninstall_caches(model),
     ),
     # torch_mesh.compile may install it later.
-    Mode("compile", uninstall=lambda model, device: undo_compile(model)),
+    Mode("compile", uninstall=lambda model, device: uninstall_compile(model)),
     Mode(
         "speculation",
         check=lambda p: check_speculation(p.model, p.config),
-        install=lambda p: take_speculation(p.model, p.config),
-        uninstall=lambda model, device: undo_speculation(model),
+        install=lambda p: install_speculation(p.model, p.config),
+        uninstall=lambda model, device: uninstall_speculation(model),
     ),
     # What a draft has counted.
     Mode("tally", uninstall=lambda model, device: drop_tally(model)),
     Mode(
         "mtp",
-        install=lambda p: take_mtp(p.model, p.patch_heads),
-        uninstall=lambda model, device: undo_mtp(model),
+        install=lambda p: install_mtp(p.model, p.patch_heads),
+        uninstall=lambda model, device: uninstall_mtp(model),
     ),
     # Restored with the layers.
     Mode(
         "gpu",
-        check=lambda p: check_gpu_weights(p.config, p.origin.only_format),
+        check=lambda p: check_gpu_weights(p.config, p.source.only_format),
         install=lambda p: move_experts(p.layers, p.pool, p.placement, p.gpu_pool),
     ),
-    Mode("unpooled", install=lambda p: announce_left_alone(p.model, p.layers)),
+    Mode("unpooled", install=lambda p: warn_left_alone(p.model, p.layers)),
     Mode(
         "saving",
         install=lambda p: attach_quantizer(p.model, p.quantizer),
@@ -125,7 +125,7 @@ MODES = (
     ),
     Mode(
         "config",
-        install=lambda p: announce(p.model, p.config),
-        uninstall=lambda model, device: withdraw(model),
+        install=lambda p: set_config_metadata(p.model, p.config),
+        uninstall=lambda model, device: clear_config_metadata(model),
     ),
 )

@@ -1,6 +1,6 @@
 """How a model's experts come into a pool: the one sequence of ``patch``, ``from_pretrained`` and ``Experts.from_store``.
 
-What differs between them is an ``Origin``. What a patched model can do beyond that is in ``modes.py``.
+What differs between them is an ``ExpertSource``. What a patched model can do beyond that is in ``modes.py``.
 """
 
 from __future__ import annotations
@@ -27,61 +27,61 @@ from ..pool.expert_pool import ExpertPool, least_slots, pool_slots
 from ..pool.secondary_pool import open_other
 from ..prefetch.lookahead import check_predictor
 from ..statistics.log import start_log
+from .expert_source import ExpertSource, LoadedModelSource
 from .modes import MODES, Patching
-from .origins import OfLoadedModel, Origin
 from .rollback import undone_on_error
 
 
-def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, origin: Origin) -> None:
+def check(model: nn.Module, layers: list[ExpertsLayer], config: MeshConfig, source: ExpertSource) -> None:
     """Raises what ``config`` cannot have with such a model, loaded or about to be: before anything is read or written for it."""
-    patching = Patching(model, layers, config, origin)
+    patching = Patching(model, layers, config, source)
     for mode in MODES:
         mode.check(patching)
     # What cannot be had of these layers and the memory of now cannot be had of more layers and less memory.
-    pool_slots(layers, config, stored_layers=len(layers), weights=origin.weights, group_size=origin.group_size)
+    pool_slots(layers, config, stored_layers=len(layers), weights=source.weights, group_size=source.group_size)
 
 
 def assemble(
     model: nn.Module,
     layers: list[ExpertsLayer],
     config: MeshConfig,
-    origin: Origin,
+    source: ExpertSource,
     quantizer: PatchedModelQuantizer,
 ) -> None:
-    """Patches a model that has passed ``check``, and all of whose weights but those of ``origin`` are where they stay.
+    """Patches a model that has passed ``check``, and all of whose weights but those of ``source`` are where they stay.
 
-    Whatever refuses does so before the first step; an error or Ctrl-C in a later one is for ``origin.undo``.
+    Whatever refuses does so before the first step; an error or Ctrl-C in a later one is for ``source.undo``.
     """
     check_forwards(layers)
     check_predictor(layers, config, model)
-    placement = choose_experts(model, layers, config, origin.weights, origin.group_size, origin.layers, origin.places)
-    if placement.needs_pool(origin.weights):
-        origin.check_other(placement.weights)
-    slots, stand_ins = _choose_slots(model, layers, config, origin, placement)
+    placement = choose_experts(model, layers, config, source.weights, source.group_size, source.layers, source.places)
+    if placement.needs_pool(source.weights):
+        source.check_other(placement.weights)
+    slots, fallback_slots = _choose_slots(model, layers, config, source, placement)
     watch_peft()
-    patching = Patching(model, layers, config, origin, quantizer, placement, patch_heads=_patch_heads)
-    with undone_on_error(origin.undo):
+    patching = Patching(model, layers, config, source, quantizer, placement, patch_heads=_patch_heads)
+    with undone_on_error(source.undo):
         for mode in MODES:
             if mode.before_pool:
                 mode.install(patching)
-        _fill_pool(patching, slots, stand_ins)
+        _fill_pool(patching, slots, fallback_slots)
         for mode in MODES:
             if not mode.before_pool:
                 mode.install(patching)
 
 
-def _fill_pool(patching: Patching, slots: int, stand_ins: int) -> None:
+def _fill_pool(patching: Patching, slots: int, fallback_slots: int) -> None:
     """Opens the pools, and makes the layers compute with them."""
-    model, layers, config, origin = patching.model, patching.layers, patching.config, patching.origin
+    model, layers, config, source = patching.model, patching.layers, patching.config, patching.source
     placement: Any = patching.placement
-    undo = origin.undo
-    if placement.needs_pool(origin.weights):
-        with origin.records(placement.weights) as others:
+    undo = source.undo
+    if placement.needs_pool(source.weights):
+        with source.records(placement.weights) as others:
             patching.gpu_pool = undo.closing(open_gpu_pool(layers, config, others))
-    pool = patching.pool = _open_pool(layers, placement.adjusted(config), origin, placement, slots, stand_ins)
+    pool = patching.pool = _open_pool(layers, placement.adjusted(config), source, placement, slots, fallback_slots)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    start_log(pool, config, name, origin.places)
-    for layer, place in zip(layers, origin.places, strict=True):
+    start_log(pool, config, name, source.places)
+    for layer, place in zip(layers, source.places, strict=True):
         device = device_of(layer.module)
         if pool.in_memory:
             for expert in range(layer.num_experts):
@@ -94,56 +94,56 @@ def _fill_pool(patching: Patching, slots: int, stand_ins: int) -> None:
 def _patch_heads(heads: nn.Module, config: MeshConfig) -> None:
     """MTP layers of a patched model, which transformers opens when it first drafts with them."""
     layers = find_experts(heads)
-    origin = OfLoadedModel(heads, layers, config)
-    check(heads, layers, config, origin)
-    assemble(heads, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
+    source = LoadedModelSource(heads, layers, config)
+    check(heads, layers, config, source)
+    assemble(heads, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
 
 
 def _choose_slots(
-    model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, origin: Origin, placement: Placement
+    model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, source: ExpertSource, placement: Placement
 ) -> tuple[int, int]:
     """How many experts are resident, and how many stand-ins for others."""
-    packed: Any = {"weights": origin.weights, "group_size": origin.group_size}
+    packed: Any = {"weights": source.weights, "group_size": source.group_size}
     dense_freed, dense_taken = dense_bytes(model, layers, config)
-    kept = origin.undo.keeps_originals  # until the pool is there
+    kept = source.undo.keeps_originals  # until the pool is there
     slots = pool_slots(
         layers,
         config,
-        stored_layers=origin.counted,
+        stored_layers=source.counted,
         **packed,
-        freed=origin.freed + (dense_freed if kept else 0),
+        freed=source.freed + (dense_freed if kept else 0),
         regained=0 if kept else dense_freed,
-        staging=origin.staging + gpu_pool_bytes(layers, placement, origin.weights, config) + dense_taken,
+        staging=source.staging + gpu_pool_bytes(layers, placement, source.weights, config) + dense_taken,
     )
-    if not origin.stays_in_memory(slots):
-        slots = placement.cpu_slots(slots, origin.layers * layers[0].num_experts, least_slots(layers))
-    return split_pool(layers, config, slots, stored_layers=origin.layers, **packed)
+    if not source.stays_in_memory(slots):
+        slots = placement.cpu_slots(slots, source.layers * layers[0].num_experts, least_slots(layers))
+    return split_pool(layers, config, slots, stored_layers=source.layers, **packed)
 
 
 def _open_pool(
     layers: Sequence[ExpertsLayer],
     config: MeshConfig,
-    origin: Origin,
+    source: ExpertSource,
     placement: Placement,
     slots: int,
-    stand_ins: int,
+    fallback_slots: int,
 ) -> ExpertPool:
     fixed: Any = {
-        "activations": pool_activations(layers, origin.places, origin.layers),
-        "weights": origin.weights,
-        "group_size": origin.group_size,
-        "exact": origin.exact,
+        "activations": pool_activations(layers, source.places, source.layers),
+        "weights": source.weights,
+        "group_size": source.group_size,
+        "exact": source.exact,
         "least_slots": least_slots(layers),
     }
     geometry = common_geometry(layers)
-    if origin.stays_in_memory(slots):
-        return origin.undo.closing(ExpertPool(geometry, origin.layers, slots, config, **fixed))
+    if source.stays_in_memory(slots):
+        return source.undo.closing(ExpertPool(geometry, source.layers, slots, config, **fixed))
     fallback = None
-    if stand_ins > 0:
-        with origin.records(config.lossy.fallback) as low:
-            fallback = open_other(layers, config, low, slots=stand_ins, least_slots=least_slots(layers))
-            origin.undo.closing(fallback)
-    with origin.records(origin.weights) as records:
+    if fallback_slots > 0:
+        with source.records(config.lossy.fallback) as low:
+            fallback = open_other(layers, config, low, slots=fallback_slots, least_slots=least_slots(layers))
+            source.undo.closing(fallback)
+    with source.records(source.weights) as records:
         pool = ExpertPool(
             geometry,
             records.layers,
@@ -153,8 +153,8 @@ def _open_pool(
             source=_C.Source(**records.source_arguments),
             places=records.places,
             fallback=fallback,
-            elsewhere=placement.elsewhere(records.layers, records.places),
+            on_gpu=placement.on_gpu(records.layers, records.places),
             store=records.store,
-            share=origin.share,
+            share=source.share,
         )
-        return origin.undo.closing(pool)
+        return source.undo.closing(pool)

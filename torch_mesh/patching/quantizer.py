@@ -26,7 +26,7 @@ from ..hf.parallelism_checks import check_launch, expert_ranks
 from ..hf.saving import PatchedModelQuantizer
 from ..hf.streaming_save import keep_expert_conversions
 from ..models.families import ExpertsLayer, Geometry, common_geometry, find_experts
-from ..modules.experts import Absent, PackedModule, patched_modules
+from ..modules.experts import DetachedParameters, PackedModule, patched_modules
 from ..pool.secondary_pool import Records, format_of, other_config
 from ..store.checkpoint import (
     CheckpointExperts,
@@ -64,7 +64,7 @@ from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation, source_of
 from ..store.verify import check_other_files
 from ..store.writer import Written
-from .origins import OfRecords
+from .expert_source import RecordSource
 from .pipeline import assemble, check
 from .unpooled import load_left_alone
 
@@ -111,50 +111,50 @@ class MeshQuantizer(PatchedModelQuantizer):
         _forget_quantization(model)  # or the checkpoint would pass for one that another tool has quantised
         self._checkpoint_files = checkpoint_files
 
-    def take_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
+    def detach_experts(self, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> None:
         """Finds the experts and takes their parameters out of the loading, before transformers reads the first tensor
         of ``model``."""
         checkpoint_files = self._checkpoint_files
         del self._checkpoint_files
         ranks = expert_ranks(model)
         layers = find_experts(model)
-        origin = _find_origin(model, layers, checkpoint_files, self.quantization_config, key_mapping)
-        if ranks > 1 and origin.choice:
+        source = _find_source(model, layers, checkpoint_files, self.quantization_config, key_mapping)
+        if ranks > 1 and source.choice:
             raise ValueError(f"weights={self.quantization_config.weights!r} does not go with ranks: name a format.")
         if ranks > 1:
-            check_divisible(model, layers, origin.config, ranks)
-            origin.share = share_of(ranks, layers)
-            layers = divide(model, layers, origin.share)
+            check_divisible(model, layers, source.config, ranks)
+            source.share = share_of(ranks, layers)
+            layers = divide(model, layers, source.share)
             prepare_forwards(model, layers)
-        check(model, layers, origin.config, origin)
+        check(model, layers, source.config, source)
         assert checkpoint_files
         named = [*checkpoint_files]
-        origin.prepare()
-        of_rest = origin.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
+        source.prepare()
+        of_rest = source.folder if checkpoint_files == named else Path(checkpoint_files[0]).parent
         left_alone = find_left_alone(of_rest, model, key_mapping)
-        absent = [Absent(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
+        absent = [DetachedParameters(layer) for layer in (*layers, *(layer for layer, _ in left_alone))]
         # The checkpoint's tensors of these modules are not missing an owner: the pool reads them.
         paths = (re.escape(each.layer.path) for each in absent)
         ignore_unexpected(model, {rf"(^|\.){path}\." for path in paths})
-        self._loading = layers, origin, left_alone, absent
+        self._loading = layers, source, left_alone, absent
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
-        layers, origin, left_alone, absent = self._loading
+        layers, source, left_alone, absent = self._loading
         del self._loading
         for each in absent:
             each.end()
         load_left_alone(model, left_alone)
         _forget_quantization(model)
-        if origin.share is not None:
+        if source.share is not None:
             finish_forwards(model, layers)
-        if origin.stored:
+        if source.stored:
             keep_expert_conversions(model, layers)
-        assemble(model, layers, origin.config, origin, self)
-        if origin.share is not None:
+        assemble(model, layers, source.config, source, self)
+        if source.share is not None:
             for module in model.modules():
                 if isinstance(module, PackedModule):
                     module._mesh_of_rank = True
-        next(patched_modules(model))._mesh_pool.choice = origin.choice
+        next(patched_modules(model))._mesh_pool.choice = source.choice
         return model
 
 
@@ -172,7 +172,7 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-class _Opened(OfRecords):
+class _CheckpointSource(RecordSource):
     """The experts of a model that is being loaded."""
 
     choice = ""  # why they are in their format, where max_error asked for the fastest
@@ -209,7 +209,7 @@ def _cached(name: str, source: str, weights: str) -> Path:
     return cache_folder() / "stores" / f"{name}-{digest}"
 
 
-class _OfCheckpoint(_Opened):
+class _OfCheckpoint(_CheckpointSource):
     """Of a checkpoint: read from its own files, or from a store that they are converted to."""
 
     def __init__(
@@ -300,7 +300,7 @@ class _OfQuantised(_OfCheckpoint):
             note_use(folder)
 
 
-class _OfStore(_Opened):
+class _OfStore(_CheckpointSource):
     """Of a converted folder, the originals of which are not at hand: other formats are made of its own."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, layers: list[ExpertsLayer], config: MeshConfig) -> None:
@@ -326,13 +326,13 @@ class _OfStore(_Opened):
         return self._made(make, manifest.values_fingerprint, name, other_config(self.config, weights))
 
 
-def _find_origin(
+def _find_source(
     model: PreTrainedModel,
     layers: list[ExpertsLayer],
     checkpoint_files: list[str] | None,
     config: MeshConfig,
     key_mapping: Mapping[str, str] | None,
-) -> _Opened:
+) -> _CheckpointSource:
     if checkpoint_files and is_gguf(checkpoint_files[0]):
         file = Path(checkpoint_files[0])
         config, choice = _with_format(file, config, key_mapping)
@@ -375,9 +375,9 @@ def _with_format(folder: Path, config: MeshConfig, key_mapping: Mapping[str, str
     return chosen, why
 
 
-def _chosen(origin: _Opened, choice: str) -> _Opened:
-    origin.choice = choice
-    return origin
+def _chosen(source: _CheckpointSource, choice: str) -> _CheckpointSource:
+    source.choice = choice
+    return source
 
 
 def _has_expert_weights(folder: Path, model: PreTrainedModel, key_mapping: Mapping[str, str] | None) -> bool:
@@ -498,7 +498,7 @@ def _with_key_mapping(find: Any) -> Any:
     @functools.wraps(find)
     def found(model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(hf_quantizer, MeshQuantizer):
-            hf_quantizer.take_experts(model, key_mapping)
+            hf_quantizer.detach_experts(model, key_mapping)
         return find(model, key_mapping, hf_quantizer, *args, **kwargs)
 
     return found

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..config import MeshConfig
 from ..errors import StoreError
-from ..hf.kv_cache import undo_caches
-from ..hf.model_config import announce, withdraw
+from ..hf.kv_cache import uninstall_caches
+from ..hf.model_config import clear_config_metadata, set_config_metadata
 from ..hf.saving import PatchedModelQuantizer, attach_quantizer
 from ..models.families import ExpertsLayer
 from ..modules.experts import restored_parameters
@@ -43,7 +43,7 @@ class Undo:
     def free(self, layer: ExpertsLayer, device: torch.device) -> None:
         """Lets go of the parameters of a layer that is installed; they were on ``device``."""
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Makes the model what it was."""
 
     def clean_up(self) -> None:
@@ -83,7 +83,7 @@ class PatchUndo(Undo):
         self._stores.append((folder, fingerprint))
         return fingerprint
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """But where there is no room for originals that were freed, those layers stay in their pool."""
         freed = [known for module, known in self._freed.items() if module not in self._parameters]
         rounded = [layer.module._mesh_pool.weights for layer, _ in freed if not layer.module._mesh_pool.exact]
@@ -94,8 +94,8 @@ class PatchUndo(Undo):
         if not stay:
             for layer, device in freed:
                 self._parameters[layer.module] = {**layer.module._parameters, **restored_parameters(layer, device)}
-        withdraw(self._model)
-        undo_caches(self._model)
+        clear_config_metadata(self._model)
+        uninstall_caches(self._model)
         for module, cls, attributes in self._before:
             if module in stay or module in around:
                 continue
@@ -135,7 +135,7 @@ class PatchUndo(Undo):
             dense="none", attention="model", speculation="off", lossy={"deferred_experts": 0, "routing_bias": 0.0}
         )
         attach_quantizer(self._model, PatchedModelQuantizer(config, pre_quantized=False))
-        announce(self._model, config)
+        set_config_metadata(self._model, config)
 
     def clean_up(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def undone_on_error(undo: Undo) -> Iterator[Undo]:
     except BaseException:
         try:
             with _uninterrupted():
-                undo.take_back()
+                undo.roll_back()
         finally:
             undo.clean_up()  # Ctrl-C ends it: a pool may wait for its reads, and a store for another process
         raise

@@ -20,7 +20,7 @@ from ..modules.experts import MeshExperts
 from ..pool.secondary_pool import Records
 from ..store.manifest import Shape, open_store
 from .api import patch
-from .origins import OfRecords
+from .expert_source import RecordSource
 from .pipeline import assemble, check
 
 # By their names in transformers.
@@ -101,12 +101,12 @@ class Experts(nn.Module):
         self.experts = standard_experts(_meta_parameters(shape), activation, shape.top_k)
         self._set_expert_map(expert_map)
         layers = find_experts(self)
-        origin = OfRecords(exact=False)
+        source = RecordSource(exact=False)
         # The pool knows all layers, because a record's checksum covers its layer; only this one is ever read.
-        origin.set_records(Records.of_store(opened, [layer]))
-        origin.counted = 1
-        check(self, layers, config, origin)
-        assemble(self, layers, config, origin, PatchedModelQuantizer(config, pre_quantized=False))
+        source.set_records(Records.of_store(opened, [layer]))
+        source.counted = 1
+        check(self, layers, config, source)
+        assemble(self, layers, config, source, PatchedModelQuantizer(config, pre_quantized=False))
         return self
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

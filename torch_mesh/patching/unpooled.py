@@ -37,7 +37,7 @@ def _load(layer: ExpertsLayer, experts: CheckpointExperts, device: torch.device)
         layer.module._parameters[name] = nn.Parameter(values[name].to(device), requires_grad=parameter.requires_grad)
 
 
-def announce_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
+def warn_left_alone(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
     """Says once, and ``print(model)`` in each patched layer, what a patched model keeps beside the pool of ``layers``."""
     others = layers_left_alone(model)
     if not others:

@@ -14,7 +14,7 @@ from ..lossy.fallback import split_slots
 from ..modules.dense import packs
 from ..pool.secondary_pool import formats_of_fewer_bits
 from ..system.memory import auto_budget, auto_margin, resident_slots
-from .sizes import Sizes, bytes_in, stand_in_bytes
+from .sizes import Sizes, bytes_in, fallback_record_bytes
 
 # What a user who is short of memory is told of: of each number of bits one.
 _ADVISED = ("int8", "int4", "tcq3", "tcq2")
@@ -86,7 +86,7 @@ def fitting_slots(
         )
         slots = min(slots, max(top_k, shape.layers * shape.experts - on_gpu))
         experts = {"experts": shape.layers * shape.experts, "top_k": top_k}
-        record_bytes = {"record_bytes": sizes.expert_bytes, "stand_in_bytes": stand_in_bytes(sizes, config)}
+        record_bytes = {"record_bytes": sizes.expert_bytes, "fallback_bytes": fallback_record_bytes(sizes, config)}
         return *split_slots(config, slots, **experts, **record_bytes), ""
     except (ValueError, MemoryError) as error:
         return None, 0, str(error)

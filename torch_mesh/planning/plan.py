@@ -18,7 +18,7 @@ from .fitting import fitting_slots, gpu_pool_bytes, margin_bytes, on_card, or_fe
 from .formats import MAX_ERROR, DenseChoice, FormatChoice, dense_choices, format_choices, why_no_choice, with_chosen
 from .hit_rates import HitRate, known_or_expected
 from .ranks import RankPlan, check_ranks, divided
-from .sizes import Sizes, find_sizes, stand_in_bytes
+from .sizes import Sizes, fallback_record_bytes, find_sizes
 from .token_time import Speeds, token_seconds
 
 Status = Literal["ok", "below recommended", "too small", "nothing to do", "unknown"]
@@ -112,7 +112,7 @@ def plan(
     slots, fallback_slots, problem = fitting_slots(sizes, config, available, on_gpu, gpu_pool)
     if gpu is not None and not gpu.loads:
         slots, fallback_slots, problem = None, 0, gpu.advice
-    fallback_bytes = fallback_slots * stand_in_bytes(sizes, config)
+    fallback_bytes = fallback_slots * fallback_record_bytes(sizes, config)
     every = shape.layers * shape.experts
     recommended = shape.layers * min(shape.experts, -(-2 * shape.top_k // ranks))
     share = None if slots is None else slots / every

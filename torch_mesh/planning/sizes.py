@@ -209,7 +209,7 @@ def _dense_bytes(
     return packed, loading, packed - left_alone - (0 if tied else embedding.nbytes)
 
 
-def stand_in_bytes(sizes: Sizes, config: MeshConfig) -> int:
+def fallback_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
     """Of a record of ``lossy.fallback``; 0 without."""
     return 0 if config.lossy.fallback == "none" else bytes_in(sizes, config, config.lossy.fallback)
 

@@ -159,7 +159,7 @@ def _projections(model: nn.Module) -> tuple[str, ...]:
 
 def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
     """Parameters that PEFT would train, and the elements of a token that adapters on linear layers keep."""
-    from ..adapters.folder import LoraConfig, PeftModel, lora, put_stand_ins  # which says that PEFT is needed
+    from ..adapters.folder import LoraConfig, PeftModel, lora, put_placeholders  # which says that PEFT is needed
 
     parameters = [name for name, _ in model.named_parameters()]
     of_parameters = [target for target in targets if any(f".{name}".endswith(f".{target}") for name in parameters)]
@@ -171,7 +171,7 @@ def _adapters(model: Any, rank: int, targets: Sequence[str]) -> tuple[int, int]:
         for target in modules:
             if not any(f".{name}".endswith(f".{target}") for name in known):
                 raise ValueError(f"--targets {target}: no module or parameter of {type(model).__name__} has this name")
-    put_stand_ins(model)
+    put_placeholders(model)
     try:
         peft = PeftModel(
             model, LoraConfig(r=rank, target_modules=modules, target_parameters=of_parameters), low_cpu_mem_usage=True

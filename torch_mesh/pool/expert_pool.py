@@ -89,7 +89,7 @@ class ExpertPool:
     ``activations`` are those of its layers, None where these go through grouped_linear. ``exact`` says that unpacking gives back the very weights that the model would have without torch_mesh.
     ``source=None`` keeps all records in memory; they are put there by ``fill``. ``places`` are the layers of the
     pool's that run, in their order, if not all do. ``least_slots``, as many as one token needs, are kept however little memory is left.
-    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``elsewhere`` bool [layers, experts]:
+    ``fallback``: the pool of the same layers in another format, whose records stand in for cold ones. ``on_gpu`` bool [layers, experts]:
     those that nobody will ask this pool for at first: they are neither warmed nor pinned whatever a profile says, and warming waits for
     ``engine.warm_up()``. ``store``: where the records of ``source`` are, if that is a store; it may be gone by now. ``share``: of the model's
     experts, where this pool is one rank's.
@@ -110,7 +110,7 @@ class ExpertPool:
         places: Sequence[int] | None = None,
         least_slots: int = 1,
         fallback: ExpertPool | None = None,
-        elsewhere: torch.Tensor | None = None,
+        on_gpu: torch.Tensor | None = None,
         store: Store | None = None,
         share: Share | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class ExpertPool:
             pins=config.residency.pins,
             early_layers=config.residency.early_layers,
             early_experts=config.residency.early_experts,
-            elsewhere=[] if elsewhere is None else elsewhere.flatten().tolist(),
+            elsewhere=[] if on_gpu is None else on_gpu.flatten().tolist(),
             fill_empty=config.residency.fill == "on" and config.shared is None,
             lender=config.shared,
         )

@@ -158,9 +158,9 @@ class MemoryGuard:
                 _LOG.info("The pool of experts stays as it is: %s", error)
         return bool(changes)
 
-    def _resize(self, engine: _C.Engine, about: dict[str, int], wanted: int, left: int, most_growth: int) -> None:
+    def _resize(self, engine: _C.Engine, about: dict[str, int], wanted: int, left: int, max_growth: int) -> None:
         slots = about["slots"]
-        wanted = min(wanted, slots + max(about["segment_slots"], most_growth // about["record_bytes"]))
+        wanted = min(wanted, slots + max(about["segment_slots"], max_growth // about["record_bytes"]))
         try:
             engine.resize(wanted)
         except PoolClosedError:

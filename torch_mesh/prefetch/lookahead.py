@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config import MeshConfig
-from ..models.families import ExpertsLayer, find_router, why_no_router
+from ..models.families import ExpertsLayer, find_router, router_unsupported_reason
 from .predictor import fitted_routers, load_predictor
 
 
@@ -56,7 +56,9 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
         if router is not None:
             module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
         elif index > 0:  # the first one is foretold by nobody in any model
-            module._mesh_no_lookahead = f"of the next layer, {why_no_router(model, layers[index])}"
+            module._mesh_lookahead_unsupported_reason = (
+                f"of the next layer, {router_unsupported_reason(model, layers[index])}"
+            )
 
 
 def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:

@@ -26,7 +26,7 @@ VERSION = 1
 _LARGEST_FILE = 256 * 2**20
 _MOST = 65536  # layers, and experts of a layer
 # What earlier processes have seen counts for so many tokens of a layer at most, so that it fades.
-_MOST_TOKENS = 1 << 20
+_MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def pool_profile(
     if share is not None:  # of fewer experts than a token takes there may be less to keep
         experts, top_k = share.routed, profile.top_k
     check_fits(profile, config.profile, layers, experts, top_k)
-    shrink = np.maximum(1, -(-profile.tokens // _MOST_TOKENS))  # to a whole part, so that uses stay below tokens
+    shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # to a whole part, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if places is not None:
         idle = np.isin(np.arange(layers), places, invert=True)

@@ -19,7 +19,7 @@ from .traces import Trace
 # tokens of DeepSeek-V2-Lite share at distances of 1 to 96, then lowered somewhat until lru, lfu and belady agree, too.
 SHARES = {"model": 0.014, "prompt": 0.08, "0.985": 0.084, "0.9": 0.022, "0.4": 0.46}
 _FASTEST = "0.4"
-_MOST_SHARED = 0.98
+_MAX_SHARED = 0.98
 _HIDDEN = 24  # dimensions of each hidden state
 _BLOCK = 512  # tokens whose logits exist at a time
 
@@ -112,7 +112,7 @@ def _shares(experts: int, top_k: int, overlap: float | None) -> dict[str, float]
     if wanted <= 0:
         return dict.fromkeys(SHARES, 0.0)
     lasting = {decay: share * (1 if decay in ("model", "prompt") else float(decay)) for decay, share in SHARES.items()}
-    scale = min(wanted / sum(lasting.values()), _MOST_SHARED / sum(SHARES.values()))
+    scale = min(wanted / sum(lasting.values()), _MAX_SHARED / sum(SHARES.values()))
     shares = {decay: share * scale for decay, share in SHARES.items()}
     fast = shares.pop(_FASTEST)
     slow = scale * (sum(lasting.values()) - lasting[_FASTEST])

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ..errors import MeshError
-from ..models.families import check_recordable, find_experts, find_router, ranking, why_no_router
+from ..models.families import check_recordable, find_experts, find_router, ranking, router_unsupported_reason
 from ..prefetch.predictor import fitted_routers, load_predictor
 from ..system.atomic_files import new_file
 
 _LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
-_MOST_EXPERTS = 65536
+_MAX_EXPERTS = 65536
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
         found = "missing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
         raise refuse(f"'ids' must be integers [tokens, layers, top_k], none of them 0; it is {found}")
     experts = held.get("experts", np.int64(int(ids.max()) + 1))
-    if experts.shape != () or experts.dtype.kind not in "iu" or not 1 <= int(experts) <= _MOST_EXPERTS:
-        raise refuse(f"'experts' must be one integer from 1 to {_MOST_EXPERTS}; it is {experts}")
+    if experts.shape != () or experts.dtype.kind not in "iu" or not 1 <= int(experts) <= _MAX_EXPERTS:
+        raise refuse(f"'experts' must be one integer from 1 to {_MAX_EXPERTS}; it is {experts}")
     if int(ids.min()) < 0 or int(ids.max()) >= int(experts):
         raise refuse(f"'ids' go from {ids.min()} to {ids.max()}; allowed: 0 to {int(experts) - 1}")
     ordered = np.sort(ids, axis=2)
@@ -204,16 +204,16 @@ class _Recorder:
         if by_router and None in routers:
             lacking = self.layers[routers.index(None)]
             raise MeshError(
-                f"No matrix ranks the experts of {lacking.path}: {why_no_router(model, lacking)}. Record without scores and lookahead."
+                f"No matrix ranks the experts of {lacking.path}: {router_unsupported_reason(model, lacking)}. Record without scores and lookahead."
             )
-        foretelling = [None, *routers[1:]]
+        predictors = [None, *routers[1:]]
         if predictor is not None:
             fitted = load_predictor(predictor, self.layers)
             fitted.check_model(model, self.layers, predictor)
-            foretelling = [*fitted_routers(model, self.layers, fitted.weights)]
+            predictors = [*fitted_routers(model, self.layers, fitted.weights)]
         # The weights and not the modules, which may be hooked.
         self.routers = [_asked(router, corrected=False) for router in routers]
-        self.foretelling = [_asked(router, corrected=True) for router in foretelling]
+        self.predictors = [_asked(router, corrected=True) for router in predictors]
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
         self.experts = max(layer.routed_experts for layer in self.layers)
         self.starts: list[int] = []
@@ -255,7 +255,7 @@ class _Recorder:
             self.scores[index].append(self.probabilities(self.routers[index], hidden))
         if self.with_lookahead:
             following = (index + 1) % len(self.layers)
-            self.lookahead[following].append(self.probabilities(self.foretelling[following], hidden))
+            self.lookahead[following].append(self.probabilities(self.predictors[following], hidden))
 
     def probabilities(self, router: _Asked | None, hidden: torch.Tensor) -> npt.NDArray[Any]:
         """[tokens, experts]; 0 without a router."""

@@ -75,7 +75,7 @@ class Requests:
         self._cut_off = asyncio.Event()
         self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
 
-    def take_over(self, handler: Any) -> None:
+    def wrap_handler(self, handler: Any) -> None:
         """Wrap ``handler``, if it is one of transformers' for an address that generates."""
         if kind := _KINDS.get(type(handler).__name__):
             handler.handle_request = functools.partial(self._handle, handler.handle_request, kind)

@@ -282,7 +282,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
         answer_errors(app)
         server.requests = Requests(manager, kwargs["generation_state"], model)
         for handler in (*args, *kwargs.values()):
-            server.requests.take_over(handler)
+            server.requests.wrap_handler(handler)
         routes: list[Any] = app.routes
         (load,) = (route.endpoint for route in routes if getattr(route, "path", None) == "/load_model")
         app.router.routes[:] = [route for route in routes if getattr(route, "path", None) not in _NOT_SERVED]

@@ -13,7 +13,7 @@ from ..hf.generation_compat import CACHE_NAME
 from .drafter import Drafter
 from .linear_attention import is_linear
 from .rewinding import Rewinding
-from .suitability import new_cache, why_not_by_itself
+from .suitability import new_cache, standalone_unsupported_reason
 
 _STEP = 16  # tokens that a forward of the large model adds at most: 15 drafted, and the one behind them
 
@@ -30,7 +30,7 @@ def _why_not(model: Any) -> str:
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         return "it is no model of transformers that generates"
     base = _without_adapters(model)
-    if reason := why_not_by_itself(base):
+    if reason := standalone_unsupported_reason(base):
         return reason
     if any(map(is_linear, new_cache(base).layers)):
         return "it has linear attention, whose state goes back by one forward alone"
@@ -88,7 +88,7 @@ class Assistant(Drafter):
 
     def _take_back(self, tokens: int) -> None:
         if self._rewinding is not None:
-            self._rewinding.take_back(tokens)
+            self._rewinding.rewind(tokens)
             del self._read[len(self._read) - tokens :]
 
     def _next(self, tokens: list[int]) -> int:

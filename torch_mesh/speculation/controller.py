@@ -16,7 +16,7 @@ _STALE = 64  # before a forward without, to see what that takes by now
 # Share of the time of plain decoding that trials may lose. What they cost besides has the rest of a twentieth: the last of them, which begins while
 # anything is left, and the first forward of each length, which is not timed.
 _LOSS = 1 / 30
-_MOST_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
+_MAX_SAVED = 4.0  # forwards without drafts: what was gained is not to be lost again
 # Drafts look up to this much better than they are: where a text repeats itself plain forwards would be faster than those between drafts, by which
 # they are measured, and those are somewhat slower than without drafts (docs/decisions/0056-speculation.md).
 _FLATTERY = 1.05
@@ -38,7 +38,7 @@ class _Mean:
 
 
 class _Drafts:
-    """What came of drafts of the same doubt, by their length."""
+    """What came of drafts of the same tier, by their length."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -80,26 +80,26 @@ class _Drafts:
 class Controller:
     """Chooses among ``lengths``, each a number of drafted tokens, ascending.
 
-    Drafts of each doubt (``Drafter.doubt``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried unless
-    those of less doubt were given up; of doubt 2 and more when trials may lose a plain forward for each doubt above the first, so that they
+    Drafts of each tier (``Drafter.tier``) have utilities of their own, lest those that are worth nothing hide that others are. They are tried unless
+    those of less tier were given up; of tier 2 and more when trials may lose a plain forward for each tier above the first, so that they
     seldom stop the others. It knows no clock: what a forward took it is told. The same observations lead to the same choices.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._plain = _Mean(32)  # seconds of a forward without drafts
-        self._drafts: dict[int, _Drafts] = {}  # by doubt
+        self._drafts: dict[int, _Drafts] = {}  # by tier
         self._saved = 0.0  # seconds that trials may lose; less than 0 once they have
         self._since_plain = 0
 
-    def utilities(self, doubt: int = 0) -> dict[int, float]:
+    def utilities(self, tier: int = 0) -> dict[int, float]:
         """Tokens in a second with drafts of each length, over those without, at the least; without those that were not tried of late."""
-        return self._of(doubt).utilities(self._worth) if self._plain.count >= _PLAIN else {}
+        return self._of(tier).utilities(self._worth) if self._plain.count >= _PLAIN else {}
 
-    def _of(self, doubt: int) -> _Drafts:
-        if doubt not in self._drafts:
-            self._drafts[doubt] = _Drafts(self.lengths)
-        return self._drafts[doubt]
+    def _of(self, tier: int) -> _Drafts:
+        if tier not in self._drafts:
+            self._drafts[tier] = _Drafts(self.lengths)
+        return self._drafts[tier]
 
     @property
     def _worth(self) -> float:
@@ -108,20 +108,20 @@ class Controller:
 
     def begin(self) -> None:
         """Another text, on which drafts may be worth what they were not on the last one."""
-        for drafts in list(self._drafts.values()):  # another thread's text may bring another doubt
+        for drafts in list(self._drafts.values()):  # another thread's text may bring another tier
             drafts.begin()
         self._saved = min(self._saved, 0.0)  # what others gained is not lost on this one
 
-    def choose(self, most: int, doubt: int = 0) -> int:
+    def choose(self, most: int, tier: int = 0) -> int:
         """How many tokens to draft, ``most`` at most; 0: none."""
-        drafts = self._of(doubt)
+        drafts = self._of(tier)
         lengths = [length for length in self.lengths if length <= most]
         unsure = self._plain.count < _PLAIN or self._since_plain >= _STALE
-        if not lengths or unsure or self._saved < 0 or any(self._fail(each) for each in range(doubt + 1)):
+        if not lengths or unsure or self._saved < 0 or any(self._fail(each) for each in range(tier + 1)):
             return 0
-        known = self.utilities(doubt)
+        known = self.utilities(tier)
         if not known:
-            earned = self._saved >= (doubt - 1) * self._plain.value
+            earned = self._saved >= (tier - 1) * self._plain.value
             return drafts.tried(lengths[0], self._worth) if earned else 0
         drafts.interval = _FIRST_WAIT
         pays = [length for length in lengths if known.get(length, 0) > 1]
@@ -136,9 +136,9 @@ class Controller:
             return (longer or lengths[max(place - 1, 0) : place] or [best])[0]
         return best
 
-    def _fail(self, doubt: int) -> bool:
-        """Whether drafts of this doubt do not pay, and are not to be tried again yet."""
-        drafts, known = self._of(doubt), self.utilities(doubt)
+    def _fail(self, tier: int) -> bool:
+        """Whether drafts of this tier do not pay, and are not to be tried again yet."""
+        drafts, known = self._of(tier), self.utilities(tier)
         if known and max(known.values()) <= 1:
             drafts.give_up()
         return drafts.wait > 0
@@ -151,9 +151,9 @@ class Controller:
         """Of drafting, from which no draft came."""
         self._save(-seconds)
 
-    def observe(self, length: int, accepted: int, seconds: float | None, doubt: int = 0) -> None:
+    def observe(self, length: int, accepted: int, seconds: float | None, tier: int = 0) -> None:
         """What came of a forward: how many of ``length`` drafted tokens (0, or one of ``lengths``) were right, and its time. None: not to be counted."""
-        drafts = self._of(doubt)
+        drafts = self._of(tier)
         if seconds is not None and self._plain.count >= _PLAIN:
             known = length > 0 and drafts.seconds[length].count >= _TRIAL
             usual = drafts.seconds[length].value if known else (length + 1) * self._plain.value
@@ -177,4 +177,4 @@ class Controller:
             self._save((accepted + 1) * self._worth - seconds)
 
     def _save(self, seconds: float) -> None:
-        self._saved = min(self._saved + seconds, _MOST_SAVED * self._plain.value)
+        self._saved = min(self._saved + seconds, _MAX_SAVED * self._plain.value)

@@ -36,14 +36,14 @@ from .assistant import Assistant, check_assistant
 from .controller import Controller
 from .drafter import Drafter
 from .lookup import Lookup
-from .rewinding import Rewinding, why_not_rewindable
-from .suitability import why_never
+from .rewinding import Rewinding, rewind_unsupported_reason
+from .suitability import model_unsupported_reason
 
 # A forward of up to 16 rows is a decode step to the pool; the token before the draft is one of them.
 LENGTHS = (3, 7, 15)
-MOST_DRAFTED = SLACK
-_MOST_ROWS = 1 + MOST_DRAFTED
-MOST_TEXTS = _MOST_ROWS // (1 + LENGTHS[0])
+MAX_DRAFTED = SLACK
+_MAX_ROWS = 1 + MAX_DRAFTED
+MAX_TEXTS = _MAX_ROWS // (1 + LENGTHS[0])
 # Of steps with and without drafts, and 16 lengths of a cache that doubles.
 _GRAPHS = 16 * (1 + len(LENGTHS))
 
@@ -67,8 +67,8 @@ def speculate(*, lengths: Sequence[int] = LENGTHS, assistant: Any = None) -> Spe
     Raises ValueError for ``lengths`` that are not, and for an ``assistant`` that cannot draft.
     """
     given = list(lengths)
-    if not given or not all(type(each) is int and 1 <= each <= MOST_DRAFTED for each in given):
-        raise ValueError(f"lengths={lengths!r} are not numbers of drafted tokens: give some of 1 to {MOST_DRAFTED}.")
+    if not given or not all(type(each) is int and 1 <= each <= MAX_DRAFTED for each in given):
+        raise ValueError(f"lengths={lengths!r} are not numbers of drafted tokens: give some of 1 to {MAX_DRAFTED}.")
     controller = Controller(sorted(set(given)))
     if assistant is None:
         return Speculation(controller)
@@ -107,7 +107,7 @@ class Speculation:
         call = _call_of_generate(model, generation_config)
         streamer = call.get("streamer") if streamer is None else streamer
         synced_gpus = synced_gpus or _is_synced(model, call.get("synced_gpus"))
-        if reason := why_not(model, input_ids, generation_config, synced_gpus, model_kwargs):
+        if reason := unsupported_reason(model, input_ids, generation_config, synced_gpus, model_kwargs):
             raise ValueError(f"torch_mesh.speculate cannot take this call: {reason}. Leave custom_generate out.")
         return self.decode(
             model,
@@ -130,7 +130,7 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What transformers' ``_sample`` does, of a call that ``why_not`` has nothing against."""
+        """What transformers' ``_sample`` does, of a call that ``unsupported_reason`` has nothing against."""
         outputs = prefill(model, input_ids, generation_config, model_kwargs)
         model_kwargs = next_kwargs(model, outputs, model_kwargs)
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
@@ -160,9 +160,9 @@ class Speculation:
             begin = self._clock()
             room = [layer.max_cache_len - int(layer.cumulative_length) - 1 for layer in fixed]
             length = text.ids.shape[1]
-            most = min(_MOST_ROWS // texts - 1, text.most_length - length - 1, *room)
-            doubt = text.doubt(drafters)
-            chosen = controller.choose(most, doubt)
+            most = min(_MAX_ROWS // texts - 1, text.max_length - length - 1, *room)
+            tier = text.tier(drafters)
+            chosen = controller.choose(most, tier)
             steady = not chosen or not text.waits_for(drafters)
             drafted = text.drafts(drafters, chosen) if chosen else [[] for _ in drafters]
             count = controller.fitting(len(drafted[0]))  # no other has a time of its own, or a graph
@@ -178,13 +178,13 @@ class Speculation:
             try:
                 tokens = text.add_while(drafted, logits)
             finally:  # a processor, a streamer or a criterion may end it, and the cache be used again
-                rewinding.take_back(count + 1 - text.rows)
+                rewinding.rewind(count + 1 - text.rows)
             for drafter, own in zip(drafters, zip(*tokens, strict=True), strict=True):
                 drafter.extend(own)
             kind = (texts, count, compiles and cache.layers[0].max_cache_len)  # what is compiled anew
             seconds = self._clock() - begin if kind in self._ran and steady else None
             self._ran.add(kind)
-            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, doubt)
+            controller.observe(count, len(tokens) - 1, seconds and seconds - in_vain, tier)
             controller.lose(in_vain)
             tally.add(count, len(tokens), seconds, *pool.since())
             return next_kwargs(model, {}, model_kwargs, num_new_tokens=len(tokens))
@@ -208,7 +208,7 @@ class _Text:
         self.finished = False
         self.rows = 0  # of the last forward, that are of tokens of the text
         self._vocabulary = 0  # of the logits
-        self.most_length: int = stopping_criteria.max_length or sys.maxsize
+        self.max_length: int = stopping_criteria.max_length or sys.maxsize
         self._process = logits_processor
         self._stop = stopping_criteria
         self._streamer = streamer
@@ -232,9 +232,9 @@ class _Text:
         """Whether a draft would take longer than others will."""
         return any(drafter.is_behind for drafter in compress(drafters, self._goes_on()))
 
-    def doubt(self, drafters: Sequence[Drafter]) -> int:
+    def tier(self, drafters: Sequence[Drafter]) -> int:
         """Of the draft that is right least often."""
-        return max((drafter.doubt for drafter in compress(drafters, self._goes_on())), default=0)
+        return max((drafter.tier for drafter in compress(drafters, self._goes_on())), default=0)
 
     def drafts(self, drafters: Sequence[Drafter], length: int) -> list[list[int]]:
         """[texts][drafted]: ``length`` tokens of each, or none where a text that goes on has none."""
@@ -337,18 +337,18 @@ def _forward(
     return forward(**inputs, return_dict=True).logits[:, -rows:]
 
 
-def why_not(
+def unsupported_reason(
     model: Any, input_ids: Tensor, generation_config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> str:
     """Why a call of ``generate`` cannot be speculated on; empty: it can."""
     name = type(model).__name__
     mode = generation_config.get_generation_mode()
-    if reason := why_never(model):
+    if reason := model_unsupported_reason(model):
         return reason
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"it is for greedy search and sampling, and this is {mode.value.replace('_', ' ')}"
-    if input_ids.shape[0] > MOST_TEXTS:
-        return f"it is for up to {MOST_TEXTS} texts at a time, and here are {input_ids.shape[0]}"
+    if input_ids.shape[0] > MAX_TEXTS:
+        return f"it is for up to {MAX_TEXTS} texts at a time, and here are {input_ids.shape[0]}"
     if model_kwargs.get("inputs_embeds") is not None:
         return "a prompt of embeddings has no tokens to look up"
     if synced_gpus:
@@ -364,7 +364,7 @@ def why_not(
             if not generation_config.use_cache
             else f"{name} keeps no cache that it knows"
         )
-    return why_not_rewindable(model, cache)
+    return rewind_unsupported_reason(model, cache)
 
 
 def _call_of_generate(model: Any, generation_config: Any) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ class Drafter(ABC):
     is_behind = False
 
     @property
-    def doubt(self) -> int:
+    def tier(self) -> int:
         """0; 1, 2, ... where the next draft is right less often than with the number before."""
         return 0
 

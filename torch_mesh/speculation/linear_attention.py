@@ -27,7 +27,7 @@ def is_linear(layer: Any) -> bool:
     return type(layer) is LinearAttentionLayer
 
 
-def why_not_one_by_one(model: nn.Module, cache: Any) -> str:
+def linear_unsupported_reason(model: nn.Module, cache: Any) -> str:
     """Why the linear attention of ``model`` cannot go back in ``cache``; empty: it can, or there is none."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and not is_linear(layer):
@@ -87,7 +87,7 @@ def _step_mixer(mixer: nn.Module) -> None:
         change_class(mixer, _stepped_classes[cls])
 
 
-def undo_linear_attention(model: nn.Module) -> None:
+def uninstall_linear_attention(model: nn.Module) -> None:
     """Gives the mixers that speculation changed their own classes back."""
     for module in model.modules():
         if isinstance(module, SteppedMixer):
@@ -129,7 +129,7 @@ class LinearAttention:
             found.append(forward(*one, **by_name))
         return torch.cat(found, dim=1)
 
-    def take_back(self, tokens: int) -> None:
+    def rewind(self, tokens: int) -> None:
         """Forgets the last ``tokens`` of the last forward, one of several tokens if there are any to forget."""
         for index, states in self._states.items() if tokens else ():
             _restore(self._cache.layers[index], states[-tokens])

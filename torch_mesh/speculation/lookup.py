@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from .drafter import Drafter
 
 _LONGEST = 5  # ending that is looked up, in tokens
-# Endings of fewer tokens have one doubt more each: the fewer tokens, the more are chance.
-_DOUBTED = (8, 3, 2)
+# Endings of fewer tokens have one tier more each: the fewer tokens, the more are chance.
+_TIER_BOUNDS = (8, 3, 2)
 
 
 class Lookup(Drafter):
@@ -27,9 +27,9 @@ class Lookup(Drafter):
             text.append(token)
 
     @property
-    def doubt(self) -> int:
+    def tier(self) -> int:
         _, alike = self._last_time()
-        return sum(alike < bound for bound in _DOUBTED) if alike else 0
+        return sum(alike < bound for bound in _TIER_BOUNDS) if alike else 0
 
     def draft(self, length: int) -> Sequence[int]:
         """``length`` tokens, or none. Where the last time is so near that the text ends first, the draft repeats itself."""
@@ -47,7 +47,7 @@ class Lookup(Drafter):
         for size in range(min(_LONGEST, len(text)), 0, -1):
             place = self._followed.get(tuple(text[-size:]))
             if place is not None:
-                while _LONGEST <= size < min(_DOUBTED[0], place) and text[place - size - 1] == text[-size - 1]:
+                while _LONGEST <= size < min(_TIER_BOUNDS[0], place) and text[place - size - 1] == text[-size - 1]:
                     size += 1
                 return place, size
         return 0, 0

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from ..modules.experts import change_class
-from .decoding import Speculation, speculate, why_not
-from .linear_attention import undo_linear_attention
-from .suitability import why_not_by_itself
+from .decoding import Speculation, speculate, unsupported_reason
+from .linear_attention import uninstall_linear_attention
+from .suitability import standalone_unsupported_reason
 
 
 class SpeculatingModel(nn.Module):
@@ -33,7 +33,9 @@ class SpeculatingModel(nn.Module):
         **model_kwargs: Any,
     ) -> Any:
         arguments: Any = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if generation_config.is_assistant or why_not(self, input_ids, generation_config, synced_gpus, model_kwargs):
+        if generation_config.is_assistant or unsupported_reason(
+            self, input_ids, generation_config, synced_gpus, model_kwargs
+        ):
             theirs: Any = super()
             return theirs._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
         return self._mesh_speculation.decode(self, *arguments, streamer=streamer, **model_kwargs)
@@ -47,25 +49,25 @@ def check_speculation(model: nn.Module, config: MeshConfig) -> None:
     if config.speculation == "off":
         return
     name = type(model).__name__
-    if reason := why_not_by_itself(model):
+    if reason := standalone_unsupported_reason(model):
         raise UnsupportedModelError(
             f"speculation={config.speculation!r} cannot be had for {name}: {reason}. Leave speculation at 'off'."
         )
 
 
-def take_speculation(model: nn.Module, config: MeshConfig) -> None:
+def install_speculation(model: nn.Module, config: MeshConfig) -> None:
     """Lets ``model.generate`` speculate, if ``config`` asks for it. See ``check_speculation``."""
     if config.speculation != "off":
         change_class(model, _speculating_class(type(model)))
         vars(model)["_mesh_speculation"] = speculate()
 
 
-def undo_speculation(model: nn.Module) -> None:
+def uninstall_speculation(model: nn.Module) -> None:
     """Gives a model that speculates, and what of it speculation changed, their own classes back."""
     if isinstance(model, SpeculatingModel):
         change_class(model, type(model).__bases__[1])
         vars(model).pop("_mesh_speculation", None)
-    undo_linear_attention(model)
+    uninstall_linear_attention(model)
 
 
 def _speculating_class(cls: type[nn.Module]) -> type[nn.Module]:

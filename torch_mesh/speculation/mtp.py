@@ -115,7 +115,7 @@ class KeptHeads(MtpCandidateGenerator):
         return torch.cat([known[:, -count:], rows], dim=1)
 
 
-def take_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
+def install_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
     """Lets ``generate(use_mtp=True)`` keep the heads of ``model``, if it can have any, with their experts in a pool by ``patch_heads``."""
     if MtpModel is not None and isinstance(model, GenerationMixin) and hasattr(model, "lm_head"):
         setattr(
@@ -125,8 +125,8 @@ def take_mtp(model: nn.Module, patch_heads: PatchHeads) -> None:
         )
 
 
-def undo_mtp(model: nn.Module) -> None:
-    """The reverse of ``take_mtp``; what was kept is let go."""
+def uninstall_mtp(model: nn.Module) -> None:
+    """The reverse of ``install_mtp``; what was kept is let go."""
     vars(model).pop(GET_CANDIDATE_GENERATOR, None)
     vars(model).pop(_KEPT, None)
 

@@ -15,18 +15,18 @@ from transformers.cache_utils import (
 from ..hf.compile import SteadySlidingLayer
 from ..hf.generation_compat import is_stateful
 from ..hf.kv_cache import GrowingLayer, record_past, stop_recording
-from .linear_attention import LinearAttention, is_linear, why_not_one_by_one
+from .linear_attention import LinearAttention, is_linear, linear_unsupported_reason
 
 # Older ones have no base of quantised layers (up to 5.19), and no layers without keys (up to 5.22).
 _QUANTISED: Any = getattr(cache_utils, "BaseQuantizedLayer", None) or cache_utils.QuantizedLayer
 _DUMMY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
-def why_not_rewindable(model: nn.Module, cache: Any) -> str:
+def rewind_unsupported_reason(model: nn.Module, cache: Any) -> str:
     """Why ``cache``, of ``model``, cannot go back; empty: it can."""
     if not isinstance(cache, DynamicCache | StaticCache):
         return f"a {type(cache).__name__} does not say how to go back to an earlier token"
-    if reason := why_not_one_by_one(model, cache):
+    if reason := linear_unsupported_reason(model, cache):
         return reason
     linear = [is_linear(layer) for layer in cache.layers]
     if any(linear) and isinstance(cache, StaticCache):
@@ -49,7 +49,7 @@ def _goes_back(layer: Any) -> bool:
 
 
 class Rewinding:
-    """A cache while tokens are drafted into it. After each forward ``take_back`` is called, with 0 too; at the end ``finish``.
+    """A cache while tokens are drafted into it. After each forward ``rewind`` is called, with 0 too; at the end ``finish``.
 
     To be made behind the prompt: a layer with a window keeps all tokens of a forward as long as they may have to go.
     """
@@ -65,9 +65,9 @@ class Rewinding:
         for layer in self._recording:
             record_past(layer)
 
-    def take_back(self, tokens: int) -> None:
+    def rewind(self, tokens: int) -> None:
         """Forgets the last ``tokens``."""
-        self._linear.take_back(tokens)
+        self._linear.rewind(tokens)
         for layer in self._layers:
             self._take_back(layer, tokens)
 
@@ -80,7 +80,7 @@ class Rewinding:
 
     def _take_back(self, layer: Any, tokens: int) -> None:
         if isinstance(layer, SteadySlidingLayer | GrowingLayer):
-            layer.take_back(tokens)
+            layer.rewind(tokens)
         elif isinstance(layer, StaticLayer):
             layer.cumulative_length.sub_(tokens)
         elif id(layer) in self._recorded:

@@ -9,10 +9,10 @@ from transformers.generation import GenerationMixin
 
 from ..hf.generation_compat import has_dynamic_cache
 from ..hf.parallelism_checks import divided_sizes
-from .rewinding import why_not_rewindable
+from .rewinding import rewind_unsupported_reason
 
 
-def why_never(model: Any) -> str:
+def model_unsupported_reason(model: Any) -> str:
     """Why no call of this model's ``generate`` can speculate; empty: some can."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -22,16 +22,16 @@ def why_never(model: Any) -> str:
     return ""
 
 
-def why_not_by_itself(model: Any) -> str:
+def standalone_unsupported_reason(model: Any) -> str:
     """Why ``model`` cannot go back with the cache that ``generate`` would make for it; empty: it can."""
     generates = isinstance(model, GenerationMixin)
     if not generates:
         return "it has no generate of transformers' own"
-    if reason := why_never(model):
+    if reason := model_unsupported_reason(model):
         return reason
     if not has_dynamic_cache(model):
         return "its cache is its own, and does not say how to go back to an earlier token"
-    return why_not_rewindable(model, new_cache(model))
+    return rewind_unsupported_reason(model, new_cache(model))
 
 
 def new_cache(model: Any) -> DynamicCache:

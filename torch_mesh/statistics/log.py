@@ -17,7 +17,7 @@ from ..system.atomic_files import FILE_MODE
 from ..system.background import BackgroundThread
 from .counters import engine_stats
 from .machine import describe_machine
-from .moment import look
+from .snapshot import look
 
 if TYPE_CHECKING:
     from ..config import MeshConfig
@@ -32,7 +32,7 @@ class StatsLog:
     """Appends a line to ``path`` each time that ``layer``, the model's last, has seen ``every`` more forwards end.
 
     A line is ``Stats.to_dict(experts=False)`` with ``time``, in seconds since 1970, ``forward``, how many have ended,
-    ``run``, a name that no other engine has, and what a ``Moment`` says. A thread writes it, so that neither a slow
+    ``run``, a name that no other engine has, and what a ``Snapshot`` says. A thread writes it, so that neither a slow
     disk nor a full one disturbs a forward: where forwards are faster than the file, lines are left out; a write that
     fails is warned of once, and later ones are tried in silence. Ends with the engine.
     """
@@ -49,7 +49,7 @@ class StatsLog:
         about: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
-        self._stand_ins = stand_ins
+        self._fallback_engine = stand_ins
         self._layer = layer
         self._every = every
         self._path = path
@@ -73,11 +73,11 @@ class StatsLog:
                         [self._engine],
                         experts=False,
                         lossy=self._lossy,
-                        stand_ins=[self._stand_ins],
+                        stand_ins=[self._fallback_engine],
                         share=self._share,
                     )
                     counted = stats.to_dict(experts=False)
-                    now = look(self._engine, self._stand_ins, len(stats.per_layer), self._about).to_dict()
+                    now = look(self._engine, self._fallback_engine, len(stats.per_layer), self._about).to_dict()
                     self._write({"time": time.time(), "forward": ended, "run": self._name} | now | counted)
         except PoolClosedError:
             pass

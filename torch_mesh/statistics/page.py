@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import MeshError
 from .counters import HEADINGS
-from .moment import MEMORY
 from .report import Report, Run, Stretch, path_text
+from .snapshot import MEMORY
 
 # More than a screen can tell apart, and a page of an hour of a large model stays under a megabyte and a half.
 STRETCHES = 240
@@ -92,9 +92,9 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
     def rate(value: Callable[[Stretch], float]) -> list[float | None]:
         return each(lambda stretch: value(stretch) / (stretch.end - stretch.begin))
 
-    moments = [stretch.moment for stretch in stretches]
-    experts = max((moment.experts for moment in moments), default=0)
-    remembered = experts and all(moment.experts == experts for moment in moments)
+    snapshots = [stretch.snapshot for stretch in stretches]
+    experts = max((snapshot.experts for snapshot in snapshots), default=0)
+    remembered = experts and all(snapshot.experts == experts for snapshot in snapshots)
     return {
         "name": name,
         "span": run.span,
@@ -113,9 +113,9 @@ def _run_data(name: str, run: Run) -> dict[str, Any]:
         "read": rate(lambda stretch: stretch.stats.bytes_read),
         "wasted": rate(lambda stretch: stretch.stats.wasted_bytes),
         "layer_hits": [[_rounded(layer.hit_rate) for layer in stretch.stats.per_layer] for stretch in stretches],
-        "resident": [moment.resident for moment in moments] if remembered else None,
-        "memory": {part: [moment.memory and moment.memory[part] for moment in moments] for part in MEMORY}
-        if any(moment.memory for moment in moments)
+        "resident": [snapshot.resident for snapshot in snapshots] if remembered else None,
+        "memory": {part: [snapshot.memory and snapshot.memory[part] for snapshot in snapshots] for part in MEMORY}
+        if any(snapshot.memory for snapshot in snapshots)
         else None,
         "summary": {
             "hit_rate": _rounded(run.total.decode.hit_rate),

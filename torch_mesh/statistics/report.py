@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ..errors import MeshError
 from .counters import PHASES, SIZES, Counters, LayerCounters, Stats, counted_since, summed, was_reset
-from .moment import Moment, parse_moment
+from .snapshot import Snapshot, parse_snapshot
 
 _LONGEST_LINE = 64 << 20  # bytes; one of 100 layers has some 100,000
 _LARGEST_COUNT = 1 << 63  # an integer may have thousands of digits, and no float is as large
@@ -29,7 +29,7 @@ class Stretch:
     begin: float
     end: float
     stats: Stats
-    moment: Moment
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class StatsFile:
         self._offset = self._number = 0  # of what has been read, in bytes and lines
         self._file: tuple[int, int] | None = None  # device and inode
         self._first = b""  # the first line, which has the time that it was written at
-        self._seen: dict[int, tuple[Stats, Moment]] = {}  # what the last report was made of, by offset
+        self._seen: dict[int, tuple[Stats, Snapshot]] = {}  # what the last report was made of, by offset
         self._latest: tuple[str | None, Stats] = None, Stats()  # the last line that was read, and of which run
 
     def report(self, stretches: int, growing: bool = False) -> Report:
@@ -156,8 +156,8 @@ class StatsFile:
                 except (ValueError, RecursionError):
                     self._damaged.append(number)
                 else:
-                    time, stats, moment = _parsed(self.path, number, table)
-                    memory, run = moment.memory or {}, table.get("run")
+                    time, stats, snapshot = _parsed(self.path, number, table)
+                    memory, run = snapshot.memory or {}, table.get("run")
                     latest, self._latest = self._latest, (run, stats)
                     self._places.append(
                         _Place(
@@ -179,13 +179,13 @@ class StatsFile:
             raise MeshError(f"{self.path}, line {self._damaged[0]}: not JSON, so no line of statistics.")
 
     def _run(
-        self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Moment]]
+        self, file: BinaryIO, places: list[_Place], stretches: int, known: Mapping[int, tuple[Stats, Snapshot]]
     ) -> Run:
-        def read(place: _Place) -> tuple[Stats, Moment]:
+        def read(place: _Place) -> tuple[Stats, Snapshot]:
             if (found := known.get(place.offset)) is None:
                 file.seek(place.offset)
-                _, stats, moment = _parsed(self.path, 0, json.loads(file.readline()))
-                found = stats, moment
+                _, stats, snapshot = _parsed(self.path, 0, json.loads(file.readline()))
+                found = stats, snapshot
             self._seen[place.offset] = found
             return found
 
@@ -195,8 +195,8 @@ class StatsFile:
             chosen = [*segment[:-1:share], segment[-1]] if len(segment) > 1 else segment
             seen = [read(place) for place in chosen]
             for index in range(1, len(chosen)):
-                (old, _), (new, moment) = seen[index - 1 : index + 1]
-                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted_since(old, new), moment))
+                (old, _), (new, snapshot) = seen[index - 1 : index + 1]
+                parts.append(Stretch(chosen[index - 1].time, chosen[index].time, counted_since(old, new), snapshot))
             total = summed(total, seen[-1][0])
         return Run(
             begin=places[0].time,
@@ -237,8 +237,8 @@ def _split(places: Sequence[Any], begins: Any) -> Iterator[list[Any]]:
     yield part
 
 
-def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
-    """Time, statistics and moment of one line. What other versions count besides is left aside, what they did not count is 0."""
+def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Snapshot]:
+    """Time, statistics and snapshot of one line. What other versions count besides is left aside, what they did not count is 0."""
 
     def refuse(problem: str) -> MeshError:
         return MeshError(f"{path}, line {number}: no line of statistics, {problem}.")
@@ -276,8 +276,8 @@ def _parsed(path: Path, number: int, table: Any) -> tuple[float, Stats, Moment]:
     if not isinstance(lossy, str):
         raise refuse(f"its lossy is {lossy!r}")
     try:
-        moment = parse_moment(table, len(per_layer))
+        snapshot = parse_snapshot(table, len(per_layer))
     except ValueError as problem:
         raise refuse(str(problem)) from None
     lossy = lossy.encode(errors="replace").decode()  # JSON may name half a character, which nothing can print
-    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes), moment
+    return float(time), Stats(**phases(table, "the whole"), per_layer=per_layer, lossy=lossy, **sizes), snapshot

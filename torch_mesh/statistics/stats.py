@@ -30,19 +30,19 @@ def stats(model: nn.Module) -> Stats:
     counted = engine_stats(
         engines_of(model),
         lossy=lossy_of(model),
-        stand_ins=stand_ins_of(model),
+        stand_ins=fallback_engines_of(model),
         device=_device_counters(shared),
         share=_pools(model)[0].share,
     )
     speculated = [tally.counters() for tally in tallies_in(model)]
     return dataclasses.replace(
-        counted, no_lookahead=_no_lookahead(model), speculation=speculated[0] if speculated else None
+        counted, no_lookahead=_lookahead_unsupported_reasons(model), speculation=speculated[0] if speculated else None
     )
 
 
 def reset_stats(model: nn.Module) -> None:
     """Sets the counters of a patched model to zero. Raises MeshError for a model that is not patched."""
-    for engine in (*engines_of(model), *stand_ins_of(model)):
+    for engine in (*engines_of(model), *fallback_engines_of(model)):
         if engine is not None:
             engine.reset_stats()
     for device in shared_devices_of(model):
@@ -81,7 +81,7 @@ def engines_of(model: nn.Module) -> Iterator[_C.Engine]:
     return (pool.engine for pool in _pools(model))
 
 
-def stand_ins_of(model: nn.Module) -> Iterator[_C.Engine | None]:
+def fallback_engines_of(model: nn.Module) -> Iterator[_C.Engine | None]:
     """For each of them, that of its stand-ins; None where ``lossy.fallback`` is off."""
     return (None if pool.fallback is None else pool.fallback.engine for pool in _pools(model))
 
@@ -91,10 +91,10 @@ def shared_devices_of(model: nn.Module) -> list[SharedDevice]:
     return [device for pool in _pools(model) for device in pool.shared_devices]
 
 
-def _no_lookahead(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _lookahead_unsupported_reasons(model: nn.Module) -> dict[str, tuple[int, ...]]:
     layers: dict[str, tuple[int, ...]] = {}
     for module in patched_modules(model):
-        if reason := module.mesh_no_lookahead:
+        if reason := module.mesh_lookahead_unsupported_reason:
             layers[reason] = (*layers.get(reason, ()), module._mesh_layer)
     return layers
 

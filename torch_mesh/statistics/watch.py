@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import MeshError
 from .counters import PHASES, Counters, Stats, counted_since, engine_stats, percent
-from .stats import engines_of, lossy_of, stand_ins_of
+from .stats import engines_of, fallback_engines_of, lossy_of
 
 RATES = ("forwards", "per s", "hit rate", "in flight", "deferred", "read", "waiting", "prefetches used", "wasted")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -46,7 +46,7 @@ def watch(model: nn.Module, *, interval: float = 2.0, console: Console | None = 
 
 
 def _look(model: nn.Module) -> Stats:
-    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model), stand_ins=stand_ins_of(model))
+    return engine_stats(engines_of(model), experts=False, lossy=lossy_of(model), stand_ins=fallback_engines_of(model))
 
 
 class _View:

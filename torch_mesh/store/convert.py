@@ -32,7 +32,7 @@ from torch_mesh.store.manifest import (
     CALIBRATED,
     GROUP_SIZES,
     MAX_FILE_BYTES,
-    OF_CODES,
+    PASSTHROUGH_FORMATS,
     WEIGHTS,
     Store,
 )
@@ -82,8 +82,8 @@ def convert(
     source, destination = Path(source), Path(destination)
     if weights in WEIGHTS:
         checked_group_size(weights, group_size)
-    elif weights not in ("auto", *OF_CODES):
-        raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *OF_CODES)))
+    elif weights not in ("auto", *PASSTHROUGH_FORMATS):
+        raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *PASSTHROUGH_FORMATS)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
     fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read by which it is converted
@@ -144,7 +144,7 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
     if weights not in CALIBRATED:
         why = (
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
-            if weights in OF_CODES
+            if weights in PASSTHROUGH_FORMATS
             else "rounds little, and there is nothing to calibrate"
             if weights == "bf16"
             else "cannot be calibrated yet"
@@ -279,7 +279,7 @@ def source_name(source: Path) -> str:
 
 def checked_group_size(weights: str, group_size: int) -> int:
     """The group size that a store of ``weights`` records: 0 for bf16. ValueError for unknown ones, and those that nothing is rounded to."""
-    if weights in OF_CODES:
+    if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
             f"weights={weights!r} holds the codes of a checkpoint that has them, and nothing is rounded to it: give one of "
             f"{', '.join(map(repr, WEIGHTS))}."

@@ -59,7 +59,7 @@ DENSE_WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that linear layers outside t
 TRELLISES = ("tcq3", "tcq2+tcq3", "tcq2")  # of two the first is gate_up's, the second down's
 WEIGHTS = (*DENSE_WEIGHTS, *TRELLISES)  # that experts can be rounded to
 CALIBRATED = ("int8", "int4", "lut4", *TRELLISES)  # of these, what calibration is for
-OF_CODES = tuple(
+PASSTHROUGH_FORMATS = tuple(
     name for name in FORMAT_VERSIONS if name not in WEIGHTS
 )  # that a quantised checkpoint's codes fit as they are
 GROUP_SIZES = (32, 64, 128)  # that can be chosen

@@ -30,7 +30,7 @@ _CONFIG_NAME = "config.json"
 # With the config, what a model computes by. Of the other files that transformers reads, people change some.
 _TENSORS = (".safetensors", ".safetensors.index.json")
 _IS_READ = (".json", ".jinja", ".model", ".txt")
-_MOST_THREADS = 8  # as many keep any disk busy
+_MAX_THREADS = 8  # as many keep any disk busy
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _problems(store: Store, files: Sequence[OtherFile]) -> dict[str, str]:
     """What is wrong with files, by their names."""
     found: dict[str, str] = {}
     tasks: list[tuple[str, Future[str | None]]] = []
-    with TaskThreads(min(_MOST_THREADS, usable_processors())) as executor:
+    with TaskThreads(min(_MAX_THREADS, usable_processors())) as executor:
         for file in files:
             path = store.folder / file.name
             if problem := _size_problem(path, file):

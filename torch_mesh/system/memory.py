@@ -69,10 +69,10 @@ def auto_margin(free: int) -> int:
 
     An eighth, and at least 512 MiB or, of less than 2 GiB, a quarter.
     """
-    return max(_least_margin(free), free // _MARGIN_SHARE)
+    return max(_min_margin(free), free // _MARGIN_SHARE)
 
 
-def _least_margin(free: int) -> int:
+def _min_margin(free: int) -> int:
     return max(0, min(_MARGIN_BYTES, free // _SMALL_MARGIN_SHARE))
 
 
@@ -115,7 +115,7 @@ def resident_slots(
         return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
     if resident == "auto":
         reserved *= sharing
-        beside_freed = free - reserved - _least_margin(free - reserved)
+        beside_freed = free - reserved - _min_margin(free - reserved)
         budget = min(auto_budget(free + freed * sharing, reserved), beside_freed) // sharing
         return min(every, max(top_k, budget // record_bytes))
     slots = parse_size(resident, "resident") // record_bytes

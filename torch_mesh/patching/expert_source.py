@@ -21,7 +21,7 @@ from ..store.progress import progress_bar
 from .rollback import PatchUndo, Undo
 
 
-class Origin:
+class ExpertSource:
     """Where the experts of a model come from.
 
     ``weights`` and ``group_size`` are those of the pool that is to be, ``exact`` as there. Its records have ``layers`` layers, of which the
@@ -52,7 +52,7 @@ class Origin:
         return False
 
 
-class OfRecords(Origin):
+class RecordSource(ExpertSource):
     """Experts that are read from where their records are; their model is nobody's yet."""
 
     def __init__(self, exact: bool, only_format: str | None = None) -> None:
@@ -84,7 +84,7 @@ class OfRecords(Origin):
         raise NotImplementedError
 
 
-class OfLoadedModel(Origin):
+class LoadedModelSource(ExpertSource):
     """The experts of a model that is in memory."""
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:

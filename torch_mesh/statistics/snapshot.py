@@ -14,13 +14,13 @@ from ..system.memory import anonymous_bytes, available_bytes
 
 _READY = 2  # of csrc/residency/core/residents.h: EMPTY, LOADING, READY
 _LARGEST = 1 << 63
-_MOST_EXPERTS = 1 << 16  # of a layer
+_MAX_EXPERTS = 1 << 16  # of a layer
 MEMORY = ("process", "pool", "budget", "left")
 ABOUT = ("model", "format", "policy", "machine")
 
 
 @dataclass(frozen=True)
-class Moment:
+class Snapshot:
     """``resident`` has a string for each MoE layer: a bit for each of its ``experts``, hexadecimal, the first one the highest bit of
     the first digit; what the last digits have beyond is 0.
 
@@ -44,13 +44,15 @@ class Moment:
         }
 
 
-def look(engine: _C.Engine, stand_ins: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None) -> Moment:
+def look(
+    engine: _C.Engine, stand_ins: _C.Engine | None, layers: int, about: Mapping[str, str] | None = None
+) -> Snapshot:
     """Raises PoolClosedError for an engine that is closed."""
     states = [
         torch.ops.torch_mesh.residency(torch.tensor([engine.id, layer, engine.generation])).numpy()
         for layer in range(layers)
     ]
-    return Moment(
+    return Snapshot(
         len(states[0]),
         tuple(np.packbits(state == _READY).tobytes().hex() for state in states),
         _memory(engine, stand_ins),
@@ -72,10 +74,10 @@ def _memory(engine: _C.Engine, stand_ins: _C.Engine | None) -> dict[str, int] | 
     }
 
 
-def parse_moment(table: Mapping[str, Any], layers: int) -> Moment:
+def parse_snapshot(table: Mapping[str, Any], layers: int) -> Snapshot:
     """Of a line of statistics; what older lines do not have is empty. ValueError for what no line has."""
     experts, resident, memory = table.get("experts", 0), table.get("resident", []), table.get("memory")
-    if type(experts) is not int or not 0 <= experts <= _MOST_EXPERTS:
+    if type(experts) is not int or not 0 <= experts <= _MAX_EXPERTS:
         raise ValueError(f"its experts are {experts!r:.80}")
     if not isinstance(resident, list) or len(resident) != (layers if experts else 0):
         raise ValueError("its resident is no list of as many layers as there are")
@@ -90,7 +92,7 @@ def parse_moment(table: Mapping[str, Any], layers: int) -> Moment:
         raise ValueError("its about is no text")
     # JSON may name half a character, which nothing can print.
     about = {name: about[name].encode(errors="replace").decode() for name in ABOUT if name in about}
-    return Moment(experts, tuple(resident), memory, about)
+    return Snapshot(experts, tuple(resident), memory, about)
 
 
 def _is_bits(value: Any, experts: int) -> bool:
