@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_speculation import Always, _generate, _patched
+from test_speculation import Always, _agree, _generate, _patched
 from tiny_models import TINY_MODELS
 from transformers import (
     GPT2Config,
@@ -210,10 +210,9 @@ def test_a_text_that_is_too_long_for_it_is_not_drafted_for() -> None:
     small = GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=1, n_head=2, vocab_size=120))
     assistant = Assistant(small, [5] * 12)
     assert len(assistant.draft(4)) == 4 and assistant.draft(5) == ()
-    model = TINY_MODELS[KEYS].build()
+    model = _patched(TINY_MODELS[KEYS].build())
     inputs = {"input_ids": torch.randint(3, 100, (1, 10))}
-    speculation = Speculation(Always(3), functools.partial(Assistant, small))
-    assert torch.equal(_generate(model, inputs), _generate(model, inputs, custom_generate=speculation))
+    _agree(model, inputs, Speculation(Always(3), functools.partial(Assistant, small)))
 
 
 def test_logits_are_of_the_last_token_alone_with_adapters_too() -> None:

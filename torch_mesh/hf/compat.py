@@ -18,7 +18,10 @@ from transformers.integrations import moe
 
 @dataclass(frozen=True)
 class Name:
-    """``owner`` is a module or class, ``name`` its attribute or, with ``in_source``, one that its module's source names."""
+    """``owner`` is a module or class, ``name`` its attribute or, with ``in_source``, one that its module's source names.
+
+    ``versions``: of the package that have it, as a requirement.
+    """
 
     owner: str
     name: str
@@ -36,21 +39,18 @@ def names_of(
 _PEFT = "peft>=0.21"
 NAMES: tuple[Name, ...] = (
     *names_of("transformers.integrations.moe", "_default_apply_gate"),
-    *names_of("transformers.integrations.moe", "_is_expert_parallel", in_source=True),
+    # Older ones divide experts by another interface, which torch_mesh refuses.
+    *names_of("transformers.integrations.moe", "_is_expert_parallel", versions="transformers>=5.18", in_source=True),
     *names_of("transformers.modeling_utils", "get_hf_quantizer", "get_model_conversion_mapping"),
     *names_of("transformers.modeling_utils.PreTrainedModel", "_keys_to_ignore_on_load_unexpected"),
     *names_of("transformers.modeling_utils", "_is_hf_initialized", in_source=True),
     *names_of("transformers.core_model_loading", "_weight_conversions", in_source=True),
     *names_of("transformers.distributed.mixin", "_ep_plan", in_source=True),
-    *names_of("transformers.distributed.expert_parallel", "_is_hooked", in_source=True),
+    *names_of("transformers.distributed.expert_parallel", "_is_hooked", versions="transformers>=5.22", in_source=True),
     *names_of("transformers.integrations.torchao", "_hf_quantized_needs_local_tp", in_source=True),
     *names_of("transformers.configuration_utils", "_attn_implementation", in_source=True),
     *names_of("transformers.integrations.peft", "_hf_peft_config_loaded", in_source=True),
-    *names_of(
-        "transformers.integrations.gguf",
-        "GGUF_CONFIG_ARCHS",
-        versions="transformers 5.24; without it `gguf_config_readers` is empty",
-    ),
+    *names_of("transformers.integrations.gguf", "GGUF_CONFIG_ARCHS"),
     *names_of("transformers.quantizers.auto.AutoHfQuantizer", "merge_quantization_configs"),
     *names_of("peft.tuners.lora.model.LoraModel", "_create_new_module", "_check_merge_allowed", versions=_PEFT),
     *names_of("peft.tuners.lora.config.LoraConfig", "_register_custom_module", versions=_PEFT),
@@ -126,11 +126,9 @@ def keep_local(module: Any) -> None:
 
 
 def gguf_config_readers() -> dict[str, Any]:
-    """By a GGUF file's architecture, what makes a config of its metadata; changes count. Empty in versions that have other tables."""
-    try:
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-    except ImportError:
-        return {}
+    """By a GGUF file's architecture, what makes a config of its metadata. Changes take effect."""
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
     return GGUF_CONFIG_ARCHS
 
 
