@@ -1,6 +1,7 @@
-"""The data plane, ``torch.ops.torch_mesh.*``: schemas and CPU kernels are in csrc/bindings, the rest of each op is here.
+"""The ops ``torch.ops.torch_mesh.*``: schemas and CPU kernels are in csrc/bindings, fakes and formulas are here.
 
-``experts_split`` is here as a whole: it launches Triton kernels (``experts_triton``, imported when a model has experts on a GPU).
+``experts_split`` is defined here as a whole: it launches Triton kernels (``experts_triton``, imported only for experts
+on a GPU).
 
 Importing this package registers the fake kernels.
 """

@@ -1,4 +1,4 @@
-"""``attention`` of decode steps over a cache of keys and values: fake kernel."""
+"""``attention`` of decode steps over a KV cache: fake kernel."""
 
 from __future__ import annotations
 

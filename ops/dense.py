@@ -1,6 +1,6 @@
 """``linear``, ``linear_backward``, ``pack_linear`` and ``unpack_linear``: layers outside the experts.
 
-The gradient is for the input and the bias; the weights are frozen. Quantised activations pass it straight through. Its
+Input and bias get gradients; the weights are frozen. Activation quantization is a straight-through estimator. The
 formula is in csrc/bindings/autograd.cpp.
 """
 

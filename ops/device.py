@@ -1,4 +1,4 @@
-"""Experts whose records lie on a device: where, and which ones."""
+"""Experts on a GPU: which ones, and where their records are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .streaming import Costs
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """One expert's record as kernels see it: offsets count 32-bit words. ``group_size`` is 0 where none is shared, ``activation`` is that of the fused op."""
+    """Layout of one expert's record for kernels; offsets are in 32-bit words.
+
+    ``group_size`` is 0 for formats without shared scales. ``activation`` is that of the fused op.
+    """
 
     format: str
     group_size: int
@@ -48,7 +51,7 @@ class DeviceRecord:
             object.__setattr__(self, name, layout[entry] // 4)
 
     def steps(self, depth: int) -> int:
-        """That products along ``depth`` take; two trellises take the same."""
+        """Steps of a product along ``depth``."""
         return -(-depth // depth_step(self.down_format, self.group_size))
 
     @property
@@ -65,50 +68,53 @@ class DeviceRecord:
 
 
 def open_driver(device: torch.device) -> _C.Driver:
-    """CUDA's. Tests put another in its place where the CPU stands for a card."""
+    """Open the CUDA driver. Tests replace this with a CPU device."""
     return _C.open_cuda_driver(device.index)
 
 
 class SharedDevice:
-    """What all layers of a pool have in common that lie on one device: how the host computes its share, and a prompt's way up.
+    """State that all layers of a pool share on one device: the host's part of a forward and the streaming of prompts.
 
-    ``handle`` is of any layer of the pool.
+    ``handle`` may be that of any layer of the pool.
     """
 
     def __init__(self, handle: Tensor, device: torch.device) -> None:
         self.device = device
         self.host = _C.HostShare(handle, open_driver(device))
         self.buffers: tuple[Tensor, Tensor] | None = None
-        self.up: DeviceRecord | None = None  # what comes through them
+        self.up: DeviceRecord | None = None  # layout of the streamed records
         self.costs: Costs | None = None
         self.uplift: _C.Uplift | None = None
         self.mover: _C.Mover | None = None
-        self.leader = -1  # the first layer whose experts move
-        self._streamed_bytes = 0  # when statistics were reset
+        self.leader = -1  # first layer with dynamic placement
+        self._streamed_bytes = 0  # at the last reset of the statistics
         self._moved = self._moves_failed = 0
         self._complete = 0
         self._counting = threading.Lock()
 
     def stream(self) -> int:
-        """torch's, as the driver knows it."""
+        """torch's current stream, as the driver names it."""
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def lend(self, first: Tensor, second: Tensor, up: DeviceRecord) -> None:
-        """Two buffers, uint8 [records, record bytes] each, through which experts without a slot come up, as ``up``: the pool's records.
+        """Set two buffers, uint8 [records, record bytes], through which experts without a slot are streamed; ``up`` is
+        the record layout of the pool.
 
-        ``costs`` says when they do.
+        ``costs`` decides when that pays.
         """
         self.buffers, self.up, self.uplift = (first, second), up, _C.Uplift(self.host, first, second)
 
     def move_between(
         self, source: Tensor, slots: Tensor, table: Tensor, moving: list[bool], spare: int, *, patience: int
     ) -> None:
-        """Lets the experts of layers that are ``moving`` move between ``slots``, uint8 [slots, record bytes], of which ``spare`` hold nothing.
+        """Enable dynamic placement for the layers ``moving`` among ``slots``, uint8 [slots, record bytes], of which
+        ``spare`` are empty.
 
-        ``source`` is a handle of the pool that has their records in the format of the slots, ``table`` int32 [layers, experts], on the device.
+        ``source`` is a handle of the pool with the records in the format of the slots; ``table`` is int32 [layers,
+        experts] on the device.
         """
         entries = table.flatten().tolist()
         self.mover = _C.Mover(
@@ -117,7 +123,7 @@ class SharedDevice:
         self.leader = moving.index(True)
 
     def count_complete(self) -> None:
-        """A forward of a layer that is here as a whole."""
+        """Count a forward of a layer whose experts are all on the device."""
         with self._counting:
             self._complete += 1
 
@@ -145,20 +151,20 @@ class SharedDevice:
 
 @dataclass(frozen=True, eq=False)
 class DeviceLayer:
-    """The experts of one layer that lie on a device."""
+    """The experts of one layer on a device."""
 
     record: DeviceRecord
     records: Tensor  # uint8 [slots, record bytes] on the device, shared by its layers
     table: Tensor  # int32 [experts] on the device: the slot of each expert, or -1
-    here: Tensor  # bool [experts] on the CPU: table >= 0 when they were placed
-    complete: bool  # all of them
-    workspace: int  # bytes that the products of one chunk of tokens may take
-    index: int = 0  # of the pool's layers
-    shared: SharedDevice | None = None  # none for kernels alone: experts_split needs it
+    here: Tensor  # bool [experts] on the CPU: table >= 0 at placement
+    complete: bool  # all experts of the layer are here
+    workspace: int  # limit in bytes for the intermediates of one chunk of tokens
+    index: int = 0  # in the pool
+    shared: SharedDevice | None = None  # required by experts_split; kernels alone need none
 
     @property
     def count(self) -> int:
-        """Experts that are there now."""
+        """Experts on the device now."""
         mover = None if self.shared is None else self.shared.mover
         if mover is None:
             return int(self.here.sum())
@@ -166,21 +172,21 @@ class DeviceLayer:
         return sum(slot >= 0 for slot in mover.slots_of()[self.index * experts : (self.index + 1) * experts])
 
 
-# By what a handle holds. Whoever made a layer owns it; a handle whose model is gone finds nothing.
+# By the contents of the handle. The layer's owner keeps it alive; the handle of a deleted model finds nothing.
 _layers: weakref.WeakValueDictionary[tuple[int, ...], DeviceLayer] = weakref.WeakValueDictionary()
 
 
 def place(handle: Tensor, layer: DeviceLayer) -> None:
-    """Makes ``experts_split`` find ``layer`` by ``handle``, for as long as it lives."""
+    """Register ``layer`` under ``handle`` for ``experts_split``, for as long as ``layer`` lives."""
     _layers[tuple(handle.tolist())] = layer
 
 
 def find(handle: Tensor) -> DeviceLayer:
-    """Raises ValueError for a handle of no layer with experts on a device."""
+    """Raises ValueError for a handle without experts on a device."""
     layer = _layers.get(tuple(handle.tolist()))
     if layer is None:
         raise ValueError(
-            f"handle {handle.tolist()} names no layer with experts on a device: it is of another pool, of one that is "
-            "closed, or of a layer without gpu.experts; torch.ops.torch_mesh.experts takes it"
+            f"handle {handle.tolist()} names no layer with experts on a device. Use torch.ops.torch_mesh.experts for "
+            "layers without gpu.experts; handles of closed pools are invalid"
         )
     return layer

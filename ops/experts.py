@@ -1,4 +1,7 @@
-"""``experts``, ``experts_adapted``, what gives their gradients, ``experts_deferred`` and ``experts_fallback``: fake kernels. The gradient is in csrc/bindings/autograd.cpp."""
+"""``experts``, ``experts_adapted``, their backward, ``experts_deferred`` and ``experts_fallback``: fake kernels.
+
+The autograd formula is in csrc/bindings/autograd.cpp.
+"""
 
 from __future__ import annotations
 

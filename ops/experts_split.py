@@ -1,11 +1,11 @@
-"""``experts_split``: a layer whose experts lie partly on the device of the hidden states, partly in the pool.
+"""``experts_split``: a layer whose experts are partly on the device of the hidden states, partly in the pool.
 
-In Python, because what it launches is Triton. The device's own experts are computed in torch's stream; the host's share comes
-down another stream to a host node, and its sum goes up again (csrc/gpu/host_share.h). Nobody waits but the device, for that sum.
-A prompt may have some of the host's experts brought up, batch by batch, and computed by the device too (ops/streaming.py).
+Implemented in Python because it launches Triton kernels. torch's stream computes the device's own experts; a second
+stream copies the host's part down to a host node and its sum back up (csrc/gpu/host_share.h). Only the device waits for
+that sum. For a prompt, some of the host's experts may be streamed to the device in batches (ops/streaming.py).
 
-The output is the sum of these parts in fp32, rounded once: the device's own, each batch's in its order, the host's. Each part
-adds a token's choices in their order.
+The output is the fp32 sum of these parts, rounded once: the device's own, then each batch in order, then the host's.
+Each part adds a token's choices in their order.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from .experts import check_shapes
 from .streaming import choose_streamed
 
 _library = torch.library.Library("torch_mesh", "FRAGMENT")
-# x, topk_ids, topk_weights and the result as in `experts`, on the device that the layer's experts were placed on. What fails in
-# the host's share, an id outside [0, experts) or a read, makes the output NaN, of a long prompt a part of it, and is raised by
-# the next forward of a layer of the same pool, or by torch_mesh.synchronize(model). Where a layer lies on the device as a whole,
-# nobody looks at ids, and the token of a wrong one becomes NaN.
-#
-# Under torch.cuda.graph it is captured with the rest; torch.compile's own graphs are cut around it, since they would be captured
-# for sizes that nobody has set.
+# x, topk_ids, topk_weights and the result as in `experts`, on the device where the layer's experts were placed. A
+# failed read or an id outside [0, experts) in the host's part makes the output NaN (for a long prompt: part of it); the
+# next forward of a layer of the same pool, or torch_mesh.synchronize(model), raises the error. If all experts are on
+# the device, ids are not checked and the token of an invalid id becomes NaN. torch.cuda.graph captures this op.
+# torch.compile breaks its own graphs around it, since they would be captured for sizes that set_capture_batch_sizes
+# does not know.
 _library.define(
     "experts_split(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor handle, bool sentinels=False) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -43,10 +42,9 @@ def _(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, handle: Tensor, sentine
 
 
 class SplitForward:
-    """One forward, begun in the current stream: its parts are under way. ``finish`` in the same stream.
+    """One forward in the current stream; call ``finish`` in the same stream.
 
-    Keeps the tensors that the device and the host read and write until they are joined, in stream order, which is when they may
-    be used again.
+    Keeps the tensors that device and host use alive until they are joined in stream order.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class SplitForward:
         assert layer.shared is not None
         self._layer, self._shared, self._like = layer, layer.shared, x
         self._stream = self._shared.stream()
-        self.ticket: int | None = None  # of the host's share, until it is joined
+        self.ticket: int | None = None  # of the host's part, until it is joined
         with torch.cuda.device_of(x):
             if self._shared.mover is not None and layer.index == self._shared.leader:
                 self._shared.mover.step(self._stream)
@@ -97,7 +95,8 @@ class SplitForward:
                 self._result += _on_device(*inputs, part, sentinels, torch.float32)
 
     def finish(self) -> Tensor:
-        """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's share, the caller does not."""
+        """[tokens, hidden] in the dtype of ``x``. The current stream waits for the host's part; the calling thread does
+        not."""
         if self.ticket is not None:
             with torch.cuda.device_of(self._like):
                 self._join()
@@ -113,22 +112,22 @@ class SplitForward:
     def __del__(self) -> None:
         if (
             getattr(self, "ticket", None) is not None
-        ):  # nobody asked for the result; its memory must not be used again too early
+        ):  # the caller dropped the forward: its memory must not be reused before the host is done
             self._join()
 
 
 def _on_device(
     x: Tensor, ids: Tensor, weights: Tensor, layer: DeviceLayer, sentinels: bool, dtype: torch.dtype
 ) -> Tensor:
-    from . import experts_triton  # triton is there where experts could be placed
+    from . import experts_triton  # installed wherever experts are on a GPU
 
     return experts_triton.experts(x, ids, weights, layer, sentinels, dtype)
 
 
 def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
-    """The table for the host's share, and what comes up in its stead: batches of experts with the table that finds them.
+    """The table for the host's part, and the batches of streamed experts, each with the table that finds them.
 
-    Waits for the device once, in a prompt alone: only the host can choose.
+    Waits for the device once, for prompts only: the host makes the choice.
     """
     experts, uplift, costs = layer.table.numel(), shared.uplift, shared.costs
     if uplift is None or costs is None or not launches.uses_tiles(ids.numel(), experts) or shared.capturing():
@@ -142,7 +141,7 @@ def _streamed(ids: Tensor, layer: DeviceLayer, shared: SharedDevice) -> tuple[Te
     batches = [chosen[first : first + uplift.batch] for first in range(0, len(chosen), uplift.batch)]
     tables = torch.full((1 + len(batches), experts), -1, dtype=torch.int32)
     tables[0] = table
-    tables[0, chosen] = 0  # the host asks whether an expert is on the device, not where
+    tables[0, chosen] = 0  # the host only checks whether an expert is on the device
     for place, batch in enumerate(batches, start=1):
         tables[place, batch] = torch.arange(len(batch), dtype=torch.int32)
     tables = tables.to(ids.device)
@@ -176,7 +175,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """That of ``experts``, on the CPU: the pool has every expert, those on the device too."""
+    """As for ``experts``, on the CPU: the pool has every expert, those on the device included."""
     x_grad, weights_grad = torch.ops.torch_mesh.experts_backward(grad, *ctx.saved_tensors, ctx.sentinels)
     return x_grad, None, weights_grad, None, None
 

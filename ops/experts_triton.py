@@ -1,14 +1,14 @@
-"""A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and the order in which they run.
+"""A layer's experts on a GPU: Triton kernels over packed records (csrc/store/record.h), and their launches.
 
-Activations are bf16 and sums fp32; weights keep every bit of their format, since integers, levels, FP8 and FP4 are exact in bf16 and the
-scale multiplies a group's sum. So integer formats round less here than on the CPU, which quantises activations too. The order of
-every sum follows from shapes alone: split products are added split by split, a token's experts choice by choice.
+Activations are bf16, sums fp32. Weights are exact: integers, levels, FP8 and FP4 fit bf16, and the scale multiplies a
+group's sum. Integer formats therefore round less here than on the CPU, which quantizes activations too. The order of
+every sum depends on shapes only: splits are added in order, then a token's experts choice by choice.
 
-Two paths. Few rows (``gate_up_few``, ``down_few``): one program per (token, choice) pair, block of 64 columns and split of the
-depth, bound by memory. Many rows (``gate_up_many``, ``down_many``): a stable sort groups the pairs by expert, and tiles of
-rows go through ``tl.dot``. No step waits for the device, and what is launched depends on shapes alone.
+Few rows (``gate_up_few``, ``down_few``): one program per (token, choice) pair, block of 64 columns and split of the
+depth, memory-bound. Many rows (``gate_up_many``, ``down_many``): a stable sort groups pairs by expert, and tiles of
+rows go through ``tl.dot``. No step synchronizes with the device, and launches depend on shapes only.
 
-Importing this needs triton; TRITON_INTERPRET=1 runs it on CPU tensors.
+Requires triton; TRITON_INTERPRET=1 runs it on CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from . import launches
 from .device import DeviceLayer, DeviceRecord
 from .launches import BLOCK_COLUMNS, REDUCE_COLUMNS, Launch
 
-# Rows of bf16 are loaded and stored as their bits: the interpreter truncates where a card rounds, converts bf16 a hundred times as
-# slowly as it shifts, and takes it for integers in tl.dot. There it is rounded by hand and multiplied as float32: the same values, the
-# same sums but for their order.
+# bf16 rows are loaded and stored as bits. The interpreter truncates where a GPU rounds, converts bf16 a hundred times
+# slower than it shifts, and treats it as integers in tl.dot. There, values are rounded by hand and multiplied as
+# float32: same values, same sums up to their order.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _OPERAND = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
 
@@ -57,7 +57,7 @@ def _operand_from_bits(bits):
 # -- words of a record -----------------------------------------------------------------------------
 
 
-# Of a jit function Triton 3.6 makes a value of the device, which can be no shape.
+# Triton 3.6 turns the result of a jit function into a device value, which cannot be a shape.
 _step = triton.constexpr_function(launches.depth_step)
 
 
@@ -69,31 +69,33 @@ def _places(FORMAT):
 
 @triton.constexpr_function
 def _code_bits(FORMAT):
-    """Of a trellis (csrc/store/trellis.h); 0 for what is none."""
+    """Bits of a trellis code (csrc/store/trellis.h); 0 for other formats."""
     return {"tcq2": 2, "tcq3": 3}.get(FORMAT, 0)
 
 
 @triton.constexpr_function
 def _scale_words(FORMAT):
-    """Of a group, before its words."""
+    """Words of scales in front of each group."""
     return {"bf16": 0, "fp8": 0, "mxfp4": 16, "nvfp4": 16}.get(FORMAT, 32)
 
 
 @triton.constexpr_function
 def _has_step_scale(FORMAT, GROUP):
-    """Whether a scale multiplies the sum of a step. nvfp4's multiply values: they are exact in bf16, and its groups short."""
+    """Whether a scale multiplies the sum of a step. nvfp4's scales multiply values: exact in bf16, and its groups are
+    short."""
     return FORMAT not in ("bf16", "nvfp4") and GROUP > 0
 
 
 @triton.constexpr_function
 def _unit(FORMAT):
-    """What ``_small_float`` has left out of all products."""
+    """The power of two that ``_small_float`` leaves out of all products."""
     return {"mxfp4": 2.0**14, "nvfp4": 2.0**14 * 2.0**8, "fp8": 2.0**8}.get(FORMAT, 1.0)
 
 
 @triton.constexpr_function
 def _number(ACTIVATION, name):
-    """The kind of an activation, or a number of it, as torch_mesh/models/activations.py has them: Triton lets this call no function of that."""
+    """The kind of an activation, or one of its parameters, as in torch_mesh/models/activations.py. Triton cannot call
+    those functions."""
     spelled = "swiglu(alpha=1.702,offset=1,gate=7,up=7)" if ACTIVATION == "swigluoai" else ACTIVATION
     kind, _, numbers = spelled.partition("(")
     given = dict(pair.split("=") for pair in numbers[:-1].split(",") if pair)
@@ -102,7 +104,8 @@ def _number(ACTIVATION, name):
 
 @triton.constexpr_function
 def _four_levels(TABLE, first):
-    """Those of nibbles ``first`` and after, a byte each. The tables of csrc/store/record.h and trellis.h."""
+    """The levels of nibbles ``first`` to ``first + 3``, a byte each, from the tables of csrc/store/record.h and
+    trellis.h."""
     table = {
         "lut4": (0, 7, 12, 16, 20, 23, 26, 29, 32, 35, 38, 42, 46, 51, 56, 63),
         "tcq2 first": (26, 23, 12, 17, 12, 32, 38, 21, 16, 21, 32, 8, 23, 14, 28, 1),
@@ -115,7 +118,7 @@ def _four_levels(TABLE, first):
 
 @triton.jit
 def _level(nibble, TABLE: tl.constexpr):
-    """Four to a word: a table in memory would cost a read for each weight."""
+    """Four levels to a word: a table in memory would cost a read for each weight."""
     low = tl.where(nibble < 4, _four_levels(TABLE, 0), _four_levels(TABLE, 4))
     high = tl.where(nibble < 12, _four_levels(TABLE, 8), _four_levels(TABLE, 12))
     return (tl.where(nibble < 8, low, high) >> (nibble % 4 * 8)) & 255
@@ -123,7 +126,7 @@ def _level(nibble, TABLE: tl.constexpr):
 
 @triton.jit
 def _trellis_level(window, j, FORMAT: tl.constexpr):
-    """Of the ``j``-th of a window's codes, above kTrellisZero."""
+    """The level of code ``j`` in a window, above kTrellisZero."""
     newest = window >> (14 + 2 * j)  # L(j) or T(j) of csrc/store/trellis.h
     older = window >> (10 + 2 * j)  # the same of j - 2
     if FORMAT == "tcq2":
@@ -136,22 +139,22 @@ def _trellis_level(window, j, FORMAT: tl.constexpr):
 
 @triton.jit
 def _half(bits):
-    """The bits of fp16, an integer, to float32."""
+    """The bits of fp16, an integer, as float32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _small_float(bits, FEWER: tl.constexpr, MASK: tl.constexpr):
-    """E4M3 or E2M1 from bit 15 down, as float32, by the difference of biases too small: by 2**8 or 2**14 (``_unit``).
+    """E4M3 or E2M1 from bit 15 down, as float32, scaled by 2**-8 or 2**-14, the difference of the biases (``_unit``).
 
-    Its exponent has ``FEWER`` bits less than that of fp16, and ``MASK`` is where exponent and mantissa then are. Subnormals become such.
+    Its exponent has ``FEWER`` bits less than fp16's; ``MASK`` selects exponent and mantissa. Subnormals are exact.
     """
     return _half((bits & 0x8000) | ((bits >> FEWER) & MASK))
 
 
 @triton.jit
 def _values(words, place, FORMAT: tl.constexpr):
-    """What stands at ``place`` of each word, before scale and zero, as float32."""
+    """The value at ``place`` of each word, before scale and zero, as float32."""
     if FORMAT == "bf16":
         return ((words >> (place * 16)) << 16).to(tl.float32, bitcast=True)
     elif FORMAT == "fp8":
@@ -172,7 +175,7 @@ def _values(words, place, FORMAT: tl.constexpr):
 
 @triton.jit
 def _bits(at, index, SIZE: tl.constexpr):
-    """Those at ``index`` of the numbers of ``SIZE`` bits from ``at`` on, as integers."""
+    """Number ``index`` of the ``SIZE``-bit numbers at ``at``, as integers."""
     EACH: tl.constexpr = 32 // SIZE
     return (tl.load(at + index // EACH) >> (index % EACH * SIZE)) & ((1 << SIZE) - 1)
 
@@ -185,7 +188,7 @@ def _e8m0(bits):
 
 @triton.jit
 def _steps(block, block_words, depth, FORMAT: tl.constexpr):
-    """Where the first step of a block begins."""
+    """Offset of a block's first step."""
     if FORMAT == "fp8":  # with the pairs, which end the block
         return (block + block_words - (depth + 63) // 64 * 1024).to(tl.pointer_type(tl.int16))
     elif FORMAT == "nvfp4":
@@ -196,7 +199,7 @@ def _steps(block, block_words, depth, FORMAT: tl.constexpr):
 
 @triton.jit
 def _step_length(FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """From where a step begins to where the next one does."""
+    """Words from one step to the next."""
     SCALES: tl.constexpr = _scale_words(FORMAT)
     WORDS: tl.constexpr = _step(FORMAT, GROUP) // _places(FORMAT)
     if _code_bits(FORMAT) > 0:
@@ -209,7 +212,7 @@ def _step_length(FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _words(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Those of step ``index``, which begins at ``step``, or a trellis' windows: [depth of a step / values in a word, 64]."""
+    """The words of step ``index`` at ``step``, or a trellis' windows: [depth of a step / values in a word, 64]."""
     PLACES: tl.constexpr = _places(FORMAT)
     SCALES: tl.constexpr = _scale_words(FORMAT)
     if _code_bits(FORMAT) > 0:
@@ -224,9 +227,10 @@ def _words(block, step, index, block_words, FORMAT: tl.constexpr, GROUP: tl.cons
 
 @triton.jit
 def _stream_bytes(block, index, back, block_words, LOWEST: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Of group ``index``, or ``back`` words of 16 inputs before it in the ring: a stream's upper bits, int32 [GROUP / 16, 4, 64].
+    """A stream's upper bits of group ``index``, or of ``back`` words of 16 inputs before it in the ring: int32 [GROUP /
+    16, 4, 64].
 
-    ``LOWEST``: tcq3's lowest bits of the 32 inputs around each 16.
+    ``LOWEST``: instead, tcq3's lowest bits of the 32 inputs around each 16.
     """
     WORDS: tl.constexpr = GROUP // 16
     length = _step_length(FORMAT, GROUP)
@@ -246,9 +250,10 @@ def _stream_bytes(block, index, back, block_words, LOWEST: tl.constexpr, FORMAT:
 
 @triton.jit
 def _windows(block, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """All codes that the inputs 16 w + 4 j + s of a word w and stream s depend on, in row 4 w + s: int32 [GROUP / 4, 64].
+    """All codes that input 16 w + 4 j + s of word w and stream s depends on, in row 4 w + s: int32 [GROUP / 4, 64].
 
-    From bit 16 on there are the word's own upper bits, from bit 8 those before; below are tcq2's before these, or tcq3's seven lowest bits.
+    Bits 16 and up are the word's own upper bits, bits 8 to 15 the previous ones; below are tcq2's before these, or
+    tcq3's seven lowest bits.
     """
     own = _stream_bytes(block, index, 0, block_words, False, FORMAT, GROUP)
     before = _stream_bytes(block, index, 1, block_words, False, FORMAT, GROUP)
@@ -264,7 +269,7 @@ def _windows(block, index, block_words, FORMAT: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _depth_of(word, place, FORMAT: tl.constexpr):
-    """Which value of a step stands at ``place`` of a word or window."""
+    """The index within a step of the value at ``place`` of a word or window."""
     if _code_bits(FORMAT) > 0:
         return word // 4 * 16 + place * 4 + word % 4
     else:
@@ -273,7 +278,7 @@ def _depth_of(word, place, FORMAT: tl.constexpr):
 
 @triton.jit
 def _step_scale(block, step, index, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """What multiplies the sums of a step, float32 [1, 64] or one number."""
+    """The factor for the sums of a step, float32 [1, 64] or one number."""
     columns = tl.arange(0, 64)[None, :]
     if FORMAT == "fp8":
         if GROUP == 32:
@@ -290,7 +295,7 @@ def _step_scale(block, step, index, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """What each value needs before it is multiplied, float32 [1 or words of a column, 64]: lut4's zeros, nvfp4's scales."""
+    """Per-value terms before the product, float32 [1 or words of a column, 64]: lut4's zeros, nvfp4's scales."""
     columns = tl.arange(0, 64)[None, :]
     if FORMAT == "lut4":
         return (32 - _bits(step, columns, 16) % 4 * 2).to(tl.float32)
@@ -304,7 +309,7 @@ def _apart(step, FORMAT: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _factors(words, place, apart, FORMAT: tl.constexpr):
-    """The values at ``place``, as they enter products; float32, exact in bf16."""
+    """The values at ``place`` as they enter products; float32, exact in bf16."""
     values = _values(words, place, FORMAT)
     if FORMAT == "lut4":
         values -= apart
@@ -315,7 +320,7 @@ def _factors(words, place, apart, FORMAT: tl.constexpr):
 
 @triton.jit
 def _of_block(sums, block, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """The sums over all steps [any, 64], times what belongs to the block as a whole."""
+    """The sums over all steps [any, 64], times the factor of the block as a whole."""
     UNIT: tl.constexpr = _unit(FORMAT)
     if UNIT != 1.0:
         sums *= UNIT
@@ -334,7 +339,7 @@ def _bias(record, offset, columns, count):
 
 @triton.jit
 def _slot_of(ids, table, pair, experts):
-    """-1: not on this device, or no expert at all."""
+    """The slot; -1: not on this device, or not an expert."""
     expert = tl.load(ids + pair)
     return tl.load(table + expert, mask=(expert >= 0) & (expert < experts), other=-1)
 
@@ -351,13 +356,13 @@ def _tanh(u):
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """What the down product takes. Without a gate nobody looks at ``up``."""
+    """The input of the down product. Without a gate ``up`` is ignored."""
     KIND: tl.constexpr = _number(ACTIVATION, "kind")
     GATE: tl.constexpr = _number(ACTIVATION, "gate")
     UP: tl.constexpr = _number(ACTIVATION, "up")
     if KIND == "swiglu":
         tl.static_assert(GATED)
-        gate = tl.where(gate > GATE, GATE, gate)  # these keep NaN
+        gate = tl.where(gate > GATE, GATE, gate)  # comparisons that keep NaN
         OFFSET: tl.constexpr = _number(ACTIVATION, "offset")
         ALPHA: tl.constexpr = _number(ACTIVATION, "alpha")
         up = tl.where(up > UP, UP, tl.where(up < -UP, -UP, up)) + OFFSET
@@ -367,7 +372,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
         up = _tanh(up / UP) * UP
         result = _tanh(gate / GATE) * GATE / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "relu2":
-        result = tl.where(gate < 0.0, 0.0, gate)  # which keeps NaN
+        result = tl.where(gate < 0.0, 0.0, gate)  # keeps NaN
         result = result * result
     elif ACTIVATION == "silu":
         result = gate / (1.0 + tl.exp(-gate))
@@ -415,7 +420,7 @@ def _operand(words, place, apart, FORMAT: tl.constexpr):
 
 @triton.jit
 def _unpacked(words, apart, FORMAT: tl.constexpr, STEP: tl.constexpr):
-    """The values of words [STEP / values in a word, 64] in the order of the depth: _OPERAND [STEP, 64]."""
+    """The values of words [STEP / values in a word, 64] in depth order: _OPERAND [STEP, 64]."""
     if _places(FORMAT) == 2:
         both = tl.join(_operand(words, 0, apart, FORMAT), _operand(words, 1, apart, FORMAT))
         return tl.reshape(tl.permute(both, (0, 2, 1)), (STEP, 64))
@@ -441,7 +446,7 @@ def _unpacked(words, apart, FORMAT: tl.constexpr, STEP: tl.constexpr):
 def _rows_times_block(
     rows, here, depth, block, block_words, steps, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Rows [ROWS] of pointers, of which ``here`` exist, times a block of columns: float32 [ROWS, 64]."""
+    """Rows [ROWS] of pointers, masked by ``here``, times a block of columns: float32 [ROWS, 64]."""
     STEP: tl.constexpr = _step(FORMAT, GROUP)
     inside = tl.arange(0, STEP)
     first = _steps(block, block_words, depth, FORMAT)
@@ -603,7 +608,7 @@ def down_few(
 
 @triton.jit
 def _tile(order, starts, tile_experts, tile_rows, experts, ROWS: tl.constexpr):
-    """(expert or ``experts``, pairs [ROWS], which of them exist) of this program's tile."""
+    """(expert or ``experts``, pairs [ROWS], mask) of this program's tile."""
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
     at = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
@@ -615,9 +620,9 @@ def _tile(order, starts, tile_experts, tile_rows, experts, ROWS: tl.constexpr):
 def gate_up_many(
     x,
     order,  # int64 [pairs]: pairs, grouped by expert
-    starts,  # int64 [experts + 1]: where an expert's begin
-    tile_experts,  # int64 [tiles]: experts or, for none, their number
-    tile_rows,  # int64 [tiles]: where in the order
+    starts,  # int64 [experts + 1]: start of each expert's pairs
+    tile_experts,  # int64 [tiles]: the expert, or the number of experts for an empty tile
+    tile_rows,  # int64 [tiles]: position in the order
     table,
     records,
     activated,
@@ -725,7 +730,8 @@ def reduce(
     BITS: tl.constexpr,  # `out` is bits of bf16
     COLUMNS: tl.constexpr,
 ):
-    """out = sum over a token's choices, in their order. An id that names no expert makes the token NaN: no error leaves a kernel."""
+    """out = sum over a token's choices, in their order. An id outside [0, experts) makes the token NaN: kernels cannot
+    raise."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < hidden
@@ -759,10 +765,11 @@ def reduce(
 def experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layer: DeviceLayer, sentinels: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The part of a layer's output that its experts on the device make: [tokens, hidden] in ``dtype``.
+    """The part of a layer's output from experts on the device: [tokens, hidden] in ``dtype``.
 
-    x [tokens, hidden], topk_ids and topk_weights [tokens, k], on the device of ``layer``. Choices whose expert is elsewhere add
-    nothing. Ids outside [0, experts) make their token NaN, unless they are ``sentinels``, which add nothing.
+    x [tokens, hidden], topk_ids and topk_weights [tokens, k] are on the device of ``layer``. Choices of experts that
+    are not there add nothing. Ids outside [0, experts) make their token NaN, unless they are ``sentinels``, which add
+    nothing.
     """
     record = layer.record
     tokens, top_k = topk_ids.shape
@@ -781,7 +788,7 @@ def experts(
 
 
 def _width(record: DeviceRecord) -> int:
-    """Of an activated row: whole blocks."""
+    """Columns of an activated row, in whole blocks."""
     return triton.cdiv(record.intermediate, BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
@@ -865,7 +872,7 @@ def _many(x: Tensor, ids: Tensor, layer: DeviceLayer, activated: Tensor) -> Tens
 
 
 def _group(ids: Tensor, table: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """order, starts, tile_experts and tile_rows for gate_up_many; there are as many tiles as any routing may need."""
+    """order, starts, tile_experts and tile_rows for gate_up_many, with as many tiles as the worst routing needs."""
     experts, device = table.numel(), ids.device
     known = (ids >= 0) & (ids < experts)
     here = known & (table[ids.clamp(0, experts - 1)] >= 0)

@@ -1,4 +1,4 @@
-"""``grouped_low_rank``: the adapters of experts that run by projection, beside their ``grouped_linear``."""
+"""``grouped_low_rank``: adapters of experts that run unfused, beside their ``grouped_linear``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
-# x_sorted [rows, in] with rows grouped by expert, offsets int64 [experts + 1], a [experts, rank, in], b [experts, rank, out] ->
-# (x · a^T) · b of each row's expert, fp32 [rows, out]; 0 for rows behind the last offset, which are no expert's. Only experts that have rows are looked at.
+# x_sorted [rows, in] with rows grouped by expert, offsets int64 [experts + 1], a [experts, rank, in], b [experts, rank,
+# out] -> (x · a^T) · b of each row's expert, fp32 [rows, out]. Rows behind the last offset get 0. Reads only experts
+# that have rows.
 _FORWARD = "torch_mesh::grouped_low_rank"
 _BACKWARD = "torch_mesh::grouped_low_rank_backward"
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # sizes follow from values
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # sizes depend on values
 
 
 def _with_rows(offsets: Tensor) -> list[tuple[int, slice]]:
@@ -22,7 +23,8 @@ def _with_rows(offsets: Tensor) -> list[tuple[int, slice]]:
 
 
 def _exact(x: Tensor) -> torch.autocast:
-    """Autocast reaches into an op of one's own: its products would be rounded, and not fit what they are written to."""
+    """Disables autocast, which reaches into custom ops: its products would be rounded and would not match their
+    output's dtype."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -1,7 +1,7 @@
 """``promote``, ``prefetch``, ``lookahead``, ``evict``, ``observe``, ``residency`` and ``route``.
 
-They act on the pool, and their schemas say so by mutating the handle: that is what keeps them, in order, in a compiled graph.
-A functional op such as ``experts`` may end up later among them, next to what uses its result: its value is the same at any residency.
+Their schemas mutate the handle, which keeps these ops in order in a compiled graph. A functional op such as ``experts``
+may be reordered among them: its value is the same at any residency.
 """
 
 from __future__ import annotations

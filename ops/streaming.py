@@ -1,6 +1,6 @@
-"""Which experts of a prompt are computed on the device though they have no slot there: a function of its routing and of constants.
+"""Which experts of a prompt are streamed to the device: a function of its routing and of constants.
 
-What is resident and how long this call takes do not enter, so that the same prompt takes the same way and gives the same bits.
+Residency and timing do not enter, so that one prompt always takes one path and gives the same bits.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 class Costs(NamedTuple):
     """Seconds, as measured once for a placement or given in ``MeshConfig.gpu.streaming``."""
 
-    copy: float  # of one record to the device
-    row: float  # of the CPU for one more row of an expert
-    expert: float  # of the CPU for an expert, beside its rows
+    copy: float  # one record to the device
+    row: float  # one more row of an expert on the CPU
+    expert: float  # an expert on the CPU, excluding its rows
 
 
 def choose_streamed(rows: Sequence[int], copy_seconds: float, row_seconds: float, expert_seconds: float) -> list[int]:
-    """The experts whose records go up, those with most rows first; the CPU computes the others.
+    """The experts to stream, those with most rows first; the CPU computes the others.
 
-    ``rows``: of each of a layer's experts, 0 for those that nobody routed or that have a slot on the device. Copies and the CPU go on
-    beside each other, so what takes longer of the two is made as short as it gets. Products on the device count as free.
+    ``rows``: per expert of a layer; 0 for experts that were not routed or have a slot on the device. Copies and the CPU
+    run concurrently, so the choice minimizes the longer of the two. Products on the device count as free.
     """
     order = sorted(
         (expert for expert, count in enumerate(rows) if count > 0), key=lambda expert: (-rows[expert], expert)

@@ -234,10 +234,10 @@ def _options(fields: Mapping[str, str]) -> list[str]:
         (["--gpu-experts", "99"], "gpu.experts=99, but a layer has"),
         (["--dense", "int8"], "dense='int8' is CPU only"),
         (["--gpu-weights", "bf16"], "gpu.weights='bf16' has no fewer bits than the int4 of this converted"),
-        (["--gpu-experts", "0", "--gpu-weights", "int8"], "gpu.experts gives it none"),
+        (["--gpu-experts", "0", "--gpu-weights", "int8"], "set gpu.experts"),
         (
             ["--gpu-experts", "2", "--fallback", "lut4", "--weights", "int4"],
-            "lossy fallback=lut4 does not go with gpu.experts",
+            "lossy fallback=lut4 and gpu.experts exclude each other",
         ),
     ],
 )

@@ -428,7 +428,7 @@ def test_generation_with_an_adapter_is_that_of_the_whole_forward(ids: torch.Tens
         (
             {},
             {"target_parameters": ["mlp.experts.gate_up_proj_bias"]},
-            "target_parameters may name gate_up_proj and down_proj",
+            "gate_up_proj and down_proj",
         ),
         ({}, {"init_lora_weights": "pissa"}, "needs the values of .*allowed for experts: True, False, 'gaussian'"),
         ({}, {"target_modules": ["experts"], "target_parameters": None}, "name parameters in target_parameters"),

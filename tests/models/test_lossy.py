@@ -293,11 +293,11 @@ def _check_selection(name: str) -> None:
     family = model.config.model_type
     top_k = find_experts(model)[0].top_k
     if top_k == 1:
-        with pytest.raises(ValueError, match="a token of this model takes one expert"):
+        with pytest.raises(ValueError, match="a token of this model uses one expert"):
             _patched(model, lossy={"routing_bias": 0.5})
         return
     if family not in ROUTING_BIAS_FAMILIES:
-        with pytest.raises(torch_mesh.UnsupportedModelError, match=r"Model types that have: .*deepseek_v3.*qwen3_moe"):
+        with pytest.raises(torch_mesh.UnsupportedModelError, match=r"Supported model types: .*deepseek_v3.*qwen3_moe"):
             _patched(model, lossy={"routing_bias": 0.5})
         return
     _patched(model, lossy={"routing_bias": 1.0}, resident=0.6)
@@ -336,9 +336,9 @@ def test_wrong_values() -> None:
             with pytest.raises(ValueError, match=f"lossy.{field}="):
                 MeshConfig(lossy={field: value})
     model = TINY_MODELS["Qwen3MoeExperts"].build()
-    with pytest.raises(ValueError, match="lossy.deferred_experts=4, but a token of this model takes 3 experts"):
+    with pytest.raises(ValueError, match="lossy.deferred_experts=4, but a token of this model uses 3 experts"):
         torch_mesh.patch(model, lossy={"deferred_experts": 4})
-    with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run by projection"):
+    with pytest.raises(torch_mesh.UnsupportedModelError, match="its experts run unfused"):
         torch_mesh.patch(TINY_MODELS["MuseSparkExperts"].build(), lossy={"deferred_experts": 1})
     assert next(patched_modules(model), None) is None
     weights = torch.randn(4, 32, 16), torch.randn(4, 16, 16)

@@ -183,7 +183,7 @@ def test_codes_of_another_tool_are_a_base_for_a_format_that_is_named(tmp_path: P
     (plain / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     adapted = _adapted(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
     adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"has mxfp4 experts, and nothing is rounded to that.*'int8'"):
+    with pytest.raises(ValueError, match=r"has mxfp4 experts.*'int8'"):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     exact = adapted.merge_and_unload()
     for base in (tmp_path / "base", convert(tmp_path / "base", tmp_path / "store", "auto").store.folder):
@@ -261,7 +261,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (_edit_tensors(lambda tensors: tensors[FIRST].fill_(float("nan"))), "cannot be merged into .*q_proj"),
         (
             _edit_tensors(lambda tensors: next(t for n, t in tensors.items() if "experts" in n).fill_(float("inf"))),
-            "no numbers of expert",
+            "not finite",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_values_that_the_dtype_of_the_base_cannot_hold_are_refused(tmp_path: Pat
     model.save_pretrained(tmp_path / "base")
     _adapted(model, target_parameters=None).save_pretrained(tmp_path / "adapter")
     _edit_tensors(lambda tensors: [tensor.mul_(1e4) for tensor in tensors.values()])(tmp_path / "adapter")
-    with pytest.raises(StoreError, match="q_proj.weight that are no numbers in F16"):
+    with pytest.raises(StoreError, match="q_proj.weight that are not finite in F16"):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -306,7 +306,7 @@ def test_what_is_there_already_is_kept(tmp_path: Path, base_and_adapter: tuple[P
     with pytest.raises(StoreError, match="holds another store.*remove this one"):
         merge(base, adapter, tmp_path / "store")
     for folder in (base, adapter):
-        with pytest.raises(ValueError, match="which it is made of"):
+        with pytest.raises(ValueError, match="choose another folder"):
             merge(base, adapter, folder, force=True)
     assert open_store(tmp_path / "store").manifest.weights == "int8"
     assert merge(base, adapter, tmp_path / "store", force=True).store.manifest.weights == "bf16"

@@ -97,7 +97,7 @@ def test_what_is_no_loaded_model_is_called_so(model: Any, tmp_path: Path) -> Non
         lambda model: torch_mesh.watch(model).__enter__(),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match="is no loaded model.*from_pretrained"):
+        with pytest.raises(TypeError, match="not a loaded model.*from_pretrained"):
             call(model)
 
 

@@ -214,7 +214,7 @@ def test_a_block_that_stays_unpatched_is_traced_when_it_is_patched(tmp_path: Pat
     identities = torch_mesh.patch(_build("longcat_flash"))
     file = tmp_path / "other.npz"
     with (
-        pytest.raises(MeshError, match="5 of the experts .* compute nothing"),
+        pytest.raises(MeshError, match="5 identity experts"),
         torch_mesh.record_trace(identities, file),
     ):
         pass

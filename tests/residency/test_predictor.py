@@ -208,9 +208,9 @@ def _other_name(header: Any, body: bytearray) -> None:
     ("change", "said"),
     [
         (_other_format, "its format is 'torch_mesh predictor 2'"),
-        (_no_number, "'layers.0' holds values that are not finite"),
+        (_no_number, "'layers.0' has values that are not finite"),
         (_other_shape, "fitted to another model"),
-        (_other_dtype, "but the model wants 6 in BF16"),
+        (_other_dtype, "but the model needs 6 in BF16"),
         (_other_name, "fitted to another model"),
     ],
 )

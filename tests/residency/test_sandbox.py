@@ -67,7 +67,7 @@ def test_whatever_needs_a_thread_says_what_to_raise(
         lambda: guard.add(engine),
     ]
     for number, call in enumerate(calls):
-        with pytest.raises(MemoryError, match=r"raise the limit of processes \(ulimit -u"):
+        with pytest.raises(MemoryError, match=r"raise the process limit \(ulimit -u"):
             call()
             raise AssertionError(f"call {number} was not refused")
     monkeypatch.undo()

@@ -120,7 +120,7 @@ def test_what_it_does_not_go_with_is_said(
         {"residency": {"guard": "on"}},
         {"lossy": {"routing_bias": 0.1}},
     ):
-        with pytest.raises(ValueError, match="does not go with this"):
+        with pytest.raises(ValueError, match="excludes other settings"):
             open_model(store, shared=socket, **fields)
     with pytest.raises(ValueError, match="converted store"):
         open_model(mesh_tiny, shared=socket)

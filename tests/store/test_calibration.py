@@ -243,13 +243,13 @@ def test_texts_that_will_not_do(tmp_path: Path, mesh_tiny: Path, prose: str) -> 
     short.write_text("The sea was calm.")
     with pytest.raises(MeshError, match=r"short.txt makes \d+ tokens, and calibration needs 256"):
         convert(mesh_tiny, destination, "int4", calibrate=on_text(short))
-    with pytest.raises(ValueError, match="100 tokens are too few to calibrate on: give 256 at least"):
+    with pytest.raises(ValueError, match="tokens=100 .*give at least 256"):
         convert(mesh_tiny, destination, "int4", calibrate=on_text(prose, 100))
     short.write_bytes(b"\xff\xfe\x00\xd8")
     with pytest.raises(MeshError, match="not text in UTF-8"):
         convert(mesh_tiny, destination, "int4", calibrate=on_text(short))
     shutil.copytree(mesh_tiny, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(MeshError, match="has no tokenizer"):
+    with pytest.raises(MeshError, match="has no usable tokenizer"):
         convert(tmp_path / "mute", destination, "int4", calibrate=on_text(prose))
     assert not destination.exists() and not (tmp_path / ".store.partial").exists()
 
@@ -270,9 +270,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: py
         model.model.layers[3].mlp.experts.down_proj[7, 3, 3] = torch.inf
     model.save_pretrained(tmp_path / "source")
     _random_text(monkeypatch)
-    with pytest.raises(
-        StoreError, match=r"down of expert 7 in model\.layers\.3\.mlp\.experts has values that are not finite"
-    ):
+    with pytest.raises(StoreError, match=r"down of expert 7 in model\.layers\.3\.mlp\.experts is not finite"):
         convert(tmp_path / "source", tmp_path / "store", "int4", calibrate=on_text("any"))
 
 

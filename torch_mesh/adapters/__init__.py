@@ -1,1 +1,1 @@
-"""Low-rank adapters on experts that stay on disk: PEFT's ``target_parameters``, on patched models."""
+"""Low-rank adapters on experts of patched models: PEFT's ``target_parameters``."""

@@ -14,9 +14,10 @@ from .ranks import own_experts
 
 
 class Factors(NamedTuple):
-    """What is added to a projection of expert e: scaling * (x · a[e]^T) · b[e].
+    """An adapter: adds scaling * (x · a[e]^T) · b[e] to a projection of expert e.
 
-    a [experts, rank, in]; b [experts, rank, halves, intermediate], gate first, or [experts, rank, hidden] for down_proj.
+    a [experts, rank, in]; b [experts, rank, halves, intermediate], gate first, or [experts, rank, hidden] for
+    down_proj.
     """
 
     a: torch.Tensor
@@ -27,23 +28,23 @@ class Factors(NamedTuple):
 def rank_of(weight: torch.Tensor, experts: int, *, second: bool, where: str) -> int:
     """The rank of lora_A [rank * experts, in] or, if ``second``, of lora_B [out, rank * experts].
 
-    PEFT notes a rank when it makes an adapter, and hotswap_adapter puts weights of another one there. Raises MeshError,
-    which names ``where``, for weights that are not of so many experts.
+    Read from the weight, since hotswap_adapter may load another rank than PEFT noted. Raises MeshError, naming
+    ``where``, if the weight does not fit ``experts``.
     """
     ranks = weight.size(1 if second else 0)
     if ranks % experts:
         what = "columns in lora_B" if second else "rows in lora_A"
         raise MeshError(
             f"{where} has an adapter with {ranks} {what}, which must be a multiple of its {experts} experts. Load an "
-            "adapter that was made for this model."
+            "adapter made for this model."
         )
     return ranks // experts
 
 
 def widened(lora_a: torch.Tensor, experts: int, rank: int, where: str) -> torch.Tensor:
-    """``lora_a`` [own rank * experts, in] as [rank * experts, in], with zeros behind the rows of each expert.
+    """``lora_a`` [own rank * experts, in] as [rank * experts, in], padding each expert's rows with zeros.
 
-    It stays as it is where its own rank is not below ``rank``. Raises MeshError as ``rank_of`` does.
+    Unchanged if its own rank is not below ``rank``. Raises MeshError as ``rank_of`` does.
     """
     own = rank_of(lora_a, experts, second=False, where=where)
     if own >= rank:
@@ -63,27 +64,27 @@ def factors_of(
     swapped: bool,
     share: Share | None = None,
 ) -> Factors:
-    """Views of PEFT's two weights for ``parameter`` of ``layer``, whose module is not looked at.
+    """Views of PEFT's two weights for ``parameter`` of ``layer``; the layer's module is not used.
 
-    Of lora_a [rank * experts, in] an expert's rows stand together, of lora_b [out, rank * experts] its columns are ``experts`` apart. ``swapped``:
-    PEFT took the parameter for [experts, out, in]. If it is not, what PEFT trains as the first factor is the second one, and so the other way round.
-    Of a rank the weights are of all experts, and what comes back is of those of its ``share``.
-    Raises MeshError for weights that are not of ``experts`` experts, or of different ranks.
+    In lora_a [rank * experts, in] an expert's rows are adjacent; in lora_b [out, rank * experts] its columns are
+    ``experts`` apart. ``swapped``: PEFT treated the parameter as [experts, out, in]; if not, its first factor is our
+    second. With a ``share`` the weights are of all experts and the result is of the rank's own. Raises MeshError for
+    weights that do not fit ``experts``, or of different ranks.
     """
     where = f"{layer.path}.{parameter}"
     rank = rank_of(lora_a, experts, second=False, where=where)
     other = rank_of(lora_b, experts, second=True, where=where)
     if rank != other:
         raise MeshError(
-            f"{where} has an adapter of which lora_A has the rank {rank} and lora_B the rank {other}: they must be "
-            "equal. Load both from one file."
+            f"{where} has an adapter with lora_A of rank {rank} and lora_B of rank {other}: they must be equal. Load "
+            "both from one file."
         )
     by_expert = lora_a.view(experts, rank, -1)
     by_rank = lora_b.t().view(rank, experts, -1).transpose(0, 1)
     if share is not None:
         by_expert, by_rank = own_experts(by_expert, by_rank, share)
     a, b = (by_expert, by_rank) if swapped != layer.is_transposed else (by_rank, by_expert)
-    a, b = a[: layer.num_experts], b[: layer.num_experts]  # the parameter may have rows of experts that compute nothing
+    a, b = a[: layer.num_experts], b[: layer.num_experts]  # the parameter may have rows of identity experts
     if parameter == layer.parameter_names[0]:
         halves = 2 if layer.has_gate else 1
         if layer.is_concatenated:
@@ -94,7 +95,7 @@ def factors_of(
 
 
 def together(factors: list[Factors]) -> Factors:
-    """Those of several adapters as one, whose rank is the sum of theirs."""
+    """Several adapters as one, whose rank is the sum of theirs."""
     if len(factors) == 1:
         return factors[0]
     return Factors(

@@ -1,7 +1,7 @@
-"""A folder that PEFT's ``save_pretrained`` wrote, put on the outline of its base model.
+"""Read a folder that PEFT's ``save_pretrained`` wrote, on the meta-device outline of its base model.
 
-PEFT reads it: which modules and parameters it has adapters for, their ranks, scales and names. Base weights are stand-ins that take no memory,
-so that nothing of the base is read, and what an adapter makes of one weight is computed by PEFT's own layer when that weight is there.
+PEFT parses it: modules and parameters with adapters, ranks, scales and names. Base weights are placeholders without
+memory. PEFT's own layer computes the change of a weight once the weight is loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ try:
     from peft.tuners.lora import variants
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 except ImportError as missing:
-    raise ImportError("adapters are merged by PEFT 0.21 or later: pip install -U peft") from missing
+    raise ImportError("merging adapters needs PEFT 0.21 or later: pip install -U peft") from missing
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the one adapter in PEFT's model
-# PEFT's other initialisations change the base weights, too, which only a model that has them can be asked for.
+# PEFT's other initializations change the base weights too.
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
 _FIELDS = frozenset(field.name for field in dataclasses.fields(LoraConfig))
 _VARIANTS = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant)
@@ -43,7 +43,7 @@ _VARIANTS = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant)
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one parameter of the base. ``needs``: the parameters whose values, in fp32, ``made_of`` takes by name."""
+    """The change of one parameter of the base. ``needs``: the parameters whose fp32 values ``made_of`` gets by name."""
 
     needs: tuple[str, ...]
     made_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -51,29 +51,29 @@ class Change:
 
 @dataclass(frozen=True)
 class Adapter:
-    """``experts``: the factors on a projection, by the path of the experts and the name of their parameter; ``rest``: what becomes of all other
-    parameters that are not as in the base, by name."""
+    """``experts``: the factors on a projection, by the path of the experts and the parameter's name; ``rest``: changes
+    of all other parameters, by name."""
 
     experts: Mapping[tuple[str, str], Factors]
     rest: Mapping[str, Change]
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """Another adapter has another. Raises ``StoreError`` for a folder that is none."""
+    """A fingerprint of the adapter's files. Raises ``StoreError`` if the folder has no adapter."""
     check_folder(folder)
     for name in (_CONFIG, _WEIGHTS):
         if not (folder / name).is_file():
-            raise store_error(
-                folder, f"has no {name}: name a folder with an adapter, as PEFT's save_pretrained(folder) writes it"
-            )
+            raise store_error(folder, f"has no {name}: name a folder that PEFT's save_pretrained(folder) wrote")
     config = hashlib.blake2b((folder / _CONFIG).read_bytes(), digest_size=16).hexdigest()
     return f"{config} {checkpoint_fingerprint([folder / _WEIGHTS])}"
 
 
 def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer]) -> Adapter:
-    """The adapter in ``folder``, for ``model`` on the meta device, which is used up; ``layers``: those whose experts are in records.
+    """Read the adapter in ``folder`` for ``model`` on the meta device, which is consumed; ``layers``: those with
+    experts in records.
 
-    Raises ``StoreError`` for what is damaged, does not fit the model or is not used by it, and for what cannot be merged.
+    Raises ``StoreError`` for an adapter that is damaged, does not fit the model, has unused tensors, or cannot be
+    merged.
     """
     config = _config(folder, layers)
     placeholders = put_placeholders(model)
@@ -92,7 +92,7 @@ def read_adapter(folder: Path, model: nn.Module, layers: Sequence[ExpertsLayer])
         elif isinstance(module, ModulesToSaveWrapper):
             saved = module.modules_to_save[_NAME].state_dict()
             rest |= {f"{path}.{key}": Change((), _always(folder, key, value)) for key, value in saved.items()}
-    # An adapter of embeddings may have the whole of them in its file, where PEFT takes them for part of the base.
+    # An adapter of embeddings may have the whole embedding in its file, where PEFT treats it as part of the base.
     for name, parameter in base.named_parameters():
         if ".modules_to_save." not in name and ".lora_" not in name and id(parameter) not in placeholders:
             plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
@@ -106,38 +106,41 @@ def _config(folder: Path, layers: Sequence[ExpertsLayer]) -> LoraConfig:
     table = read_json_file(path, floats=True)
     kind = table.get("peft_type") if isinstance(table, dict) else None
     if kind != "LORA":
-        raise store_error(path, f"has the peft_type {kind!r}; LORA can be merged")
+        raise store_error(path, f"has peft_type={kind!r}; only LORA can be merged")
     initialisation = table.get("init_lora_weights", True)
     if initialisation not in _INITIALISATIONS:
         raise store_error(
             path,
-            f"has init_lora_weights={initialisation!r}, which changes the base weights, too. Save the adapter with PEFT's "
-            "save_pretrained(folder, path_initial_model_for_weight_conversion=...), which makes an ordinary one of it",
+            (
+                f"has init_lora_weights={initialisation!r}, which changes the base weights. Convert it with PEFT's "
+                "save_pretrained(folder, path_initial_model_for_weight_conversion=...)"
+            ),
         )
-    # PEFT leaves out what it does not know, as of a later PEFT, and would make another adapter of the rest.
+    # PEFT ignores fields of a later PEFT and would build another adapter.
     if unknown := [name for name, value in table.items() if value and name not in _FIELDS]:
-        raise store_error(path, f"has {_some(unknown)}, which PEFT {peft_version} does not know: pip install -U peft")
+        raise store_error(path, f"has {_some(unknown)}, unknown to PEFT {peft_version}: pip install -U peft")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names without a value, which change nothing
+            warnings.simplefilter("ignore")  # about names without a value, which change nothing
             config = LoraConfig.from_pretrained(str(folder))
-    except Exception as problem:  # whatever PEFT makes of values that it does not expect
-        raise store_error(path, f"is no config that PEFT takes: {problem}") from problem
+    except Exception as problem:  # PEFT raises anything for values that it does not expect
+        raise store_error(path, f"is not a config that PEFT accepts: {problem}") from problem
     if config.layer_replication:
-        raise store_error(path, "has layer_replication: a model of other layers than the base, which cannot be merged")
+        raise store_error(path, "has layer_replication, which changes the layers of the base and cannot be merged")
     for layer in layers:
         parts = layer.path.split(".")
         inside = {".".join(parts[start:end]) for end in range(1, len(parts) + 1) for start in range(end)}
         for name in config.modules_to_save or ():
             if name in inside:
                 raise store_error(
-                    path, f"has modules_to_save={name!r}, which holds the experts {layer.path}: too large"
+                    path, f"has modules_to_save={name!r}, which contains the experts {layer.path}: too large"
                 )
     return config
 
 
 def put_placeholders(model: nn.Module) -> set[int]:
-    """Zeros of one element in the place of each parameter, on the CPU, where PEFT puts an adapter beside its base. Returns their ids."""
+    """Replace each parameter by a one-element zero tensor, expanded, on the CPU, where PEFT creates adapters. Returns
+    their ids."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -149,11 +152,11 @@ def put_placeholders(model: nn.Module) -> set[int]:
 
 
 def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
-    read_header(folder / _WEIGHTS)  # says where it is damaged
+    read_header(folder / _WEIGHTS)  # raises where it is damaged
     config.inference_mode = True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say of is refused below
+            warnings.simplefilter("ignore")  # the causes are refused below
             loaded = PeftModel(model, config, _NAME, low_cpu_mem_usage=True)
             result = loaded.load_adapter(
                 str(folder),
@@ -163,25 +166,25 @@ def _load(folder: Path, model: Any, config: LoraConfig) -> PeftModel:
                 key_mapping=getattr(model, "_checkpoint_conversion_mapping", None),
             )
     except KeyError as problem:
-        raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} asks for") from problem
-    except Exception as problem:  # whatever PEFT makes of values that it does not expect
+        raise store_error(folder / _WEIGHTS, f"lacks {problem}, which {_CONFIG} names") from problem
+    except Exception as problem:  # PEFT raises anything for values that it does not expect
         raise store_error(folder, f"does not fit {type(model).__name__}: {_beginning(problem)}") from problem
     if result.unexpected_keys:
         raise store_error(
             folder / _WEIGHTS,
-            f"has tensors for which {type(model).__name__} has no place: {_some(result.unexpected_keys)}",
+            f"has tensors that {type(model).__name__} does not have: {_some(result.unexpected_keys)}",
         )
     missing = [name for name, parameter in loaded.named_parameters() if parameter.is_meta]
     if missing:
         raise store_error(
             folder / _WEIGHTS,
-            f"lacks tensors that {_CONFIG} asks for: {_some([name.replace(f'.{_NAME}', '') for name in missing])}",
+            f"lacks tensors that {_CONFIG} names: {_some([name.replace(f'.{_NAME}', '') for name in missing])}",
         )
     return loaded
 
 
 def _beginning(problem: Exception) -> str:
-    """Of what may be a line for each tensor."""
+    """The first line of an error that may have a line for each tensor."""
     lines = [line.strip() for line in str(problem).splitlines()]
     return " ".join(lines[:3]) + (f" And {len(lines) - 3} others." if len(lines) > 3 else "")
 
@@ -205,7 +208,7 @@ def _check_variants(folder: Path, base: nn.Module) -> None:
 
 def _factors(folder: Path, module: Any, layer: ExpertsLayer) -> Factors:
     if module.parameter_name not in layer.parameter_names[:2]:
-        raise store_error(folder, f"has an adapter on {layer.path}.{module.parameter_name}, which is no projection")
+        raise store_error(folder, f"has an adapter on {layer.path}.{module.parameter_name}, which is not a projection")
     lora_a, lora_b = (pair[_NAME].weight.detach().float() for pair in (module.lora_A, module.lora_B))
     return factors_of(
         lora_a,
@@ -219,7 +222,7 @@ def _factors(folder: Path, module: Any, layer: ExpertsLayer) -> Factors:
 
 
 def _changes(folder: Path, path: str, module: Any) -> dict[str, Change]:
-    """By PEFT's layer: of its weight, and of its bias where the adapter has one, too."""
+    """The changes of a PEFT layer: its weight and, if the adapter has one, its bias."""
     own = [getattr(module, "parameter_name", None) or "weight"]
     if module.lora_bias.get(_NAME):
         own.append("bias")
@@ -243,7 +246,7 @@ def _merged(
             base._parameters[name] = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
         module.merge(safe_merge=True)
         return base._parameters[wanted].detach()
-    except ValueError as problem:  # values that are no numbers
+    except ValueError as problem:  # not finite
         raise store_error(folder, f"cannot be merged into {path}: {problem}") from problem
     finally:
         base._parameters.update(placeholders)
@@ -251,12 +254,12 @@ def _merged(
 
 
 def _on_given(name: str, given: Change, change: Change) -> Change:
-    """``change``, of values of ``name`` that the adapter's file has and not of the base's."""
+    """``change``, applied to the values of ``name`` in the adapter's file instead of the base's."""
     needs = tuple(need for need in change.needs if need != name)
     return Change(needs, lambda values: change.made_of({**values, name: given.made_of(values).float()}))
 
 
 def _always(folder: Path, name: str, value: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     if not value.isfinite().all():
-        raise store_error(folder / _WEIGHTS, f"has values of {name} that are no numbers")
+        raise store_error(folder / _WEIGHTS, f"has values of {name} that are not finite")
     return lambda _: value

@@ -1,4 +1,4 @@
-"""A new store: a base with an adapter in it, written as a conversion is, expert by expert."""
+"""Merge an adapter into a base and write a new store, expert by expert."""
 
 from __future__ import annotations
 
@@ -52,22 +52,23 @@ def merge(
     progress: Progress | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Written:
-    """Writes a converted checkpoint to ``destination``: ``base`` with the PEFT adapter in the folder ``adapter`` merged into it.
+    """Write a converted checkpoint to ``destination``: ``base`` with the PEFT adapter in the folder ``adapter`` merged
+    into it.
 
-    ``base`` is a checkpoint's folder, a GGUF file, a folder that was converted, or a model id on the hub, of which ``revision`` and ``token`` are.
-    ``weights`` and ``group_size`` are what the experts become: 'auto' is the format of the base. Both are added up in fp32 and rounded
-    once; experts that the adapter does not change stay as they are. Memory is that of a few experts, of the largest other tensor, and of the adapter.
-    Interrupted at any moment, the same call continues.
+    ``base`` is a checkpoint's folder, a GGUF file, a converted folder, or a model id on the hub, with ``revision`` and
+    ``token``. ``weights`` and ``group_size`` set the experts' format; 'auto' keeps the base's. Sums are fp32 and
+    rounded once; experts without an adapter are copied unchanged. Memory: a few experts, the largest other tensor, and
+    the adapter. After an interruption the same call continues.
 
-    Raises ``StoreError`` for an adapter of which anything would be left over, that does not fit the base or cannot be merged, and as
-    ``torch-mesh convert`` does; ``ValueError`` for weights that nothing can be rounded to.
+    Raises ``StoreError`` for an adapter that does not fit the base, cannot be merged or has unused parts, and as
+    ``torch-mesh convert`` does; ``ValueError`` for formats that nothing can be rounded to.
     """
     source = local_folder(base, revision=revision, token=token)
     folder = Path(adapter)
     destination = Path(destination)
     for path in (source, folder):
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(destination)):
-            raise ValueError(f"the store cannot replace {path}, which it is made of: choose another folder")
+            raise ValueError(f"the store cannot replace its own base {path}: choose another folder")
     of_adapter = adapter_fingerprint(folder)
     found = _base_of(source, weights, group_size)
     plan = StorePlan(
@@ -96,7 +97,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _Base:
-    """What an adapter is merged into. ``weights`` and ``group_size`` are of the store that comes of it, ``layers`` by their numbers there."""
+    """The base of a merge. ``weights`` and ``group_size`` are of the new store, ``layers`` by their numbers there."""
 
     model: Any
     layers: Mapping[int, ExpertsLayer]
@@ -107,13 +108,13 @@ class _Base:
     fingerprint: str
     rest: Rest
     expert: Callable[[int, int], ExpertTensors]
-    unchanged: Callable[[int, int], torch.Tensor]  # an expert's record, if nothing is added to it
+    unchanged: Callable[[int, int], torch.Tensor]  # the record of an expert without an adapter
 
 
 def _base_of(source: Path, weights: str, group_size: int) -> _Base:
     fingerprint = _fingerprint(source)  # before the headers are read
     if weights not in ("auto", *WEIGHTS):
-        checked_group_size(weights, group_size)  # says what is allowed
+        checked_group_size(weights, group_size)  # raises for other values
     model = meta_model(read_config(source))
     return (_of_store if is_store(source) else _of_checkpoint)(source, model, fingerprint, weights, group_size)
 
@@ -122,7 +123,7 @@ def _of_checkpoint(source: Path, model: Any, fingerprint: str, weights: str, gro
     experts = find_checkpoint_experts(source, model)
     with warnings.catch_warnings():
         if experts.nearest().weights in PASSTHROUGH_FORMATS:
-            warnings.simplefilter("ignore")  # of what is refused
+            warnings.simplefilter("ignore")  # their causes are refused
         weights, group_size = weights_of_checkpoint(experts, weights, group_size)
     _check_rounds(source, weights)
     return _Base(
@@ -169,15 +170,16 @@ def _of_store(source: Path, model: Any, fingerprint: str, weights: str, group_si
 def _check_rounds(source: Path, weights: str) -> None:
     if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
-            f"{source} has {weights} experts, and nothing is rounded to that: say what they become with an adapter in them, weights= one of "
-            f"{', '.join(map(repr, WEIGHTS))} (--weights). 'int8' is the nearest of few bits."
+            f"{source} has {weights} experts, a format that nothing is rounded to: choose the format of the merged "
+            f"experts with weights= (--weights), one of {', '.join(map(repr, WEIGHTS))}. 'int8' is the most precise "
+            "with few bits."
         )
 
 
 def _fingerprint(source: Path) -> str:
     if not is_store(source):
         return fingerprint_of(source)
-    manifest = open_store(source).manifest  # whose checksums are those of all records
+    manifest = open_store(source).manifest  # has the checksums of all records
     return f"{manifest.store_id.hex()} {checkpoint_fingerprint(weight_files(source))}"
 
 
@@ -208,12 +210,12 @@ def _record(folder: Path, base: _Base, factors: list[Factors | None], layer: int
     for name, delta in added.items():
         parts[name] = parts[name] + delta
         if not parts[name].isfinite().all():
-            raise store_error(folder, f"makes values that are no numbers of expert {expert} of {base.modules[layer]}")
+            raise store_error(folder, f"makes expert {expert} of {base.modules[layer]} not finite")
     return pack_expert(ExpertTensors(**parts), base.weights, base.group_size)
 
 
 def _product(factors: Factors, expert: int) -> torch.Tensor | None:
-    """[parts, out, in]: what is added to gate and up, or to down; None where that is nothing."""
+    """[parts, out, in]: the change of gate and up, or of down; None without one."""
     a, b = factors.a[expert], factors.b[expert]
     if not (a.any() and b.any()):
         return None
@@ -221,7 +223,7 @@ def _product(factors: Factors, expert: int) -> torch.Tensor | None:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """What a parameter shares its weights with."""
+    """The parameters that share their weights, by name."""
     pairs = model.all_tied_weights_keys
     return {**pairs, **{source: tied for tied, source in pairs.items()}}
 
@@ -248,13 +250,15 @@ def _check_place(source: Path, folder: Path, model: Any, parameter: str, dense: 
     if parameter in tied:
         raise store_error(
             folder,
-            f"has an adapter on {parameter}, which shares its weights with {tied[parameter]}: merged, both would change. Compute with the "
-            "adapter as it is",
+            (
+                f"has an adapter on {parameter}, which shares its weights with {tied[parameter]}: merging would change "
+                "both. Use the adapter unmerged"
+            ),
         )
     if dense is None:
         raise store_error(
             folder,
-            f"has an adapter on {parameter}, and no tensor of {source} is that and nothing else: it cannot be merged",
+            f"has an adapter on {parameter}, which no single tensor of {source} holds: it cannot be merged",
         )
     if dense.tensor.dtype not in DENSE_DTYPES.values():
         raise store_error(folder, f"has an adapter on {parameter}, which is {dense.tensor.dtype} in {source}")
@@ -272,7 +276,7 @@ def _changed(folder: Path, places: Mapping[str, Dense], parameter: str, change: 
     def values() -> torch.Tensor:
         made = change.made_of({name: places[name].read().float() for name in change.needs}).to(dtype)
         if not made.isfinite().all():
-            raise store_error(folder, f"makes values of {parameter} that are no numbers in {tensor.dtype}")
+            raise store_error(folder, f"makes values of {parameter} that are not finite in {tensor.dtype}")
         return made
 
     return written(tensor.name, dtype, tensor.shape, values)

@@ -1,7 +1,7 @@
-"""Adapters on experts that are divided among ranks: each rank has those of all experts, and computes with those of its own.
+"""Adapters with expert parallelism: each rank has the adapters of all experts and computes with those of its own.
 
-So what PEFT, an optimiser and Trainer do with parameters is what they do in one process, on each rank alike: seeds, files, moments, the norm of
-gradients. The gradients of a rank's own experts are right as they are; in the backward the ranks give one another theirs.
+PEFT, optimizers and Trainer therefore do the same on each rank as in one process: seeds, files, moments, gradient norm.
+The backward gathers the gradients of each rank's own experts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from ..errors import MeshError
 from ..hf.expert_parallel import Share, gathered, lost_ranks
 
-_SAMPLED = 64  # values, by which ranks compare what they have
-_TOLERANCE = 0.01  # of the largest of them: processors of other kinds round differently
+_SAMPLED = 64  # values that ranks compare
+_TOLERANCE = 0.01  # relative to the largest: different CPUs round differently
 
 
 def own_experts(first: torch.Tensor, second: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of two stacks [routed, ...] the views [own, ...]. Gradients are of the whole stacks, and the same on all ranks, which all have to take them."""
+    """The views [own, ...] of two stacks [routed, ...]. Their gradients are of the whole stacks and equal on all ranks;
+    every rank has to run the backward."""
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return _OwnExperts.apply(first, second, share)
     own = slice(share.experts.start, share.experts.stop)
@@ -36,7 +37,8 @@ class _OwnExperts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *own: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # One message for both. Experts are the first dimension and ranks have them in order: what is gathered lies as the whole does.
+        # One message for both. Experts are the first dimension and ranks are in order: the concatenation is the whole
+        # stack.
         message = torch.cat([gradient.reshape(-1) for gradient in own])
         everyone = message.new_empty(ctx.ranks, message.numel())
         with lost_ranks("the gradients of adapters on experts"):
@@ -50,9 +52,10 @@ class _OwnExperts(torch.autograd.Function):
 
 
 def check_same(path: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Raises MeshError on all ranks unless their hidden states ``x`` and adapters' ``weights`` for the parameter ``path`` agree. All have to call it.
+    """Raises MeshError on all ranks unless their hidden states ``x`` and adapter ``weights`` for the parameter ``path``
+    agree. A collective call.
 
-    Ranks compute one batch together, and keep what they have in common each for itself: nothing later would show that it differs.
+    Ranks compute one batch together, each with its own copy of the adapters; a difference would stay unnoticed.
     """
     mine = (tuple(x.shape), _sample(x), [tuple(weight.shape) for weight in weights], [_sample(w) for w in weights])
     everyone = gathered(mine, path)
@@ -60,13 +63,13 @@ def check_same(path: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> N
     for rank, other in enumerate(everyone):
         if other[2] != shapes or not all(map(_agree, other[3], values)):
             raise MeshError(
-                f"{path}: the adapters of ranks 0 and {rank} begin with different values, and would stay different. Load the same file on all ranks, or "
-                "call torch.manual_seed with the same seed on each before get_peft_model."
+                f"{path}: the adapters of ranks 0 and {rank} have different initial values. Load the same file on all "
+                "ranks, or call torch.manual_seed with the same seed on each before get_peft_model."
             )
         if other[0] != shape or not _agree(other[1], states):
             raise MeshError(
-                f"{path}: ranks 0 and {rank} were given different batches (hidden states {list(shape)} and {list(other[0])}). Ranks compute one batch together: "
-                "give each of them the same, without a sampler that divides the data."
+                f"{path}: ranks 0 and {rank} got different batches (hidden states {list(shape)} and "
+                f"{list(other[0])}). Give all ranks the same batch, without a sampler that divides the data."
             )
 
 

@@ -1,8 +1,9 @@
-"""Makes PEFT put our wrapper around experts that are in a pool, whoever wrote the LoraConfig and when.
+"""Make PEFT use our wrapper for experts in a pool, with any LoraConfig.
 
-PEFT's extension point is ``LoraConfig._register_custom_module``, a mapping that belongs to one config and is not saved with it. It is filled in
-where a config meets such experts. What refuses a merge is asked before the first layer is merged. An adapter of a lower
-rank that is swapped in gets zeros behind each expert's rows, where PEFT has them behind those of the last one.
+PEFT's extension point, ``LoraConfig._register_custom_module``, is a mapping of one config that is not saved with it. It
+is filled in when a config meets such experts. Refusals of a merge are checked before the first layer is merged. A
+swapped-in adapter of lower rank is padded with zeros behind each expert's rows; PEFT would pad behind the last
+expert's.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from ..errors import MeshError
 from ..hf.compat import CHECK_MERGE, CREATE_MODULE, register_wrapper
 from ..hf.import_hooks import AfterImport
 
-_MIN_PEFT = "0.21"  # whose layer for a parameter takes its config
+_MIN_PEFT = "0.21"  # its layer for a parameter takes the config
 
 
 @functools.cache
 def watch() -> None:
-    """Extends PEFT, now or as soon as it is imported. Called when a model's experts come into a pool."""
+    """Extend PEFT, now or when it is imported. Called when a model is patched."""
     AfterImport(["peft.tuners.lora.model"], ["peft", "torch_mesh"], register).watch()
 
 
 def register() -> None:
-    """Called once PEFT has been imported. Raises nothing: a PEFT that is not as expected goes on as it is."""
+    """Called after PEFT's import. Never raises: an unexpected PEFT is left alone."""
     lora_model: Any = importlib.import_module("peft.tuners.lora.model").LoraModel
     create = getattr(lora_model, CREATE_MODULE, None)
     if create is None or hasattr(create, "_mesh_original"):
@@ -56,7 +57,7 @@ def register() -> None:
 
 
 def _with_refusal(check: Any) -> Any:
-    """PEFT's check before a merge, and ours: a layer that refused in the middle would leave those before it merged."""
+    """PEFT's check before a merge, then ours: a refusal in the middle would leave earlier layers merged."""
 
     @functools.wraps(check)
     def check_merge_allowed(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,7 @@ def _with_refusal(check: Any) -> Any:
 
 
 def _widening(swap: Any) -> Any:
-    """PEFT's exchange of weights in place, which copies a lora_A of fewer rows to the first rows of what is there."""
+    """PEFT's in-place swap, which copies a smaller lora_A to the first rows only."""
 
     @functools.wraps(swap)
     def hotswap_adapter_from_state_dict(
@@ -93,7 +94,7 @@ def _widened(model: Any, key: str, adapter: str, weight: Any) -> Any:
     path, *name = key.rsplit(".", 3)  # lora_A, the adapter, "weight"
     try:
         module = model.get_submodule(path)
-    except AttributeError:  # which PEFT refuses
+    except AttributeError:  # PEFT refuses it
         return weight
     return module.widened(name[0], adapter, weight) if isinstance(module, _wrapper().ParamWrapper) else weight
 
@@ -102,10 +103,10 @@ def _check_version() -> None:
     version = importlib.import_module("peft").__version__
     if Version(version).release < Version(_MIN_PEFT).release:
         raise MeshError(
-            f"PEFT is {version}; adapters on experts that torch_mesh runs take {_MIN_PEFT} or later: pip install -U peft."
+            f"PEFT is {version}; adapters on experts of torch_mesh need {_MIN_PEFT} or later: pip install -U peft."
         )
 
 
 def _wrapper() -> Any:
-    """Imported where it is needed: it imports PEFT and transformers."""
+    """Imported late: it imports PEFT and transformers."""
     return importlib.import_module(".wrapper", __package__)

@@ -1,4 +1,4 @@
-"""Which experts train: what PEFT's count of parameters does not say."""
+"""Which experts train."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .factors import rank_of
 
 
 def describe_training(model: nn.Module) -> str:
-    """A line that says in how many layers the experts of a patched model train, of which parameters, and what stays frozen.
+    """A line that says in how many layers of a patched model experts train, which parameters, and what is frozen.
 
     Raises MeshError for a model that is not patched.
     """
     layers = list(patched_modules(model))
     if not layers:
         raise MeshError(f"{type(model).__name__} is not patched: see torch_mesh.patch.")
-    trained: dict[str, set[int]] = {}  # by what is trained: the experts modules
+    trained: dict[str, set[int]] = {}  # experts modules by trained parameters
     of_experts = 0
     modules: Iterator[Any] = model.modules()
     for wrapper in modules:
@@ -40,7 +40,10 @@ def describe_training(model: nn.Module) -> str:
     others = sum(everything.values()) - of_experts
     base = ", ".join(dict.fromkeys(module._mesh_pool.weights for module in layers))
     if not trained:
-        return f"No experts train: those of all {len(layers)} layers are frozen ({base}). {others:,} other parameters train."
+        return (
+            f"No experts train: those of all {len(layers)} layers are frozen ({base}). {others:,} other parameters "
+            "train."
+        )
     what = "; ".join(
         f"{parameter} in {len(modules)} of {len(layers)} layers" for parameter, modules in sorted(trained.items())
     )

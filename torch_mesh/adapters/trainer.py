@@ -1,4 +1,4 @@
-"""What transformers' Trainer shows of a patched model while it trains."""
+"""What transformers' Trainer logs of a patched model while it trains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from .report import describe_training
 
 
 class MeshTrainerCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[torch_mesh.MeshTrainerCallback()])``: what trains, and in each log what reading the experts cost.
+    """``Trainer(..., callbacks=[torch_mesh.MeshTrainerCallback()])``: what trains, and the cost of reading experts in
+    each log.
 
-    When training begins it prints ``describe_training(model)``. Each log gets, of the forwards and backwards since the last one, ``mesh_hit_rate``
-    (of the experts that forwards asked for, those that were resident), ``mesh_read_gb`` and ``mesh_wait_seconds``, in which a forward had
-    nothing to compute. Evaluation counts to the log that follows it. They are in Trainer's printed log and its ``state.log_history``; reporters such
-    as W&B and TensorBoard, which Trainer calls before callbacks of one's own, do not get them. Raises MeshError for a model that is not patched.
+    Prints ``describe_training(model)`` when training begins. Each log gets, for the forwards and backwards since the
+    last log, ``mesh_hit_rate`` (fraction of accesses that found a resident expert), ``mesh_read_gb`` and
+    ``mesh_wait_seconds`` (time in which a forward had nothing to compute). Evaluation counts to the next log. Trainer's
+    printed log and ``state.log_history`` have them; reporters such as W&B and TensorBoard do not, since Trainer calls
+    them before user callbacks. Raises MeshError for a model that is not patched.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """PEFT's layer for a targeted parameter, for experts whose weights are in a pool.
 
-PEFT's own adds scaling * B · A to the whole stack of experts in each forward. This one hands both factors to the experts module, which adds
-their products to those rows of the routed experts that are computed anyway.
+PEFT's own adds scaling * B · A to the whole stack of experts in each forward. This one hands both factors to the
+experts module, which adds their products to the routed experts' rows only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..modules.packed_weight import PackedExpertsWeight
 from .factors import Factors, factors_of, rank_of, together, widened
 from .ranks import check_same
 
-# The others begin with values of the base weight, or change it.
+# The others start from the values of the base weight, or change it.
 _INITIALISATIONS = (True, False, "gaussian")
 
 
-class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that another one may be put around it
-    """Around a ``MeshExperts``, or around the wrapper of another parameter of it.
+class ParamWrapper(lora.ParamWrapper):  # PEFT recognizes by this name that wrappers may be nested
+    """Wraps a ``MeshExperts``, or the wrapper of another of its parameters.
 
-    The weights have PEFT's names and shapes. That of lora_B lies in memory by columns, so that the factor of each expert is contiguous.
+    Weights have PEFT's names and shapes. lora_B is stored by columns, so that each expert's factor is contiguous.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
     ) -> None:
         inside = base_layer.get_base_layer() if isinstance(base_layer, lora.ParamWrapper) else base_layer
         _check(cast(MeshExperts, inside), parameter_name, config)
-        self._compared = False  # with the other ranks, where there are some
+        self._compared = False  # with the other ranks, if any
         super().__init__(base_layer, adapter_name, parameter_name, config, **kwargs)
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int] | tuple[None, None]:
@@ -66,10 +66,10 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         return f"{self._layer.path}.{self.parameter_name}"
 
     def _lay_out(self, adapter: str) -> None:
-        """The same values in the same parameter: an optimiser that has it keeps it."""
+        """The same values in the same parameter, so that an optimizer keeps it."""
         weight: Any = self.lora_B[adapter].weight
         if not weight.is_meta and not weight.t().is_contiguous():
-            with torch.inference_mode(False):  # of a tensor that is made in it no gradient could be taken afterwards
+            with torch.inference_mode(False):  # inference tensors would never get gradients
                 weight.data = weight.data.t().contiguous().t()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         if active:
             if not torch.compiler.is_compiling():
                 for name in active:
-                    self._lay_out(name)  # a loader may have put another tensor there
+                    self._lay_out(name)  # a loader may have replaced the tensor
             self._compare(active, x)
             own = together([self._factors(name) for name in active])
             kwargs["adapters"] = {**kwargs.get("adapters", {}), self.parameter_name: own}
@@ -88,7 +88,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         return self.base_layer(x, *args, **kwargs)
 
     def _compare(self, active: list[str], x: torch.Tensor) -> None:
-        """Of ranks that begin to train, whether they do so with the same values."""
+        """Check that ranks start training with the same values."""
         share = self._experts._mesh_pool.share
         if share is None or self._compared or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -111,12 +111,12 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         )
 
     def widened(self, name: str, adapter: str, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` for ``adapter``'s lora_A or lora_B (``name``), of at least the rank that the adapter has now.
+        """``weight`` for ``adapter``'s lora_A or lora_B (``name``), padded to the current rank of the adapter.
 
-        Raises MeshError for a lora_A that is not of these experts.
+        Raises MeshError for a lora_A that does not fit these experts.
         """
         if name != "lora_A" or adapter not in self.lora_A:
-            return weight  # the columns of lora_B are in the order of ranks: PEFT's zeros behind them are right
+            return weight  # lora_B's columns are ordered by rank: PEFT pads correctly
         now: Any = self.lora_A[adapter].weight
         rank = rank_of(now, self.num_experts, second=False, where=self._where)
         return widened(weight, self.num_experts, rank, self._where)
@@ -129,9 +129,8 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
         alone = "" if self._experts._mesh_pool.share is None else ", in one process,"
         raise MeshError(
             f"{self._where} is packed ({self._experts._mesh_pool.weights}) and frozen: an adapter cannot be merged "
-            "into it in place. Compute with it unmerged, as it is, or make a new store: "
-            f"model.save_pretrained('adapter'), then{alone} torch_mesh.merge({named}, 'adapter', 'merged'), and open "
-            "'merged' with from_pretrained."
+            f"into it in place. Use it unmerged, or make a new store: model.save_pretrained('adapter'), then{alone} "
+            f"torch_mesh.merge({named}, 'adapter', 'merged'), and open 'merged' with from_pretrained."
         )
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
@@ -141,7 +140,7 @@ class ParamWrapper(lora.ParamWrapper):  # the name is how PEFT finds out that an
 
 
 def _layer_of(experts: MeshExperts) -> ExpertsLayer:
-    """Without its module."""
+    """The layer, without its module."""
     weight: Any = next(iter(experts._parameters[name] for name in experts._mesh_parameters))
     assert isinstance(weight, PackedExpertsWeight)
     return weight.place.layer
@@ -152,17 +151,18 @@ def _check(experts: MeshExperts, parameter: str | None, config: LoraConfig) -> N
     weights = layer.parameter_names[:2]
     if parameter is None:
         raise MeshError(
-            f"{layer.path} is no linear layer: name parameters in target_parameters, not the module in target_modules. Of these experts they "
-            f"may be {' and '.join(weights)}."
+            f"{layer.path} is no linear layer: name parameters in target_parameters instead of the module in "
+            f"target_modules. Allowed for these experts: {' and '.join(weights)}."
         )
     if parameter not in weights:
         raise MeshError(
-            f"{layer.path}.{parameter} cannot be adapted; of these experts target_parameters may name {' and '.join(weights)}."
+            f"{layer.path}.{parameter} cannot be adapted; allowed in target_parameters for these experts: "
+            f"{' and '.join(weights)}."
         )
     if config.init_lora_weights not in _INITIALISATIONS:
         raise MeshError(
-            f"init_lora_weights={config.init_lora_weights!r} needs the values of {layer.path}.{parameter}, which is packed and frozen; allowed "
-            f"for experts: {', '.join(map(repr, _INITIALISATIONS))}."
+            f"init_lora_weights={config.init_lora_weights!r} needs the values of {layer.path}.{parameter}, which is "
+            f"packed and frozen; allowed for experts: {', '.join(map(repr, _INITIALISATIONS))}."
         )
     why = _why_not(experts)
     if why:

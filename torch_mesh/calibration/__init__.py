@@ -1,1 +1,1 @@
-"""Packing by what a text shows the experts: docs/decisions/0057."""
+"""Calibrated packing: docs/decisions/0057."""

@@ -1,4 +1,4 @@
-"""Running a checkpoint on a text and keeping what its experts see, in the memory that running it takes."""
+"""Run a checkpoint on a text and record the inputs of its experts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from .rows import LayerRows, RowFiles
 FEWEST_TOKENS = 256
 _LENGTH = 1024  # of a sequence, at most
 _TOKENS_AT_ONCE = 8192  # in one forward, which reads each expert once
-_LONGEST_TOKEN = 64  # characters, on average: of a large file no more is tokenised than is run
+_LONGEST_TOKEN = 64  # mean characters per token: limits how much of a large file is tokenized
 
 _Argument = tuple[str, int]
 _ARGUMENTS: Sequence[_Argument] = (("hidden_states", 0), ("top_k_index", 1), ("top_k_weights", 2))
 
 
 def text_sequences(source: Path, text: str, tokens: int, longest: int | None) -> torch.Tensor:
-    """The first ``tokens`` tokens of a text as int64 [sequences, length], one document after the other, by the tokenizer of ``source``.
+    """The first ``tokens`` tokens of a text as int64 [sequences, length], documents concatenated, by the tokenizer of
+    ``source``.
 
-    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. All have the same length; fewer tokens than there are sequences are dropped. Raises MeshError
-    for a text that is too short, and where there is no tokenizer; ValueError for too few ``tokens``; OSError for a file that cannot be read.
+    ``text`` names a plain file, or a .jsonl file with a ``text`` in each line. All sequences have the same length; the
+    remainder is dropped. Raises MeshError for a text that is too short and for a missing tokenizer; ValueError for too
+    few ``tokens``; OSError for an unreadable file.
     """
     if tokens < FEWEST_TOKENS:
         raise ValueError(
-            f"{tokens} tokens are too few to calibrate on: give {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more."
+            f"tokens={tokens} is too few to calibrate on: give at least {FEWEST_TOKENS}, better {_TOKENS_AT_ONCE} or "
+            "more."
         )
     documents = read_documents([text])
     tokenizer = open_tokenizer(source)
@@ -44,11 +47,12 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
         if len(ids) >= tokens:
             break
     if not ids and any(documents):
-        raise MeshError(f"{source} has no tokenizer that knows text: transformers' makes no tokens of {text}")
+        raise MeshError(f"{source} has no usable tokenizer: it makes no tokens of {text}")
     ids = ids[:tokens]
     if len(ids) < FEWEST_TOKENS:
         raise MeshError(
-            f"{text} makes {len(ids)} tokens, and calibration needs {FEWEST_TOKENS} at least, better {_TOKENS_AT_ONCE} and more: give a longer text"
+            f"{text} has {len(ids)} tokens, and calibration needs at least {FEWEST_TOKENS}, better {_TOKENS_AT_ONCE} "
+            "or more: give a longer text"
         )
     count = -(-len(ids) // min(_LENGTH, longest or _LENGTH))
     length = len(ids) // count
@@ -58,26 +62,29 @@ def text_sequences(source: Path, text: str, tokens: int, longest: int | None) ->
 def collect(
     source: Path, sequences: torch.Tensor, files: RowFiles, folder: Path, done: Callable[[int], None]
 ) -> list[int]:
-    """Runs the checkpoint ``source`` on ``sequences`` and writes what its experts see to ``files`` in ``folder``; returns each layer's rows.
+    """Run the checkpoint ``source`` on ``sequences`` and write the experts' inputs to ``files`` in ``folder``; returns
+    each layer's rows.
 
-    Continues behind the sequences that an earlier run has completed. ``done`` is told of bytes as they are written, at first of those that are there.
+    Continues after the sequences that an earlier run completed. ``done`` gets the bytes as they are written, those
+    already there first.
     """
     finished = files.resume(folder)
     if finished < len(sequences):
-        files.complete(folder, finished)  # all files are there from now on
+        files.complete(folder, finished)  # creates all files
     done(sum(files.rows(folder)) * files.row_bytes)
     if finished == len(sequences):
         return files.rows(folder)
-    model = open_model(source, MeshConfig(weights="auto"))  # as the checkpoint has them, whatever the environment says
+    model = open_model(source, MeshConfig(weights="auto"))  # the checkpoint's own format, whatever the environment says
     try:
         count = len({module._mesh_layer for module in _experts_of(model)})
         if count != files.layers:
             raise UnsupportedModelError(
-                f"{source} opens as {type(model).__name__} with {count} layers of experts, and its files have {files.layers}: convert it without calibration"
+                f"{source} opens as {type(model).__name__} with {count} layers of experts, but its files have "
+                f"{files.layers}: convert it without calibration"
             )
         with _watched(model, lambda layer, rows: done(files.append(folder, layer, rows))), torch.inference_mode():
             for batch in sequences[finished:].split(max(1, _TOKENS_AT_ONCE // sequences.shape[1])):
-                model.base_model(input_ids=batch.to(model.device), use_cache=False)  # no logits, which nobody needs
+                model.base_model(input_ids=batch.to(model.device), use_cache=False)  # logits are not needed
                 finished += len(batch)
                 files.complete(folder, finished)
     finally:
@@ -94,7 +101,7 @@ def _experts_of(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _watched(model: Any, see: Callable[[int, LayerRows], None]) -> Iterator[None]:
-    """Shows ``see`` what enters each layer's experts."""
+    """Call ``see`` with the inputs of each layer's experts."""
 
     def look(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, ids, weights = (named[name] if name in named else positional[place] for name, place in _ARGUMENTS)

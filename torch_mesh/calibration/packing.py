@@ -1,4 +1,4 @@
-"""Records of a checkpoint's experts that are packed by what a text shows them."""
+"""Calibrated records of a checkpoint's experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 def on_text(text: str | os.PathLike[str], tokens: int = CALIBRATE_TOKENS) -> Calibrate:
     """The ``calibrate`` of ``store.convert.convert``: by a text (a plain file, or .jsonl with a ``text`` in each line).
 
-    The checkpoint is run on its first ``tokens`` tokens, in the memory that running it takes.
+    Runs the checkpoint on its first ``tokens`` tokens.
     """
 
     def calibrate(experts: CheckpointExperts, model: PreTrainedModel, weights: str, group_size: int) -> Calibrator:
@@ -45,9 +45,10 @@ def on_text(text: str | os.PathLike[str], tokens: int = CALIBRATE_TOKENS) -> Cal
 
 
 class Calibrator:
-    """Packs the experts of a checkpoint by the first ``tokens`` tokens of the file ``text``. ``model`` is on the meta device.
+    """Pack the experts of a checkpoint by the first ``tokens`` tokens of the file ``text``. ``model`` is on the meta
+    device.
 
-    Raises MeshError and OSError for texts that will not do, before anything is written.
+    Raises MeshError and OSError for unusable texts, before anything is written.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Calibrator:
         self._weights, self._group_size = weights, group_size
         self._sequences = text_sequences(experts.folder, text, tokens, _longest(model.config))
         shape = experts.shape
-        # Where the module around them is replaced, each choice of a token is a row of its own, times its routing weight.
+        # If the surrounding module is replaced, each choice of a token is a row of its own, times its routing weight.
         top_k, rows_per_token = (shape.top_k, 1) if layers[0].block is None else (1, shape.top_k)
         self._files = RowFiles(shape.layers, top_k, shape.hidden, self._sequences.numel(), rows_per_token)
         self._folder: Path | None = None  # of the rows, once they are complete
@@ -73,7 +74,7 @@ class Calibrator:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What the store's manifest says of it."""
+        """The entry for the store's manifest."""
         return Calibration(
             text=hashlib.blake2b(self._sequences.numpy().tobytes(), digest_size=16).hexdigest(),
             tokens=self._sequences.numel(),
@@ -98,8 +99,7 @@ class Calibrator:
             if part is not None and not bool(torch.isfinite(part).all()):
                 raise store_error(
                     self._experts.folder,
-                    f"{name} of expert {expert} in {self._layers[layer].path} has values that are not finite, which calibration would spread "
-                    "over others: convert it without",
+                    f"{name} of expert {expert} in {self._layers[layer].path} is not finite: convert without calibration",
                 )
         try:
             hidden, intermediate = self._layer_seen(layer).moments(
@@ -111,7 +111,7 @@ class Calibrator:
 
     def _layer_seen(self, layer: int) -> _SeenLayer:
         assert self._folder is not None
-        with self._lock:  # or two threads would make the same
+        with self._lock:  # threads must not compute it twice
             if layer not in self._seen:
                 self._seen = {layer: _SeenLayer(self._files.read(self._folder, layer))} | dict(
                     [*self._seen.items()][:1]
@@ -120,14 +120,15 @@ class Calibrator:
 
 
 def _longest(config: Any) -> int | None:
-    """Sequence that a model knows positions for; None where its config does not say."""
+    """The longest sequence the model has positions for; None if its config does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def pack_calibrated(
     tensors: ExpertTensors, hidden: InputMoments, intermediate: InputMoments, weights: str, group_size: int
 ) -> torch.Tensor:
-    """One expert's packed record, uint8 [record bytes]: ``hidden`` is what gate and up see, ``intermediate`` what down sees."""
+    """One expert's packed record, uint8 [record bytes]: ``hidden`` is the input of gate and up, ``intermediate`` that
+    of down."""
     return torch.ops.torch_mesh.pack_calibrated(
         tensors.gate,
         tensors.up,
@@ -145,7 +146,7 @@ def pack_calibrated(
 
 
 class _SeenLayer:
-    """What the experts of one layer saw."""
+    """The recorded inputs of one layer's experts."""
 
     def __init__(self, rows: LayerRows) -> None:
         self._rows = rows
@@ -158,7 +159,7 @@ class _SeenLayer:
     def moments(
         self, layer: ExpertsLayer, expert: int, tensors: ExpertTensors, streams: int, step: int
     ) -> tuple[InputMoments, InputMoments]:
-        """Of what gate and up see, and of what down sees, in a format's ``_C.calibration_order``."""
+        """The moments for gate and up, and for down, in a format's ``_C.calibration_order``."""
         tokens, choice = (self._rows.ids == expert).nonzero(as_tuple=True)
         routing = self._rows.weights[tokens, choice].square()
         hidden, intermediate = Moments(layer.hidden), Moments(layer.intermediate)
@@ -181,7 +182,7 @@ class _SeenLayer:
 
 
 def _gate_up(tensors: ExpertTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of one expert, gate first, in fp32, and the biases."""
+    """Gate first, in fp32, and the biases."""
     weights = [part.float() for part in (tensors.gate, tensors.up) if part is not None]
     biases = [part.float() for part in (tensors.gate_bias, tensors.up_bias) if part is not None]
     return torch.cat(weights), torch.cat(biases) if biases else None

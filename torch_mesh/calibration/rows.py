@@ -1,7 +1,7 @@
-"""What enters the experts of each layer while a text runs through a model, in files: a row for each token.
+"""Files with the inputs of each layer's experts while a text runs through a model: a row for each token.
 
-A row is top-k ids (int32), top-k routing weights (fp32), the hidden state (bf16), and zeros up to a multiple of 8 bytes. Memory is that of the rows that are
-being read or written.
+A row is top-k ids (int32), top-k routing weights (fp32), the hidden state (bf16), and zeros up to a multiple of 8
+bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from ..system.atomic_files import FILE_MODE
 
 _STATE = "calibration.json"
-_ALIGNMENT = 8  # of a row, for the types in it
+_ALIGNMENT = 8  # of a row
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Of one layer: ids int64 [rows, k], weights fp32 [rows, k], hidden bf16 [rows, hidden], which is mapped and not in memory."""
+    """Rows of one layer: ids int64 [rows, k], weights fp32 [rows, k], hidden bf16 [rows, hidden], memory-mapped."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -31,7 +31,8 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class RowFiles:
-    """The files of all layers in one folder. ``tokens`` are those of the text, ``rows_per_token`` what a token makes of rows in a layer."""
+    """The files of all layers in one folder. ``tokens`` are those of the text, ``rows_per_token`` a layer's rows for
+    each."""
 
     layers: int
     top_k: int
@@ -45,7 +46,7 @@ class RowFiles:
 
     @property
     def bytes(self) -> int:
-        """Of all files, at most."""
+        """Upper bound for all files."""
         return self.layers * self.tokens * self.rows_per_token * self.row_bytes
 
     @property
@@ -53,7 +54,7 @@ class RowFiles:
         return (_STATE, f"{_STATE}.new", *map(self._name, range(self.layers)))
 
     def resume(self, folder: Path) -> int:
-        """How many sequences are complete in ``folder``; drops what there is of others."""
+        """The number of complete sequences in ``folder``; truncates incomplete ones."""
         done, rows = self._state(folder)
         for layer, count in enumerate(rows):
             with (folder / self._name(layer)).open("ab") as stream:
@@ -61,14 +62,14 @@ class RowFiles:
         return done
 
     def rows(self, folder: Path) -> list[int]:
-        """Of each layer's file, now."""
+        """Current rows of each layer's file."""
         return [(folder / self._name(layer)).stat().st_size // self.row_bytes for layer in range(self.layers)]
 
     def append(self, folder: Path, layer: int, rows: LayerRows) -> int:
-        """Writes rows behind those that are there; returns their bytes."""
+        """Append rows; returns their bytes."""
         table = torch.zeros(len(rows.ids), self.row_bytes, dtype=torch.uint8)
         ids, weights, hidden = self._parts(table)
-        chosen = rows.ids.shape[1]  # less than top-k in the layers of some models
+        chosen = rows.ids.shape[1]  # some layers have fewer than top-k
         ids[:, :chosen] = rows.ids
         ids[:, chosen:] = -1
         weights[:, :chosen] = rows.weights
@@ -78,7 +79,7 @@ class RowFiles:
         return table.nbytes
 
     def complete(self, folder: Path, sequences: int) -> None:
-        """Says that the rows of so many sequences are there, which outlasts a kill and a loss of power."""
+        """Record durably that the rows of so many sequences are complete."""
         for layer in range(self.layers):
             descriptor = os.open(folder / self._name(layer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             try:
@@ -94,7 +95,7 @@ class RowFiles:
 
     def read(self, folder: Path, layer: int) -> LayerRows:
         path = folder / self._name(layer)
-        if path.stat().st_size == 0:  # which cannot be mapped
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
             table = torch.empty(0, self.row_bytes, dtype=torch.uint8)
         else:
             table = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c").reshape(-1, self.row_bytes))

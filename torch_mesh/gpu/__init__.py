@@ -1,1 +1,1 @@
-"""Experts on GPUs: how many fit, which ones, putting them there, and what forwards have under way there."""
+"""Experts on GPUs: how many fit, which ones, their placement, and forwards in progress there."""

@@ -1,4 +1,4 @@
-"""Which experts of a model go to the GPUs that its layers are on, by its config, its profile and the free memory."""
+"""Choose the experts of a model that go to its layers' GPUs, by config, profile and free memory."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ from .planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, plan_gpu
 
 @dataclass(frozen=True)
 class _RecordSizes:
-    """Bytes of one expert's record: as it lies on a card, and as prompts bring others up."""
+    """Bytes of one expert's record: resident on the GPU, and streamed for prompts."""
 
     there: int
     up: int
 
 
 def format_on_gpu(config: MeshConfig, weights: str) -> str:
-    """Of experts that are in ``weights`` in memory."""
+    """The format on the GPU of experts that are in ``weights`` in memory."""
     return weights if config.gpu.weights == "auto" else config.gpu.weights
 
 
 def check_gpu_weights(config: MeshConfig, stored: str | None = None) -> None:
-    """Raises ValueError for ``gpu.weights`` that nothing is placed in, or that the only records at hand, ``stored``, cannot give."""
+    """Raises ValueError for ``gpu.weights`` without experts on a GPU, or that the stored format ``stored`` cannot
+    give."""
     if config.gpu.weights == "auto":
         return
     given = f"gpu.weights={config.gpu.weights!r}"
     if config.gpu.experts == 0:
-        raise ValueError(f"{given} says how experts lie on a GPU, and gpu.experts gives it none: set gpu.experts.")
+        raise ValueError(f"{given} sets the format of experts on a GPU, but gpu.experts is 0: set gpu.experts.")
     if stored is None or config.gpu.weights == stored:
         return
     fewer = formats_of_fewer_bits(stored)
     if config.gpu.weights not in fewer:
         raise ValueError(
-            f"{given} has no fewer bits than the {stored} of this converted checkpoint, and would be no more precise: give "
-            f"{', '.join(map(repr, (*fewer, 'auto')))}, or the original checkpoint with weights={stored!r} and store= naming this one."
+            f"{given} has no fewer bits than the {stored} of this converted checkpoint and gains no precision: give "
+            f"{', '.join(map(repr, (*fewer, 'auto')))}, or the original checkpoint with weights={stored!r} and store= "
+            "naming this one."
         )
 
 
@@ -63,14 +65,14 @@ def choose_experts(
     stored_layers: int | None = None,
     places: Sequence[int] | None = None,
 ) -> Placement:
-    """What ``config.gpu.experts`` comes to for this model, where it is now.
+    """Resolve ``config.gpu.experts`` for this model on its current devices.
 
-    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, and those of the model at ``places``, if
-    they are not all its own. So has ``config.profile``.
+    ``weights`` and ``group_size`` are of the records in memory, which have ``stored_layers`` layers, with the model's
+    at ``places`` if they are more. ``config.profile`` has the same layers.
 
-    Raises MeshError where experts are asked for that cannot be placed (no GPU, no Triton), UnsupportedModelError for a family
-    whose experts run by projection, ValueError for a mask or number that does not fit the model, MemoryError for more than
-    the device holds. "auto" takes none instead, and says so where the model is on a GPU.
+    Raises MeshError if experts cannot be placed (no GPU, no Triton), UnsupportedModelError for a family whose experts
+    run unfused, ValueError for a mask or number that does not fit the model, MemoryError for more than the device
+    holds. "auto" then places none, with a warning if the model is on a GPU.
     """
     devices = tuple(layer_device(model, layer) for layer in layers)
     experts = layers[0].num_experts
@@ -90,7 +92,7 @@ def choose_experts(
     placement = Placement(here, devices, there, config.gpu.streaming, config.gpu.placement == "dynamic")
     if placement.dynamic and placement.count == 0 and wanted != "auto":
         raise ValueError(
-            "gpu.placement='dynamic' moves experts among slots on a GPU, and gpu.experts gives it none: set gpu.experts."
+            "gpu.placement='dynamic' moves experts among slots on a GPU, but gpu.experts is 0: set gpu.experts."
         )
     if placement.count > 0:
         _check_possible(layers, placement, size)
@@ -100,7 +102,8 @@ def choose_experts(
 def _uses(
     config: MeshConfig, stored_layers: int, layers: Sequence[ExpertsLayer], places: Sequence[int] | None
 ) -> npt.NDArray[np.int64] | None:
-    """Of each layer's experts by the config's profile, [layers, experts]. Raises MeshError for one of another model."""
+    """Uses of each layer's experts by the config's profile, [layers, experts]. Raises MeshError for a profile of
+    another model."""
     if config.profile is None or config.gpu.experts == 0:
         return None
     profile = load_profile(config.profile)
@@ -120,7 +123,7 @@ def _automatic_counts(
     for device in usable:
         its_own = [index for index, where in enumerate(devices) if where == device]
         free, total = _device_memory(device)
-        free += sum(_bytes_on(layers[index], device) for index in its_own)  # which patching gives back
+        free += sum(_bytes_on(layers[index], device) for index in its_own)  # which patching frees
         plan = plan_gpu(
             free,
             total,
@@ -141,15 +144,15 @@ def _automatic_counts(
 
 def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: _RecordSizes) -> None:
     if obstacle := _obstacle(layers, placement.devices):
-        raise UnsupportedModelError(f"gpu.experts cannot be had here: {obstacle}")
+        raise UnsupportedModelError(f"gpu.experts cannot be used here: {obstacle}")
     for device in dict.fromkeys(placement.devices):
         wanted = placement.count_on(device)
         if wanted == 0:
             continue
         if not _holds_experts(device):
             raise MeshError(
-                f"gpu.experts names experts of layers that are on {device}: experts go where their layer is when it is patched. "
-                "Pass device_map='cuda' to from_pretrained, or move the model before torch_mesh.patch."
+                f"gpu.experts names experts of layers on {device}, but experts go to their layer's device. Pass "
+                "device_map='cuda' to from_pretrained, or move the model before torch_mesh.patch."
             )
         free = _device_memory(device)[0]
         free += sum(
@@ -158,13 +161,13 @@ def _check_possible(layers: Sequence[ExpertsLayer], placement: Placement, size: 
         needed = placement.slots_on(device) * size.there + 2 * placement.batch_on(device) * size.up
         if needed > free:
             raise MemoryError(
-                f"gpu.experts needs {needed:,} bytes for {wanted} experts and others on their way, but {device} has {free:,} "
+                f"gpu.experts needs {needed:,} bytes for {wanted} experts and spare slots, but {device} has {free:,} "
                 "left: give fewer, or 'auto'."
             )
 
 
 def _obstacle(layers: Sequence[ExpertsLayer], devices: Sequence[torch.device]) -> str:
-    """Why no GPU can compute these experts, or nothing."""
+    """Why no GPU can compute these experts; empty if one can."""
     if layers[0].fused_activation is None:
         return BY_PROJECTION
     if len({layer.fused_activation for layer in layers}) > 1:
@@ -182,13 +185,13 @@ def _holds_experts(device: torch.device) -> bool:
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes. What torch's allocator has reserved and not handed out is free."""
+    """(free, total) bytes. Memory that torch's allocator has reserved but not used counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def layer_device(model: nn.Module, layer: ExpertsLayer) -> torch.device:
-    """Where a layer computes: that of its experts or, when those are nowhere, of its router, or of the model."""
+    """The device of a layer: that of its experts, else of its router, else of the model."""
     return device_of(layer.module, model.get_submodule(layer.path.rpartition(".")[0]), model)
 
 

@@ -1,4 +1,4 @@
-"""What a model's forwards have under way on GPUs: waiting for it, the buffers of those that are captured, and moving experts between."""
+"""Pending work of a model's forwards on GPUs: waiting, buffers for CUDA graphs, and moving experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..statistics.stats import shared_devices_of
 
 
 def synchronize(model: nn.Module) -> None:
-    """Waits until the host has computed its share of all forwards so far, and raises what that failed with since the last error.
+    """Wait until the host has computed its part of all forwards so far; raise its first error since the last raised
+    one.
 
-    What failed is NaN in the output. The GPU itself is not waited for, nor what a captured graph does at a replay: that is what
-    ``torch.cuda.synchronize()`` is for, and an error of it is raised here afterwards. Raises MeshError for a model that is not
-    patched or has no experts on a GPU, ReadError and the like for a failed read, ValueError for a wrong expert id.
+    The output of a failed forward is NaN. This waits neither for the GPU nor for replays of a captured graph: call
+    ``torch.cuda.synchronize()`` first, then this raises their errors. Raises MeshError for a model that is not patched
+    or has no experts on a GPU, ReadError and the like for a failed read, ValueError for an invalid expert id.
     """
     errors = []
     for device in _devices(model):
@@ -31,17 +32,16 @@ def synchronize(model: nn.Module) -> None:
 
 
 def set_capture_batch_sizes(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Buffers for the forwards that ``torch.cuda.graph`` captures: of so many tokens each, in place of those that were set before.
+    """Allocate buffers for forwards of these token counts under ``torch.cuda.graph``, replacing earlier sizes.
 
-    To be called before the capture, which may allocate nothing. One set serves all layers and all graphs of that size, which therefore have
-    to be launched in one stream. Graphs that were captured before keep the buffers that they have; ``[]`` sets none.
-    Raises MeshError for a model that is not patched or has no experts on a GPU, ValueError for
-    sizes that are not positive integers or are given twice.
+    Call it before the capture, which may not allocate. One set serves all layers and all graphs of a size; launch those
+    in one stream. Graphs captured earlier keep their buffers; ``[]`` sets none. Raises MeshError for a model that is
+    not patched or has no experts on a GPU, ValueError for sizes that are not distinct positive integers.
     """
     wanted = list(sizes)
     wrong = [size for size in wanted if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31]
     if wrong or len(set(wanted)) < len(wanted):
-        raise ValueError(f"sizes={wanted!r} are no batch sizes: give distinct positive numbers of tokens, or none.")
+        raise ValueError(f"sizes={wanted!r} are not batch sizes: give distinct positive numbers of tokens, or none.")
     devices = _devices(model)
     top_k = max(module._mesh_pool.top_k for module in patched_modules(model))
     for device in devices:
@@ -49,18 +49,19 @@ def set_capture_batch_sizes(model: nn.Module, sizes: Iterable[int]) -> None:
 
 
 def capture_batch_sizes(model: nn.Module) -> list[int]:
-    """The sizes that ``set_capture_batch_sizes`` has set, in its order. Raises MeshError as that does."""
+    """The sizes that ``set_capture_batch_sizes`` set, in its order. Raises MeshError as that does."""
     return _devices(model)[0].host.capture_sizes()
 
 
 def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
-    """Moves experts to the GPUs of their layers and back, for models with ``gpu.placement="dynamic"``; returns how many moved up.
+    """Move experts between the GPUs of their layers and the pool under ``gpu.placement="dynamic"``; returns how many
+    moved up.
 
-    With ``here``, bool [layers, experts], just those are there afterwards; the call waits until they are. Without, it is what each eager
-    forward of a model does at its beginning: the next step of what routing asks for, without waiting; call it between replays of
-    a captured graph, in their stream. Raises MeshError for a model that is not patched, has no experts on a GPU or a static placement,
-    ValueError for a mask that does not fit the model or has more experts than a GPU has slots, and what reading experts raises; what was
-    moved before it stays moved.
+    With ``here``, bool [layers, experts], exactly those are on the GPUs when the call returns. Without, it starts the
+    next step towards what routing uses, without waiting, as each eager forward of a model does; call it between replays
+    of a captured graph, in their stream. Raises MeshError for a model that is not patched, has no experts on a GPU or a
+    static placement, ValueError for a mask that does not fit the model or a GPU's slots, and the errors of reading
+    experts; earlier moves stay.
     """
     devices = [device for device in _devices(model) if device.mover is not None]
     if not devices:
@@ -73,7 +74,8 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
     modules = list(patched_modules(model))
     if here.dtype != torch.bool or here.shape != (len(modules), modules[0].num_experts):
         raise ValueError(
-            f"here is {here.dtype} {list(here.shape)}; it has to be torch.bool [{len(modules)}, {modules[0].num_experts}]."
+            f"here is {here.dtype} {list(here.shape)}; it has to be torch.bool [{len(modules)}, "
+            f"{modules[0].num_experts}]."
         )
     placed = [None if module._mesh_device is None else find(module._mesh_handle) for module in modules]
     for row, layer in enumerate(placed):
@@ -82,7 +84,7 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
             here[row].cpu(), torch.full(here[row].shape, layer is not None and layer.complete)
         ):
             raise ValueError(
-                f"experts of MoE layer {row} do not move: all of them are where the layer is, or none can be."
+                f"experts of MoE layer {row} do not move: either all of them are on the GPU, or none can be."
             )
     moved = 0
     for device in devices:
@@ -101,8 +103,5 @@ def place_experts(model: nn.Module, here: torch.Tensor | None = None) -> int:
 def _devices(model: nn.Module) -> list[SharedDevice]:
     devices = shared_devices_of(model)
     if not devices:
-        raise MeshError(
-            f"{type(model).__name__} has no experts on a GPU: nothing of it is under way there, and nothing of it can be captured. "
-            "See MeshConfig.gpu.experts."
-        )
+        raise MeshError(f"{type(model).__name__} has no experts on a GPU. Set MeshConfig.gpu.experts.")
     return devices

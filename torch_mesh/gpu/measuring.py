@@ -1,4 +1,4 @@
-"""What bringing an expert up and computing it cost, by which prompts choose what comes up."""
+"""Measure what streaming and computing an expert cost."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..ops.device import DeviceLayer, SharedDevice
 from ..ops.streaming import Costs
 from ..pool.expert_pool import ExpertPool
 
-# Rows of an expert by which the CPU's time is measured, beside one.
+# Rows of an expert in the second measurement on the CPU; the first has one.
 _MANY_ROWS = 32
 
 
 def streaming_costs(
     pool: ExpertPool, layer: DeviceLayer, shared: SharedDevice, streaming: str | tuple[float, float, float]
 ) -> Costs:
-    """By which prompts choose what comes up: as given, or measured with ``layer``'s experts."""
+    """The costs as given, or measured with ``layer``'s experts."""
     if not isinstance(streaming, str):
         return Costs(*streaming)
     uplift = shared.uplift
@@ -34,14 +34,15 @@ def streaming_costs(
 
     copy = _seconds(bring) / len(cold)
     one, many = _expert_seconds(pool, layer.index, cold)
-    if not pool.in_memory:  # nobody has asked for them
+    if not pool.in_memory:  # only if they were never read
         torch.ops.torch_mesh.evict(pool.handle(layer.index), torch.tensor(cold))
     row = max(0.0, many - one) / (_MANY_ROWS - 1)
     return Costs(copy, row, max(0.0, one - row))
 
 
 def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[float, float]:
-    """What the CPU takes for an expert of one row and of ``_MANY_ROWS``, in a pool apart: neither heat nor a profile shall know of it."""
+    """Seconds on the CPU for an expert of one row and of ``_MANY_ROWS``, in a separate pool that affects neither heat
+    nor profiles."""
     shape, count = pool.geometry, len(experts)
     engine = _C.Engine(
         layers=1,
@@ -78,7 +79,7 @@ def _expert_seconds(pool: ExpertPool, layer: int, experts: list[int]) -> tuple[f
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The least of three, after one that is not counted."""
+    """The minimum of three calls, after a warm-up."""
     taken = []
     for _ in range(4):
         begin = time.perf_counter()

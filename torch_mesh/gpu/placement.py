@@ -1,4 +1,4 @@
-"""Which experts lie on GPUs: so many of each layer, a mask, or those that are used most."""
+"""Which experts are on GPUs: a number of each layer, a mask, or those used most."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..config import MeshConfig
 from ..routing.traces import Trace
 from ..statistics.counters import Stats
 
-# Of each of the two buffers through which prompts bring experts up: enough records for copies to go on beside products. Both take
-# an eighth of the slots at most, from 16 slots on.
+# Records of each of the two streaming buffers for prompts: enough to overlap copies and products. Both take at most an
+# eighth of the slots, from 16 slots on.
 _MAX_BATCH = 8
 _SLOTS_PER_BATCH = 16
-# Experts that move at a time under gpu.placement="dynamic", and so slots that are kept spare.
+# Experts that move at a time under gpu.placement="dynamic", and so the number of spare slots.
 MOVED_TOGETHER = 4
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which of each layer's experts go to which device: bool [experts] and the device, for each of a model's layers."""
+    """The experts of each layer on a device: bool [experts] and the device."""
 
     here: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
@@ -39,19 +39,20 @@ class Placement:
         return sum(int(here.sum()) for here, where in zip(self.here, self.devices, strict=True) if where == device)
 
     def batch_on(self, device: torch.device) -> int:
-        """Records of each of the two buffers there; 0 without any."""
+        """Records of each of the two streaming buffers there; 0 without any."""
         return batch_beside(self.count_on(device)) if self._partly(device) and self.streaming != "off" else 0
 
     def spare_on(self, device: torch.device) -> int:
-        """Slots there that hold nothing, for experts on their way; 0 where none move."""
+        """Empty slots there for moving experts; 0 under static placement."""
         return MOVED_TOGETHER if self._partly(device) and self.dynamic else 0
 
     def slots_on(self, device: torch.device) -> int:
-        """Those that hold experts and those that are spare."""
+        """Occupied and spare slots."""
         return self.count_on(device) + self.spare_on(device)
 
     def on_gpu(self, layers: int, places: Sequence[int]) -> torch.Tensor | None:
-        """bool [layers, experts]: what a pool of ``layers`` need not hold, of which the model's layers are ``places``; None: nothing."""
+        """bool [layers, experts]: experts that a pool of ``layers``, with the model's at ``places``, need not hold;
+        None without any."""
         if self.count == 0:
             return None
         mask = torch.zeros((layers, self.here[0].numel()), dtype=torch.bool)
@@ -59,14 +60,14 @@ class Placement:
         return mask
 
     def needs_pool(self, weights: str) -> bool:
-        """Whether what is placed has other records than those of ``weights``."""
+        """Whether placed experts have another format than ``weights``."""
         return self.count > 0 and self.weights != weights
 
     def _partly(self, device: torch.device) -> bool:
         return any(not here.all() for here, where in zip(self.here, self.devices, strict=True) if where == device)
 
     def adjusted(self, config: MeshConfig) -> MeshConfig:
-        """``config`` for the pool that keeps the others. A window would read a layer as a whole, what is on a GPU included.
+        """``config`` for the pool of the other experts, without windows: they would read whole layers.
 
         Raises ValueError for ``prefill="window"`` and for lossy modes, to which an expert on a GPU would look cold.
         """
@@ -76,23 +77,24 @@ class Placement:
         return config.replace(prefill="off")
 
     def cpu_slots(self, slots: int, every: int, least: int) -> int:
-        """Of ``slots``, those that a pool has a use for when no expert is kept twice."""
+        """``slots``, limited to the experts that are not on a GPU."""
         return min(slots, max(least, every - self.count))
 
 
 def check_beside_gpu(config: MeshConfig) -> None:
-    """Raises ValueError for what does not go with experts on a GPU."""
+    """Raises ValueError for settings that exclude experts on a GPU."""
     if config.lossy.modes:
-        raise ValueError(f"lossy {config.lossy.modes} does not go with gpu.experts: choose one of the two.")
+        raise ValueError(f"lossy {config.lossy.modes} and gpu.experts exclude each other: choose one.")
     if config.prefill == "window":
-        raise ValueError("prefill='window' reads whole layers and does not go with gpu.experts; leave it at 'auto'.")
+        raise ValueError("prefill='window' reads whole layers and excludes gpu.experts: leave prefill at 'auto'.")
 
 
 def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
-    """The ``per_layer`` experts of each layer that were used most, as a mask for ``MeshConfig.gpu.experts``: bool [layers, experts].
+    """The ``per_layer`` most used experts of each layer, as a mask for ``MeshConfig.gpu.experts``: bool [layers,
+    experts].
 
-    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.load_trace``). Of experts that
-    were used equally often the first count as hotter. Raises ValueError if there are fewer experts, or no usage.
+    ``usage`` is ``torch_mesh.stats(model)`` after some work, or a routing trace (``torch_mesh.load_trace``). Ties go to
+    the first. Raises ValueError if a layer has fewer experts, or without usage.
     """
     if isinstance(usage, Trace):
         counts = np.stack(
@@ -101,7 +103,7 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
     else:
         counts = np.array([layer.experts.accesses for layer in usage.per_layer])
     if counts.sum() == 0:
-        raise ValueError("no expert has been used yet: run the model before asking which of its experts are hottest.")
+        raise ValueError("no expert has been used yet: run the model before calling hottest_experts.")
     if not 0 <= per_layer <= counts.shape[1]:
         raise ValueError(f"per_layer={per_layer} must be in [0, {counts.shape[1]}], the number of experts of a layer.")
     return torch.stack([_hottest(layer, per_layer) for layer in counts])
@@ -110,17 +112,17 @@ def hottest_experts(usage: Stats | Trace, per_layer: int) -> torch.Tensor:
 def given_experts(
     config: MeshConfig, layers: int, experts: int, uses: npt.NDArray[np.int64] | None
 ) -> tuple[torch.Tensor, ...]:
-    """What a number or a mask of ``gpu.experts`` names. Raises ValueError if it does not fit the model."""
+    """The experts that a number or mask ``gpu.experts`` names. Raises ValueError if it does not fit the model."""
     wanted = config.gpu.experts
     if isinstance(wanted, tuple):
         return _from_mask(wanted, layers, experts)
     if int(wanted) > experts:
-        raise ValueError(f"gpu.experts={wanted}, but a layer has {experts} experts: give at most so many, or 'auto'.")
+        raise ValueError(f"gpu.experts={wanted}, but a layer has {experts} experts: give at most that many, or 'auto'.")
     return from_counts([int(wanted)] * layers, experts, uses)
 
 
 def from_counts(counts: Sequence[int], experts: int, uses: npt.NDArray[np.int64] | None) -> tuple[torch.Tensor, ...]:
-    """So many of each layer: those of most uses, or the first."""
+    """So many experts of each layer: the most used, or the first."""
     if uses is None:
         return tuple(torch.arange(experts) < count for count in counts)
     return tuple(_hottest(of_layer, count) for of_layer, count in zip(uses, counts, strict=True))
@@ -129,18 +131,19 @@ def from_counts(counts: Sequence[int], experts: int, uses: npt.NDArray[np.int64]
 def _from_mask(mask: tuple[tuple[bool, ...], ...], layers: int, experts: int) -> tuple[torch.Tensor, ...]:
     if len(mask) != layers or any(len(row) != experts for row in mask):
         raise ValueError(
-            f"gpu.experts is a mask of {len(mask)} layers by {len(mask[0])} experts; the model's has to be [{layers}, {experts}]."
+            f"gpu.experts is a mask of {len(mask)} layers by {len(mask[0])} experts; the model's has to be [{layers}, "
+            f"{experts}]."
         )
     return tuple(torch.tensor(row) for row in mask)
 
 
 def _hottest(uses: npt.NDArray[np.int64], count: int) -> torch.Tensor:
-    """bool [experts]: the ``count`` of most uses; of those with as many the first."""
+    """bool [experts]: the ``count`` most used; ties go to the first."""
     mask = torch.zeros(len(uses), dtype=torch.bool)
     mask[np.argsort(-uses, kind="stable")[:count].copy()] = True
     return mask
 
 
 def batch_beside(slots: int) -> int:
-    """Records of one of a prompt's buffers beside so many slots."""
+    """Records of one streaming buffer beside so many slots."""
     return min(_MAX_BATCH, max(1, slots // _SLOTS_PER_BATCH))

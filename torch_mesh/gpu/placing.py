@@ -1,4 +1,4 @@
-"""Putting experts on GPUs. What runs there: ops/experts_split.py; docs/gpu.md."""
+"""Put experts on GPUs. For their forwards see ops/experts_split.py and docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..store.progress import progress_bar
 from .measuring import streaming_costs
 from .placement import Placement
 
-# Slots of a pool that only reads what lies on GPUs.
+# Slots of a pool that only reads experts for GPUs.
 GPU_POOL_SLOTS = 8
-# Forwards of its layer for which an expert has to be wanted before it moves.
+# Forwards of a layer for which it has to want an expert before that moves.
 _PATIENCE = 32
 
 
 def open_gpu_pool(layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records) -> ExpertPool:
-    """Reads what lies on GPUs, where that is in another format than in memory."""
+    """A pool that reads experts for GPUs in another format than in memory."""
     only_read = config.replace(residency={"guard": "off"}, io="auto" if config.io == "mmap" else config.io)
     slots = min(GPU_POOL_SLOTS, records.layers * layers[0].num_experts)
     return open_other(layers, only_read, records, slots=slots, least_slots=1)
 
 
 def gpu_pool_bytes(layers: Sequence[ExpertsLayer], placement: Placement, weights: str, config: MeshConfig) -> int:
-    """What its slots take beside a pool in ``weights``; 0 without one."""
+    """Bytes of that pool's slots; 0 if the formats agree."""
     if not placement.needs_pool(weights):
         return 0
     there = placement.weights
@@ -41,10 +41,10 @@ def gpu_pool_bytes(layers: Sequence[ExpertsLayer], placement: Placement, weights
 def move_experts(
     layers: Sequence[ExpertsLayer], pool: ExpertPool, placement: Placement, gpu_pool: ExpertPool | None = None
 ) -> None:
-    """Copies the chosen experts of patched layers to their devices, and gives up their slots in the pool.
+    """Copy the chosen experts of patched layers to their devices, and evict them from the pool.
 
-    ``gpu_pool`` reads their records where those are in another format than the pool's. No layer knows of it before all are copied. What placing
-    has read does not count in statistics.
+    ``gpu_pool`` reads their records if the formats differ. Layers switch over only when all are copied. These reads do
+    not count in statistics.
     """
     if placement.count == 0:
         return
@@ -123,7 +123,7 @@ def _copy_layer(
         if (slot - first) % at_a_time == 0:
             torch.ops.torch_mesh.prefetch(handle, chosen[slot - first :][:at_a_time])
         records[slot].copy_(torch.from_numpy(source.engine.read_record(module._mesh_layer, expert)))
-    if not pool.in_memory:  # then the pool is the only other place where they are
+    if not pool.in_memory:  # if in memory, the pool is their only other copy
         torch.ops.torch_mesh.evict(module._mesh_handle, chosen)
     table = tables[module._mesh_layer]
     table[chosen.to(table.device)] = torch.arange(first, first + len(chosen), dtype=torch.int32, device=table.device)

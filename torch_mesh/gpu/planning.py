@@ -1,4 +1,4 @@
-"""How many experts a card holds, beside what else has to lie there."""
+"""How many experts a GPU holds beside the rest of the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from ..config import MeshConfig
 from ..errors import UnsupportedModelError
 from .placement import MOVED_TOGETHER, Placement, batch_beside, given_experts
 
-# What gpu.experts="auto" leaves free: the KV cache, activations, what else runs on the card.
+# What gpu.experts="auto" leaves free for the KV cache, activations and other processes.
 _RESERVE_BYTES = 2 << 30
-_RESERVE_SHARE = 8  # one part of the card in so many
-# torch's allocator takes large blocks in whole pages of this size.
+_RESERVE_SHARE = 8  # the fraction 1 / 8 of the GPU
+# The page size in which torch's allocator takes large blocks.
 _ALLOCATION = 2 << 20
-BY_PROJECTION = (
-    "the experts of this family have a gate, activation or norm of their own and run by projection, on the CPU."
-)
+BY_PROJECTION = "the experts of this family have a gate, activation or norm of their own and run unfused, on the CPU."
 
 SEVERAL_ACTIVATIONS = (
     "the experts of this model differ in their activation from layer to layer, and all on a card have one."
@@ -27,20 +25,20 @@ SEVERAL_ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """How many experts a card holds. ``counts``: of each layer. Bytes; advice as in ``Plan``."""
+    """How many experts a GPU holds. ``counts``: per layer. Sizes are in bytes; ``advice`` as in ``Plan``."""
 
     status: Literal["ok", "below recommended", "too small", "nothing to do"]
     advice: str
     counts: tuple[int, ...]
-    spare: int  # slots that hold nothing, for experts that move
-    buffers: int  # records of the two buffers through which prompts bring others up; 0 where all fit
-    expert_bytes: int  # of all that are placed and the buffers, as torch's allocator takes them
+    spare: int  # empty slots for moving experts
+    buffers: int  # records of the two streaming buffers; 0 if all experts fit
+    expert_bytes: int  # of all placed experts and buffers, as torch's allocator takes them
     reserve_bytes: int
-    loads: bool = True  # False: loading the model so would raise
+    loads: bool = True  # False: loading the model with this config would raise
 
     @property
     def placed(self) -> int:
-        """Experts on the card."""
+        """Experts on the GPU."""
         return sum(self.counts)
 
 
@@ -55,11 +53,11 @@ def plan_gpu(
     streaming: bool = True,
     dynamic: bool = False,
 ) -> GpuPlan:
-    """What ``gpu.experts="auto"`` places on a card that has ``free`` of its ``total`` bytes left, for ``layers`` layers on it.
+    """What ``gpu.experts="auto"`` places on a GPU with ``free`` of ``total`` bytes left, for ``layers`` layers on it.
 
-    The same number in each layer, and one more in the first ones as far as that goes. Recommended are as many as a token uses.
-    ``streaming``: beside them lie two buffers for prompts, ``dynamic``: and spare slots, unless all experts fit. ``up_bytes``: of a record as
-    prompts bring it up, if not ``record_bytes`` as on the card.
+    All layers get the same number, the first ones one more if they fit. At least as many as a token uses are
+    recommended. ``streaming`` adds two buffers for prompts and ``dynamic`` spare slots, unless all experts fit.
+    ``up_bytes``: of a streamed record, if not ``record_bytes`` as on the GPU.
     """
     reserve = max(_RESERVE_BYTES, total // _RESERVE_SHARE)
     budget = max(0, free - reserve)
@@ -80,10 +78,11 @@ def plan_gpu(
 def plan_config(
     config: MeshConfig, free: int, total: int, layers: int, experts: int, top_k: int, record_bytes: int, up_bytes: int
 ) -> GpuPlan:
-    """``plan_gpu`` for a config, whose ``gpu.experts`` may also be a number or a mask: then those, or none if they do not fit.
+    """``plan_gpu`` for a config, whose ``gpu.experts`` may also be a number or a mask: then exactly those, or none if
+    they do not fit.
 
-    ``record_bytes``: of ``gpu.weights``, ``up_bytes``: of ``weights``. A negative ``free`` is what the rest of the model lacks. Raises
-    ValueError for a number or a mask that does not fit the model.
+    ``record_bytes``: of ``gpu.weights``, ``up_bytes``: of ``weights``. A negative ``free`` is what the rest of the
+    model lacks. Raises ValueError for a number or a mask that does not fit the model.
     """
     if free < 0:
         advice = f"The rest of the model alone needs {-free:,} bytes more than the card has: leave it in memory."
@@ -106,7 +105,7 @@ def plan_config(
 
 
 def plan_on_cpu(config: MeshConfig, layers: int, why: str) -> GpuPlan:
-    """For experts that run on the CPU only. Raises UnsupportedModelError where the config insists on some."""
+    """A plan for experts on the CPU only. Raises UnsupportedModelError if the config requires some on a GPU."""
     if config.gpu.experts != "auto":
         raise UnsupportedModelError(f"gpu.experts cannot be had here: {why}")
     return _no_plan(layers, f"gpu.experts='auto' places none: {why}", loads=True)
@@ -117,17 +116,17 @@ def _no_plan(layers: int, advice: str, loads: bool) -> GpuPlan:
 
 
 def _whole(size: int) -> int:
-    """What of so many bytes one allocation can be."""
+    """The largest allocation within so many bytes."""
     return max(0, size) // _ALLOCATION * _ALLOCATION
 
 
 def _allocated(size: int) -> int:
-    """What an allocation of so many bytes takes."""
+    """Bytes that an allocation of so many bytes takes."""
     return -(-size // _ALLOCATION) * _ALLOCATION
 
 
 def _taken(slots: int, record_bytes: int, buffers: int, up_bytes: int) -> int:
-    """What slots and a prompt's buffers take, each an allocation of its own."""
+    """Bytes of slots and streaming buffers, each an allocation of its own."""
     return _allocated(slots * record_bytes) + _allocated(buffers * up_bytes)
 
 
@@ -139,5 +138,6 @@ def _verdict(slots: int, layers: int, experts: int, top_k: int, record_bytes: in
     if slots >= layers * top_k:
         return "ok", f"{slots} of {layers * experts} experts fit on the card; the CPU computes the others."
     return "below recommended", (
-        f"{slots} of {layers * experts} experts fit on the card, and a token uses {layers * top_k}: it saves the CPU little."
+        f"{slots} of {layers * experts} experts fit on the GPU, but a token uses {layers * top_k}: it saves the CPU "
+        "little."
     )

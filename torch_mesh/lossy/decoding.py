@@ -1,11 +1,11 @@
 """Modes of decode steps that trade exactness for fewer waits, each off by default.
 
-They act where no gradient is computed (``torch.no_grad``, as ``generate`` does): grad mode is exact. So are prompts, forwards of
-more than ``MOST_DECODE_ROWS`` rows.
+They apply without gradients only (``torch.no_grad``, as in ``generate``); grad mode is exact. Prompts, forwards of more
+than ``MOST_DECODE_ROWS`` rows, are exact too.
 
-- ``deferred_experts``: the products of a token's cold experts of least weight are added one MoE layer later. After KTransformers'
+- ``deferred_experts``: a token's cold experts of least weight are added one MoE layer later. After KTransformers'
   expert deferral (SOSP 2025), which defers by rank alone.
-- ``routing_bias``: among a token's experts resident ones are preferred, after the cache prior of arXiv 2412.00099.
+- ``routing_bias``: routing prefers resident experts, after the cache prior of arXiv 2412.00099.
 - ``fallback``: cold experts are computed from records of fewer bits; see fallback.py.
 """
 
@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError
 from ..models.families import ExpertsLayer, router_module
 from ..modules.experts import change_class, restore_class
 
-# Model types whose routers select in a way that routing_bias can lean; tests keep it true.
+# Model types with routers that routing_bias supports; tests check the list.
 ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
     "aria_text",
     "axk1",
@@ -90,7 +90,7 @@ ROUTING_BIAS_FAMILIES: tuple[str, ...] = (
 
 
 class Selection(TorchFunctionMode):
-    """Sees the one ``topk`` by which a router selects ``top_k`` of ``experts``."""
+    """Intercepts the ``topk`` by which a router selects ``top_k`` of ``experts``."""
 
     def __init__(self, experts: int, top_k: int) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ class Selection(TorchFunctionMode):
             return result
         scores = args[0] if args else kwargs["input"]
         if scores.dim() != 2 or scores.size(-1) != self.experts or result[1].size(-1) != self.top_k:
-            return result  # of groups, or within them
+            return result  # another topk: of groups, or within them
         return self.selected(scores, *result)
 
     def selected(self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> Any:
-        """What the router gets in place of ``values`` and ``ids`` [tokens, top_k], chosen by scores [tokens, experts]."""
+        """Replacement for ``values`` and ``ids`` [tokens, top_k], chosen by scores [tokens, experts]."""
         raise NotImplementedError
 
 
@@ -133,14 +133,14 @@ class _LeaningSelection(Selection):
 
 
 def kept_choices(top_k: int) -> int:
-    """How many of a token's choices ``routing_bias`` never replaces: those that matter most."""
+    """How many of a token's first choices ``routing_bias`` never replaces."""
     return max(1, top_k // 4)
 
 
 class LeaningRouter(nn.Module):
-    """Mixed into the class of a router: its selection leans towards resident experts.
+    """Mixed into the class of a router: its selection prefers resident experts.
 
-    Only the selection: the weights are those that the router gives to what was selected, normalised as it does.
+    The router weights the selected experts as usual.
     """
 
     _mesh_selection: tuple[int, int, torch.Tensor, float]
@@ -157,28 +157,29 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCo
     top_k = max(layer.top_k for layer in layers)
     if config.lossy.deferred_experts > top_k:
         raise ValueError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts}, but a token of this model takes {top_k} experts: give 0 to {top_k}."
+            f"lossy.deferred_experts={config.lossy.deferred_experts}, but a token of this model uses {top_k} experts: "
+            f"give 0 to {top_k}."
         )
     if config.lossy.deferred_experts and len(layers) == 1:
         raise ValueError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} has no later layer to defer to: this model has one layer of experts. "
-            "Leave lossy.deferred_experts at 0."
+            f"lossy.deferred_experts={config.lossy.deferred_experts} needs a later layer to defer to, and this model "
+            "has one layer of experts: set lossy.deferred_experts to 0."
         )
     if config.lossy.deferred_experts and layers[0].fused_activation is None:
         raise UnsupportedModelError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} cannot be had for {type(model).__name__}: its experts run by projection, "
-            "since the fused kernel does not know their activation. Leave lossy.deferred_experts at 0."
+            f"lossy.deferred_experts={config.lossy.deferred_experts} is unsupported for {type(model).__name__}: its "
+            "experts run unfused, since the fused kernel lacks their activation. Set lossy.deferred_experts to 0."
         )
     if config.lossy.deferred_experts and len({layer.kind for layer in layers}) > 1:
         raise UnsupportedModelError(
-            f"lossy.deferred_experts={config.lossy.deferred_experts} cannot be had for {type(model).__name__}: not every token runs through all of its "
-            f"layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), so that what one defers might be "
-            "lost. Leave lossy.deferred_experts at 0."
+            f"lossy.deferred_experts={config.lossy.deferred_experts} is unsupported for {type(model).__name__}: a "
+            f"token may skip layers of experts ({' and '.join(sorted({layer.kind for layer in layers}))}), and "
+            "deferred products could be lost. Set lossy.deferred_experts to 0."
         )
     if config.lossy.routing_bias and top_k == 1:
         raise ValueError(
-            f"lossy.routing_bias={config.lossy.routing_bias} has nothing to choose: a token of this model takes one expert, and the first "
-            "choice of a token always stays. Leave lossy.routing_bias at 0."
+            f"lossy.routing_bias={config.lossy.routing_bias} has no effect: a token of this model uses one expert, "
+            "and the first choice is never replaced. Set lossy.routing_bias to 0."
         )
     if config.lossy.routing_bias:
         for layer in layers:
@@ -186,11 +187,11 @@ def check_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCo
 
 
 def install_lossy(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Turns on the lossy modes of ``config`` in a patched model."""
+    """Enable the lossy modes of ``config`` in a patched model."""
     modules: list[Any] = [layer.module for layer in layers]
     for module, following in zip(modules, [*modules[1:], None], strict=True):
         module._mesh_deferred = config.lossy.deferred_experts
-        # The op knows the next layer by its number in the pool.
+        # The op finds the next layer by its number in the pool.
         module._mesh_defers = following is not None and following._mesh_layer == module._mesh_layer + 1
     if config.lossy.routing_bias:
         for layer, module in zip(layers, modules, strict=True):
@@ -209,7 +210,7 @@ _leaning_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def uninstall_lossy(model: nn.Module) -> None:
-    """Gives the routers of a patched model their own classes back."""
+    """Restore the routers' classes."""
     for module in model.modules():
         if isinstance(module, LeaningRouter):
             restore_class(module)
@@ -222,7 +223,7 @@ def _selects(router: nn.Module, layer: ExpertsLayer) -> bool:
     try:
         with torch.no_grad(), probe:
             given = router(torch.ones(2, hidden, dtype=weight.dtype, device=weight.device))
-    except (TypeError, RuntimeError):  # it wants more than hidden states
+    except (TypeError, RuntimeError):  # its forward needs more than hidden states
         return False
     outputs = given if isinstance(given, tuple) else (given,)
     ids = [output for output in outputs if isinstance(output, torch.Tensor) and not output.is_floating_point()]
@@ -230,11 +231,12 @@ def _selects(router: nn.Module, layer: ExpertsLayer) -> bool:
 
 
 def _selecting_router(model: nn.Module, layer: ExpertsLayer, bias: float) -> nn.Module:
-    """The router of a layer, if it selects experts by one topk over all of them, and hands on what that gives."""
+    """The router of a layer, if it selects experts by one topk over all of them and returns the result."""
     router = router_module(model, layer)
     if router is not None and _selects(router, layer):
         return router
     raise UnsupportedModelError(
-        f"lossy.routing_bias={bias} cannot be had for {type(model).__name__}: {layer.path} has no router beside it that selects "
-        f"{layer.top_k} of {layer.num_experts} experts by one topk. Model types that have: {', '.join(ROUTING_BIAS_FAMILIES)}."
+        f"lossy.routing_bias={bias} is unsupported for {type(model).__name__}: {layer.path} has no router beside it "
+        f"that selects {layer.top_k} of {layer.num_experts} experts by one topk. Supported model types: "
+        f"{', '.join(ROUTING_BIAS_FAMILIES)}."
     )

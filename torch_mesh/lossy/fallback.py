@@ -1,4 +1,4 @@
-"""Stand-ins for cold experts: the same experts in a format of fewer bits, in a pool of their own. docs/lossy.md."""
+"""Fallback experts: cold experts are computed from a second pool in a format of fewer bits. docs/lossy.md."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..store.convert import checked_group_size
 
 
 def check_fallback(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, weights: str) -> None:
-    """Raises ValueError or UnsupportedModelError if experts in ``weights`` cannot have the stand-ins of ``config``."""
+    """Raises ValueError or UnsupportedModelError if ``config.lossy.fallback`` does not fit experts in ``weights``."""
     check_fallback_config(config, weights)
     if config.lossy.fallback != "none" and layers[0].fused_activation is None:
         raise UnsupportedModelError(
-            f"lossy.fallback={config.lossy.fallback!r} cannot be had for {type(model).__name__}: its experts run by projection, since the fused kernel does not know "
-            "their activation. Leave lossy.fallback at 'none'."
+            f"lossy.fallback={config.lossy.fallback!r} is unsupported for {type(model).__name__}: its experts run "
+            "unfused, since the fused kernel lacks their activation. Set lossy.fallback to 'none'."
         )
 
 
 def check_fallback_config(config: MeshConfig, weights: str) -> None:
-    """Raises ValueError for stand-ins that are no smaller than experts in ``weights``, and for what does not go with them."""
+    """Raises ValueError for a fallback without fewer bits than ``weights``, and for settings that exclude it."""
     if config.lossy.fallback == "none":
         return
     given = f"lossy.fallback={config.lossy.fallback!r}"
@@ -35,28 +35,30 @@ def check_fallback_config(config: MeshConfig, weights: str) -> None:
         raise ValueError(f"{given} has no fewer bits than the experts' {weights}: {advice}.")
     if config.lossy.deferred_experts:
         raise ValueError(
-            f"{given} does not go with lossy.deferred_experts={config.lossy.deferred_experts}: a cold expert is either computed from fewer bits or "
-            "later. Leave out one of the two."
+            f"{given} and lossy.deferred_experts={config.lossy.deferred_experts} exclude each other: a cold expert is "
+            "either computed from fewer bits or later. Choose one."
         )
     if config.io == "mmap":
         raise ValueError(
-            f"{given} keeps records of two formats in memory of its own, and with io='mmap' the page cache decides what it keeps: "
-            "use io='auto'."
+            f"{given} needs two pools in memory of their own, but io='mmap' leaves records to the page cache: use "
+            "io='auto'."
         )
 
 
 def fallback_group_size(config: MeshConfig) -> int:
-    """As records of the stand-ins have it."""
+    """The group size of the fallback's records."""
     return checked_group_size(config.lossy.fallback, config.group_size)
 
 
 def split_slots(
     config: MeshConfig, slots: int, *, experts: int, top_k: int, record_bytes: int, fallback_bytes: int
 ) -> tuple[int, int]:
-    """How many of ``experts`` are resident as they are, and how many as stand-ins, in the memory of ``slots`` records of ``record_bytes``.
+    """The slots for ``experts`` in the main format, and those for fallback experts, in the memory of ``slots`` records
+    of ``record_bytes``.
 
-    Stand-ins get three quarters of it, or what all of them need; the ``top_k`` experts that a token needs have their slots first. Without
-    ``lossy.fallback``, or where every expert has a slot, there are none. Raises ValueError where there is no room for ``top_k`` of either.
+    Fallback experts get three quarters of the memory, or enough for all of them, after the ``top_k`` main slots that a
+    token needs. There are none without ``lossy.fallback``, or if every expert has a slot. Raises ValueError if
+    ``top_k`` of either do not fit.
     """
     if config.lossy.fallback == "none" or slots == experts:
         return slots, 0
@@ -65,8 +67,8 @@ def split_slots(
     fallback_slots = min(experts, room // fallback_bytes)
     if fallback_slots < top_k:
         raise ValueError(
-            f"lossy.fallback={config.lossy.fallback!r} needs memory for the {top_k} experts that a token takes and for as many stand-ins, but "
-            f"resident={config.resident!r} is that of {slots} experts: give at least that of {2 * top_k}."
+            f"lossy.fallback={config.lossy.fallback!r} needs memory for the {top_k} experts of a token and as many "
+            f"fallback experts, but resident={config.resident!r} holds {slots} experts: give at least {2 * top_k}."
         )
     return (memory - fallback_slots * fallback_bytes) // record_bytes, fallback_slots
 
@@ -75,7 +77,7 @@ def split_pool(
     layers: Sequence[ExpertsLayer], config: MeshConfig, slots: int, *, stored_layers: int, weights: str, group_size: int
 ) -> tuple[int, int]:
     """``split_slots`` for the experts of ``layers``, of which a store has ``stored_layers``."""
-    if config.lossy.fallback == "none":  # records of which have no size
+    if config.lossy.fallback == "none":  # whose records have no size
         return slots, 0
     return split_slots(
         config,

@@ -1,1 +1,1 @@
-"""What a model looks like: which modules hold experts, in what layout, with what router and activation."""
+"""What a model looks like: which modules hold experts, with what layout, router and activation."""

@@ -1,6 +1,7 @@
-"""The activations of the fused kernels by their names, which ``csrc/kernels/activation.h`` defines.
+"""The activations of the fused kernels by name; ``csrc/kernels/activation.h`` defines them.
 
-"silu", "gelu", "gelu_tanh" and "relu2" are functions of the gate. A ``Gate`` takes gate and up, and has numbers in its name.
+"silu", "gelu", "gelu_tanh" and "relu2" are functions of the gate. A ``Gate`` is a function of gate and up, with its
+parameters in its name.
 """
 
 from __future__ import annotations
@@ -64,30 +65,30 @@ def gate_named(name: str) -> Gate | None:
     if named is None or None in numbers:
         allowed = ", ".join(map(repr, FUNCTIONS))
         raise ValueError(
-            f"activation={name!r} is unknown; it is one of {allowed}, 'swigluoai', 'swiglu(alpha=1,offset=0,gate=10,up=10)' and "
-            "'softcap(gate=4,up=25)' with their numbers."
+            f"activation={name!r} is unknown; allowed: {allowed}, 'swigluoai', "
+            "'swiglu(alpha=1,offset=0,gate=10,up=10)' and 'softcap(gate=4,up=25)' with other numbers."
         )
     fields_of = {"gate": "gate_limit", "up": "up_limit"}
     given = {fields_of.get(number[1], number[1]): float(number[2]) for number in numbers if number is not None}
     gate = Gate(named[1], **given)
     limits = (gate.alpha, gate.gate_limit, gate.up_limit)
     if not all(limit > 0 for limit in limits) or (gate.kind == "softcap" and math.inf in limits):
-        raise ValueError(f"activation={name!r}: alpha and the limits are numbers above 0, and softcap has both limits.")
+        raise ValueError(f"activation={name!r}: alpha and the limits must be above 0, and softcap needs both limits.")
     return gate
 
 
 def swiglu(alpha: float, offset: float, gate_limit: float, up_limit: float) -> str:
-    """Its name."""
+    """The name of that gate."""
     return Gate("swiglu", float(alpha), float(offset), float(gate_limit), float(up_limit)).name
 
 
 def softcap(gate_limit: float, up_limit: float) -> str:
-    """Its name."""
+    """The name of that gate."""
     return Gate("softcap", gate_limit=float(gate_limit), up_limit=float(up_limit)).name
 
 
 def limit_before_silu(limit: float) -> float:
-    """Where silu reaches ``limit``, which is above 0: clamping there is clamping silu's value."""
+    """Where silu reaches ``limit``, which is above 0: clamping there clamps silu's value."""
     if limit == math.inf:
         return limit
     at = limit

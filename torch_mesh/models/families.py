@@ -1,8 +1,8 @@
-"""Finding a model's experts: which modules hold them, in what layout, and which kernel path computes them.
+"""Find a model's experts: which modules hold them, in what layout, and which kernel path computes them.
 
-transformers marks the experts modules that share one calling convention with ``use_experts_implementation``; what that
-decorator leaves on an instance describes its layout. Everything a family does beyond those flags is an entry of
-``ADAPTERS``, so that supporting one more never edits the code that uses it.
+transformers marks experts modules of one calling convention with ``use_experts_implementation``, whose attributes on an
+instance describe its layout. Everything else about a family is an entry of ``ADAPTERS``: supporting another one changes
+no other code.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .activations import gate_named, limit_before_silu, softcap, swiglu
 if TYPE_CHECKING:
     from ..hf.expert_parallel import Share
 
-# Config attributes that hold the number of experts per token, in the order in which they are tried.
+# Config attributes with the number of experts per token, in the order in which they are tried.
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
-# What experts may be loaded in.
+# Dtypes in which experts may be loaded.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # What use_experts_implementation leaves on every instance.
@@ -44,11 +44,11 @@ def _softcapped(module: Any) -> str:
     return softcap(module.act_fn.gate_softcap.softcap, module.act_fn.up_softcap.softcap)
 
 
-# What an experts class's own ``_apply_gate`` computes, as the fused kernel's activation; None where it is none of these. By the name of
-# the class that defines it: one that overrides it is not taken for its base. A gate of a class that is not listed runs as it is,
-# between two calls of grouped_linear.
+# What a class's own ``_apply_gate`` computes, as the fused kernel's activation; None if it is none of these. Keyed by
+# the class that defines it, so that an override is not mistaken for its base. An unlisted gate runs itself, between two
+# calls of grouped_linear.
 ADAPTERS: dict[str, Callable[[Any], str | None]] = {
-    # Its gate is the default one computed in float32, which is what the fused kernel does anyway.
+    # The default gate computed in float32, as the fused kernel does anyway.
     "BeamExperts": lambda module: _activation_name(module.act_fn),
     "DeepseekV4Experts": lambda module: _swiglu(module.limit) if _is_silu(module.act_fn) else None,
     "GatedExperts": lambda module: module.gate.name,
@@ -60,7 +60,7 @@ ADAPTERS: dict[str, Callable[[Any], str | None]] = {
     "Inkling2LoopExperts": _softcapped,
     "MiniMaxM3VLExperts": lambda module: swiglu(module.swiglu_alpha, 1.0, module.swiglu_limit, module.swiglu_limit),
     "OpenAIPrivacyFilterExperts": lambda module: swiglu(module.alpha, 1.0, module.limit, module.limit),
-    # It clamps what silu gives, of which silu of a clamped gate is the same.
+    # It clamps the output of silu, which equals silu of a clamped gate.
     "Step3p7Experts": lambda module: (
         swiglu(1.0, 0.0, limit_before_silu(module.limit), module.limit) if _is_silu(module.act_fn) else None
     ),
@@ -71,8 +71,8 @@ ADAPTERS: dict[str, Callable[[Any], str | None]] = {
 class Unmarked:
     """Experts of the decorated layout, gate and up in halves and without biases, that transformers does not mark.
 
-    ``top_k`` of the module around them. ``block``: that calls its experts as no other family does, and so has to be replaced with them
-    (``modules.experts.BLOCKS``).
+    ``top_k`` of the module around them. ``block``: the module around them has its own calling convention and is
+    replaced too (``modules.experts.BLOCKS``).
     """
 
     family: str
@@ -81,7 +81,7 @@ class Unmarked:
     block: bool = False
 
 
-# By the name of their class.
+# By class name.
 UNMARKED: dict[str, Unmarked] = {
     "Llama4TextExperts": Unmarked("llama4", lambda block: block.top_k, is_transposed=True, block=True),
     "LongcatFlashExperts": Unmarked("longcat_flash", lambda block: block.router.top_k),
@@ -91,12 +91,12 @@ UNMARKED: dict[str, Unmarked] = {
 
 @dataclass(frozen=True)
 class RouterAdapter:
-    """Where a router has the matrix [experts, hidden] that scores what its experts take in, or why it has none.
+    """Where a router has the matrix [experts, hidden] that scores the experts' input, or why it has none.
 
-    ``matrix``: the linear layer in it that has the weight, empty for the router itself; rows beyond the experts' are not theirs.
-    ``experts_norm``: the router normalises its input without a weight, scales it and asks the matrix, where the experts' input is
-    normalised by this module beside it.
-    ``scoring``: what it makes of its logits before it corrects them (``_CORRECTIONS``), one of ``SCORINGS``; a ``score_fn`` says it too.
+    ``matrix``: the linear layer with the weight, empty for the router itself; rows beyond the experts' are ignored.
+    ``experts_norm``: the module that normalizes the experts' input; the router normalizes its own input without a
+    weight and scales it. ``scoring``: applied to the logits before the correction (``_CORRECTIONS``), one of
+    ``SCORINGS``; a router's ``score_fn`` names it too.
     """
 
     matrix: str = ""
@@ -107,8 +107,8 @@ class RouterAdapter:
 
 _GEMMA_ROUTER = RouterAdapter(matrix="proj", experts_norm="pre_feedforward_layernorm_2")
 
-# By the name of the router's class, which stands beside the experts. All others are the one module there whose weight is
-# [experts, hidden]. The README names those that have none.
+# By class name of the router beside the experts. Other routers are the one module there whose weight is [experts,
+# hidden]. The README names those without one.
 ROUTERS: dict[str, RouterAdapter] = {
     "AfmoeTokenChoiceRouter": RouterAdapter(matrix="gate"),
     "DeepseekV4HashRouter": RouterAdapter(why_none="the experts follow from the token's id"),
@@ -124,10 +124,10 @@ ROUTERS: dict[str, RouterAdapter] = {
     "ZayaRouter": RouterAdapter(why_none="the router is several matrices with activations between them"),
 }
 
-# What a router adds to its scores for the choice alone: an attribute of the router, of a module in it or of the block around it.
+# Added to the scores for selection only: an attribute of the router, of a module in it or of the block around it.
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
-# By the names that the op ``lookahead`` has for them.
+# Named as in the op ``lookahead``.
 SCORINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logits": lambda logits: logits,
     "sigmoid": torch.sigmoid,
@@ -139,13 +139,18 @@ _SCORE_FUNCTIONS: dict[type[nn.Module], str] = {
     activations.SqrtSoftplusActivation: "sqrtsoftplus",
 }
 
-# Families with experts that are not run, by their folder of transformers.models: why not.
+# Families with unsupported experts, by their folder of transformers.models, and the reason.
 UNDECORATED: dict[str, str] = {
     "dbrx": "its experts are stacked into matrices without an expert dimension, which no checkpoint reader here knows",
     "doge": "its experts are rows of embedding tables, two vectors each, and its models fit into any memory",
-    "jetmoe": "half of its experts are projections of attention, and its only model has 8 billion parameters, which fit into memory",
+    "jetmoe": (
+        "half of its experts are projections of attention, and its only model has 8 billion parameters, which "
+        "fit in memory"
+    ),
     "nllb_moe": "transformers calls two of its experts alone, whatever its router chooses",
-    "switch_transformers": "its experts are separate modules with ReLU, which no kernel computes, and drop tokens beyond a capacity",
+    "switch_transformers": (
+        "its experts are separate modules with ReLU, which no kernel computes, and drop tokens beyond a capacity"
+    ),
 }
 
 
@@ -158,11 +163,11 @@ class Geometry:
     intermediate: int
     has_gate: bool
     has_bias: bool
-    fused: bool  # else layers go through grouped_linear
+    fused: bool  # else layers run unfused, by grouped_linear
 
     @property
     def gate_up_features(self) -> int:
-        """Columns that projection 0 of ``grouped_linear`` gives."""
+        """Columns of projection 0 of ``grouped_linear``."""
         return self.intermediate * (2 if self.has_gate else 1)
 
 
@@ -182,7 +187,7 @@ class ExpertTensors:
     down_bias: torch.Tensor | None
 
     def on_cpu(self) -> ExpertTensors:
-        """The same without gradients, copied to the CPU where it is elsewhere."""
+        """Detached, on the CPU."""
         parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
         on_cpu: Any = {name: None if part is None else part.detach().cpu() for name, part in parts.items()}
         return ExpertTensors(**on_cpu)
@@ -202,11 +207,11 @@ class ExpertsLayer:
     has_bias: bool
     is_transposed: bool  # weights are [experts, in, out]
     is_concatenated: bool  # gate and up are halves of gate_up; else its even and odd columns
-    activation: str | None  # of the fused kernel, by name; None: the module's own gate or activation must run
+    activation: str | None  # of the fused kernel, by name; None: the layer runs unfused with its own
     has_post_expert_norm: bool
     expert_parallel: bool  # router ids >= num_experts are sentinels to skip
-    block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced, too
-    share: Share | None = None  # of the model's experts, if it has no more than that
+    block: nn.Module | None = field(default=None, repr=False)  # around it, if that is replaced too
+    share: Share | None = None  # of the model's experts, on a rank
 
     @property
     def geometry(self) -> Geometry:
@@ -221,17 +226,17 @@ class ExpertsLayer:
 
     @property
     def routed_experts(self) -> int:
-        """Among how many the router chooses."""
+        """The number of experts that the router chooses from."""
         return self.num_experts if self.share is None else self.share.routed
 
     @property
     def fused_activation(self) -> str | None:
-        """The activation of the fused op; None where the layer must go through grouped_linear."""
+        """The activation of the fused op; None if the layer runs unfused."""
         return None if self.has_post_expert_norm else self.activation
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return self.parameters[self.parameter_names[0]].dtype
 
     @property
@@ -242,27 +247,28 @@ class ExpertsLayer:
 
     @property
     def identities(self) -> int:
-        """Experts beyond its own, which routers know too, and which give back what they get."""
+        """Identity experts: router ids beyond ``num_experts`` that return their input."""
         return self.parameters[self.parameter_names[0]].size(0) - self.num_experts
 
     @property
     def kind(self) -> str:
-        """Its path without numbers, which layers of one kind share: each token runs through all of them or none."""
+        """Its path without numbers. Each token runs through all layers of a kind or none."""
         return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.path)
 
     @property
     def nbytes(self) -> int:
-        """Of the expert parameters, unpacked."""
+        """Bytes of the expert parameters, unpacked."""
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The module's expert parameters, which leave it while it is patched."""
+        """The module's expert parameters, which are replaced while it is patched."""
         names = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
         return names + tuple(f"{name}_bias" for name in names) if self.has_bias else names
 
     def expert(self, index: int, parameters: Mapping[str, torch.Tensor] | None = None) -> ExpertTensors:
-        """Views of one expert's weights in the module's parameters, or in ``parameters`` of the same names and shapes."""
+        """Views of one expert's weights in the module's parameters, or in ``parameters`` of the same names and
+        shapes."""
         tensors = self.parameters if parameters is None else parameters
         gate_up_name, down_name = self.parameter_names[:2]
         gate, up = self.split_gate_up(self._oriented(tensors[gate_up_name][index]))
@@ -285,36 +291,37 @@ class ExpertsLayer:
 
 
 def apply_gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    """What down sees, [rows, intermediate], by an experts module's own gate or activation. ``gate_up`` is what its experts' gate, in the first half, and
-    up make of their rows; of experts without a gate up alone. What the decorator has not put there is as in most families."""
+    """The input of down, [rows, intermediate], by an experts module's own gate or activation.
+
+    ``gate_up`` is [rows, 2 * intermediate] with the gate in the first half, or up alone for experts without a gate.
+    Missing attributes of the decorator default to the common layout.
+    """
     if not getattr(module, "has_gate", True):
         return module.act_fn(gate_up)
-    if not getattr(module, "is_concatenated", True):  # its own gate wants its own column order
+    if not getattr(module, "is_concatenated", True):  # its own gate expects its own column order
         gate_up = gate_up.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
     return module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else default_apply_gate(module, gate_up)
 
 
 class InPool:
-    """Base of the classes that patched experts modules have: what says that a layer's weights are in a pool."""
+    """Base of the classes of patched experts modules: their weights are in a pool."""
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError for what is no loaded model."""
+    """Raises TypeError unless ``model`` is a loaded model."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{model!r:.80} is no loaded model (torch.nn.Module) but of type {type(model).__name__}: open a folder or "
-            "a model id with from_pretrained(..., quantization_config=torch_mesh.MeshConfig(...))."
+            f"{model!r:.80} is a {type(model).__name__}, not a loaded model (torch.nn.Module): open a folder or a "
+            "model id with from_pretrained(..., quantization_config=torch_mesh.MeshConfig(...))."
         )
 
 
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
-    """The experts layers of ``model`` that go into a pool, in the order in which its modules are registered.
+    """The experts layers of ``model`` that go into a pool, in order of registration.
 
-    A pool's slots have one size: of layers that differ in geometry these are the ones whose geometry has most bytes, of a patched
-    model those that are patched. All others are ``layers_left_alone``.
-
-    Works on meta parameters too. Raises UnsupportedModelError, listing the supported families, if there is none or one that
-    cannot be supported.
+    A pool's slots have one size. If layers differ in geometry, these are the layers of the geometry with most bytes, or
+    in a patched model those that are patched; the others are ``layers_left_alone``. Works on meta parameters too.
+    Raises UnsupportedModelError, listing the supported families, if there are none or one is unsupported.
     """
     check_model(model)
     layers = list(_all_layers(model))
@@ -335,25 +342,25 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def layers_left_alone(model: nn.Module) -> list[ExpertsLayer]:
-    """The experts layers of ``model`` that stay in memory, as the model has them: all but those of ``find_experts``."""
+    """The experts layers that stay in memory unpacked: all but those of ``find_experts``."""
     pooled = {layer.path for layer in find_experts(model)}
     return [layer for layer in _all_layers(model) if layer.path not in pooled]
 
 
 def check_recordable(layers: Sequence[ExpertsLayer]) -> None:
-    """Raises MeshError where the calls of experts modules do not say which experts a token takes, and of which hidden states."""
+    """Raises MeshError if calls of the experts modules do not show a token's experts and hidden states."""
     for layer in layers:
         if layer.block is not None and not isinstance(layer.module, InPool):
             raise MeshError(f"{layer.path} is called with all tokens for all of its experts: patch the model first.")
         if layer.identities:
             raise MeshError(
-                f"{layer.identities} of the experts that {layer.path} is called with compute nothing and are never read, which neither a "
-                "trace nor a fitted predictor can say."
+                f"{layer.path} has {layer.identities} identity experts, which compute nothing and are never read: "
+                "traces and fitted predictors do not support them."
             )
 
 
 def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
-    """What those layers are and take, for a message; empty for none."""
+    """Those layers and their bytes, for a message; empty for none."""
     kinds: dict[str, list[ExpertsLayer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)
@@ -364,20 +371,20 @@ def describe_left_alone(layers: Sequence[ExpertsLayer]) -> str:
 
 @dataclass(frozen=True)
 class Router:
-    """What chooses the experts of a layer.
+    """The router of a layer.
 
-    The modules and not their weights, which ``.to()`` may replace.
+    Holds modules instead of their weights, which ``.to()`` may replace.
     """
 
     module: nn.Module
-    matrix: Any  # has the weight
+    matrix: Any  # the module with the weight
     num_experts: int
-    biased: tuple[Any, str] | None  # what has the bias, and its name there
-    scoring: str  # of SCORINGS: what the bias is added to
+    biased: tuple[Any, str] | None  # the module with the bias, and its name there
+    scoring: str  # of SCORINGS: applied before the bias
 
     @property
     def weight(self) -> torch.Tensor:
-        """[experts, hidden], for what the experts take in. See ``ranking``."""
+        """[experts, hidden], for the experts' input. See ``ranking``."""
         return self.matrix.weight[: self.num_experts]
 
     @property
@@ -387,20 +394,20 @@ class Router:
 
 
 def ranking(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scoring: str) -> torch.Tensor:
-    """hidden [tokens, hidden] -> [tokens, experts], larger for what is chosen first, but for group masks: what the op ``lookahead``
-    makes of the same, all in float32 on the device of ``hidden``."""
+    """hidden [tokens, hidden] -> [tokens, experts] in float32 on the device of ``hidden``; larger values are chosen
+    first, ignoring group masks. Equals what the op ``lookahead`` computes."""
     logits = hidden.float() @ weight.to(hidden.device, torch.float32).T
     return logits if bias is None else SCORINGS[scoring](logits) + bias.to(hidden.device, torch.float32)
 
 
 def find_router(model: nn.Module, layer: ExpertsLayer) -> Router | None:
-    """The router beside the experts; None where no matrix ranks them, see ``router_unsupported_reason``."""
+    """The router beside the experts; None if no matrix ranks them, see ``router_unsupported_reason``."""
     found = _router(model, layer)
     return found if isinstance(found, Router) else None
 
 
 def router_unsupported_reason(model: nn.Module, layer: ExpertsLayer) -> str:
-    """Where ``find_router`` finds none."""
+    """Why ``find_router`` finds none."""
     found = _router(model, layer)
     assert isinstance(found, str)
     return found
@@ -412,7 +419,7 @@ def router_adapter(module: nn.Module) -> RouterAdapter | None:
 
 
 def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
-    """What chooses the experts, whether or not a matrix of it ranks them; None if it is not known."""
+    """The module that chooses the experts, whether or not a matrix ranks them; None if unknown."""
     parent = model.get_submodule(layer.path.rpartition(".")[0])
     beside = [child for child in parent.children() if child is not layer.module]
     wanted = (layer.routed_experts, layer.hidden)
@@ -425,7 +432,7 @@ def router_module(model: nn.Module, layer: ExpertsLayer) -> nn.Module | None:
 def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
     module = router_module(model, layer)
     if module is None:
-        return f"not one module beside the experts has a weight of {[layer.routed_experts, layer.hidden]}"
+        return f"no single module beside the experts has a weight of {[layer.routed_experts, layer.hidden]}"
     adapter = router_adapter(module) or RouterAdapter()
     return adapter.why_none or _adapted(module, adapter, model.get_submodule(layer.path.rpartition(".")[0]), layer)
 
@@ -433,8 +440,9 @@ def _router(model: nn.Module, layer: ExpertsLayer) -> Router | str:
 def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: ExpertsLayer) -> Router | str:
     matrix: Any = router.get_submodule(adapter.matrix)
     if adapter.experts_norm is not None:
-        # Both normalise the same states: dividing by the experts' norm gives what the router scales. A copy, as a product with
-        # [experts, hidden] in each forward would cost more than the hint; only hints see whether it is up to date.
+        # Both normalize the same states: dividing by the experts' norm gives what the router scales. A copy, since a
+        # product with [experts, hidden] in each forward would cost more than the hint; only hints depend on its being
+        # current.
         norm: Any = parent.get_submodule(adapter.experts_norm)
         with torch.no_grad():
             weight = norm.weight.float()
@@ -449,7 +457,7 @@ def _adapted(router: Any, adapter: RouterAdapter, parent: nn.Module, layer: Expe
     if corrections:
         scoring = _SCORE_FUNCTIONS.get(type(router.score_fn)) if hasattr(router, "score_fn") else adapter.scoring
         if scoring is None:
-            return f"the router scores by {type(router.score_fn).__name__} and corrects that, which lookahead does not know"
+            return f"the router corrects scores of {type(router.score_fn).__name__}, which lookahead does not support"
         return Router(router, matrix, layer.routed_experts, corrections[0], scoring)
     own = (matrix, "bias") if isinstance(getattr(matrix, "bias", None), torch.Tensor) else None
     return Router(router, matrix, layer.routed_experts, own, "logits")
@@ -466,14 +474,14 @@ def _shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def common_geometry(layers: Sequence[ExpertsLayer]) -> Geometry:
-    """The geometry of layers that ``find_experts`` gave, which is one."""
+    """The one geometry of layers from ``find_experts``."""
     geometry = layers[0].geometry
     assert all(layer.geometry == geometry for layer in layers), "layers of one pool have one geometry"
     return geometry
 
 
 def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] | None:
-    """The fused kernel's of such layers, one for each where they differ; None where they go through grouped_linear."""
+    """The fused kernel's activation of such layers, one for each if they differ; None if they run unfused."""
     names = tuple(layer.fused_activation for layer in layers if layer.fused_activation is not None)
     if not names:
         return None
@@ -481,7 +489,7 @@ def common_activation(layers: Sequence[ExpertsLayer]) -> str | tuple[str, ...] |
 
 
 def pool_activations(layers: Sequence[ExpertsLayer], places: Sequence[int], count: int) -> list[str] | None:
-    """Of each of a pool's ``count`` layers, of which these are ``places``; nobody asks for the others."""
+    """Activations of a pool's ``count`` layers, with the model's at ``places``; the other entries are never used."""
     named = common_activation(layers)
     if named is None or isinstance(named, str):
         return None if named is None else [named] * count
@@ -516,7 +524,7 @@ def _unmarked(module: nn.Module) -> Unmarked | None:
 
 
 def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Module) -> ExpertsLayer:
-    num_experts = module.down_proj.size(0)  # gate_up has rows of experts that compute nothing, too
+    num_experts = module.down_proj.size(0)  # gate_up has rows of identity experts too
     rows, hidden = module.gate_up_proj.shape[1:]
     if unmarked.is_transposed:
         rows, hidden = hidden, rows
@@ -540,7 +548,7 @@ def _describe_unmarked(path: str, module: Any, unmarked: Unmarked, block: nn.Mod
 
 def _describe(path: str, module: Any) -> ExpertsLayer:
     gate_up = module.gate_up_proj if module.has_gate else module.up_proj
-    num_experts, rows, hidden = gate_up.shape  # of a patched module's there is nothing but the shape
+    num_experts, rows, hidden = gate_up.shape  # a patched module has only the shape
     if module.is_transposed:
         rows, hidden = hidden, rows
     return ExpertsLayer(
@@ -566,7 +574,7 @@ def _top_k(path: str, config: Any) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
-        if isinstance(value, list):  # one per layer: what the pool must hold is the largest
+        if isinstance(value, list):  # one per layer: the pool must hold the largest
             return max(value)
     raise UnsupportedModelError(
         f"The number of experts per token of {path} is unknown: {type(config).__name__} has none of {_TOP_K_NAMES}."
@@ -579,7 +587,7 @@ def _activation(module: Any) -> str | None:
         return _activation_name(module.act_fn)
     named = ADAPTERS.get(owner.__name__, lambda module: None)(module)
     if named is not None:
-        with contextlib.suppress(ValueError):  # of a config with limits that no kernel has
+        with contextlib.suppress(ValueError):  # the config has limits that no kernel supports
             gate_named(named)
             return named
     return None
@@ -607,7 +615,7 @@ def _no_experts_message(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     name = type(model).__name__ if model_type is None else f"{type(model).__name__} (model type {model_type!r})"
-    # Model types of one family differ between its parts, and from the folder's name.
+    # Model types differ between the parts of a family, and from the folder's name.
     folder = type(config).__module__.rpartition(".")[0].rpartition(".")[2]
     reason = UNDECORATED.get(folder, "it has no module with the experts layout of transformers")
     return f"torch_mesh cannot run {name}: {reason}. Supported families: {', '.join(supported_families())}."

@@ -1,1 +1,1 @@
-"""What patching puts into a model: the patched experts and linear layers, and what stands in them for a parameter."""
+"""Patched experts, patched linear layers, and the packed weights that replace their parameters."""

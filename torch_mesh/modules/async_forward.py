@@ -1,4 +1,4 @@
-"""Forwards of a layer that were submitted and not yet asked for."""
+"""Asynchronous forwards of a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ops.experts_split import SplitForward
 from ..system.background import TaskThreads
 from .experts import MeshExperts
 
-# What a forward fails with, beside KeyboardInterrupt, which is raised at once.
+# Errors of a forward that ``result`` raises; KeyboardInterrupt is raised at once.
 _ERRORS = (RuntimeError, ValueError, MemoryError)
 
 
@@ -24,27 +24,27 @@ class PendingExperts(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """The layer's output, [tokens, hidden] in the dtype of ``x``; waits for the CPU. The same at each call.
+        """Wait for the layer's output, [tokens, hidden] in the dtype of ``x``. Every call returns the same.
 
-        On a GPU the output belongs to the stream that was current at ``submit``, and ``result`` has to be called with that stream
-        current. Raises what the call failed with, as ``forward`` would, even if another call has raised it meanwhile. On a GPU an error
-        of an earlier forward that has not been raised yet is raised in place of starting this one.
+        On a GPU the output belongs to the stream that was current at ``submit``; call ``result`` with that stream
+        current. Raises the error of this forward, even if another call has raised it meanwhile; on a GPU, ``submit``
+        raises a pending error of an earlier forward instead of starting this one.
 
-        A call that a CUDA graph captures is not waited for: wait for the stream of a replay, then call
-        ``torch_mesh.synchronize(model)``, which raises what the replay failed with.
+        A forward captured by a CUDA graph is not waited for: wait for the replay's stream, then call
+        ``torch_mesh.synchronize(model)``, which raises errors of the replay.
         """
 
 
 def submit(module: MeshExperts, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> PendingExperts:
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        raise ValueError("submit() keeps nothing for gradients: call the layer, or submit under torch.no_grad().")
+        raise ValueError("submit() records no gradients: call the layer, or submit under torch.no_grad().")
     if module._mesh_device == x.device:
         return _OnDevice(find(module._mesh_handle), x, topk_ids, topk_weights)
     return _OnWorker(module, x, topk_ids, topk_weights)
 
 
 class _OnWorker(PendingExperts):
-    """One thread of the process takes such calls in turn; the op releases the GIL."""
+    """One worker thread of the process runs these in order; the op releases the GIL."""
 
     def __init__(self, *call: Any) -> None:
         self._future = _worker(os.getpid()).submit(_run, torch.is_inference_mode_enabled(), *call)
@@ -60,7 +60,7 @@ def _run(inference: bool, module: MeshExperts, *inputs: Tensor) -> Tensor:
 
 @functools.cache
 def _worker(process: int) -> TaskThreads:
-    """Of this process: threads do not survive a fork."""
+    """Keyed by process: threads do not survive a fork."""
     return TaskThreads(max_workers=1, thread_name_prefix="torch_mesh submit")
 
 

@@ -22,36 +22,35 @@ from ..store.convert import checked_group_size
 from .experts import PackedModule, change_class, restore_class
 from .packed_weight import PackedLinearWeight, as_parameter
 
-# Gates and other tiny projections stay as they are: they cost nothing, and what they decide is worth exact weights.
+# Gates and other tiny projections stay exact: they cost nothing and decide routing.
 _SMALLEST = 32
-_LARGEST = 1 << 20  # rows or columns that a kernel takes
-# Up to so many rows torch_mesh reads weights faster than torch does on processors with products of bf16 (docs/decisions/0051).
+_LARGEST = 1 << 20  # rows or columns that a kernel supports
+# Up to so many rows torch_mesh reads weights faster than torch on CPUs with native bf16 (docs/decisions/0051).
 _FEW_ROWS = 4
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
 _MAPPINGS = Path("/proc/self/maps")
 
-# Of Gaussian weights in groups of 64, relative: what packing to fewer bits costs.
+# Relative error of packing Gaussian weights in groups of 64.
 DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
 
-# Linear layers, by the class that holds them, whose weights that class multiplies with itself in every forward: packed, they would be
-# unpacked each time.
+# Linear layers whose weight is multiplied by the class around them: packed, every forward would unpack them.
 WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",), "LongcatFlashTopkRouter": ("classifier",)}
 
 
 class MeshLinear(PackedModule, nn.Linear):
-    """An ``nn.Linear`` whose weight is packed. Frozen; gradients reach the input and the bias.
+    """An ``nn.Linear`` with a packed, frozen weight. The input and the bias get gradients.
 
-    The ``weight`` parameter stays as a PackedWeight, so that the module still says what it stands for.
+    The ``weight`` parameter is a PackedWeight with the original shape and dtype.
     """
 
     _mesh_packed: torch.Tensor  # uint8; an attribute, not a buffer: .to() must neither move nor cast it
-    _mesh_shape: tuple[int, int]  # the weight's, which a forward would ask through Python; of a rank its part's
+    _mesh_shape: tuple[int, int]  # of the weight, cached for speed; on a rank that of its part
     _mesh_format: str
     _mesh_group_size: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype == torch.float64:  # as with experts
+        if input.dtype == torch.float64:  # the kernels have no float64
             bias = None if self.bias is None else self.bias.float()
             return self._product(input.float(), bias).double()
         return self._product(input, self.bias)
@@ -70,9 +69,9 @@ class MeshLinear(PackedModule, nn.Linear):
 
     @property
     def exact(self) -> bool:
-        """Whether unpacking gives back the very weights that were packed."""
+        """Whether unpacking restores the original weights."""
         weight: Any = self.weight
-        return not isinstance(weight, PackedLinearWeight) or weight.exact  # or it is on its way back
+        return not isinstance(weight, PackedLinearWeight) or weight.exact  # or it is being restored
 
     def unpacked_weight(self) -> torch.Tensor:
         """[out_features, in_features] in the parameter's dtype, on the CPU."""
@@ -89,14 +88,14 @@ class MeshLinear(PackedModule, nn.Linear):
 
 
 class PlainLinear(nn.Linear):
-    """An ``nn.Linear`` like any other, but that torch_mesh's kernel multiplies with its bf16 weights where torch would emulate that or, of few rows, read them more slowly.
+    """An ``nn.Linear`` that uses torch_mesh's kernel for bf16 weights if torch emulates bf16 or has few rows.
 
-    So is the gradient of its input where the layer itself is frozen. What is neither is torch's: gradients of weights and biases, those of
-    forward mode, other dtypes and devices, weights that are no plain tensors, autocast.
+    If the layer is frozen, the gradient of its input uses it too. torch computes everything else: gradients of weights
+    and biases, forward-mode gradients, other dtypes and devices, tensor subclasses, autocast.
     """
 
-    _mesh_max_rows: int | None = None  # of which the product is torch_mesh's; None: of any number
-    _mesh_shows_formats = False  # whether it prints what dense= would save: one layer of a model does
+    _mesh_max_rows: int | None = None  # up to which torch_mesh multiplies; None: always
+    _mesh_shows_formats = False  # whether to print what dense= would save: one layer of a model does
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -106,7 +105,7 @@ class PlainLinear(nn.Linear):
         frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
         if frozen and input.requires_grad and torch.is_grad_enabled() and not in_forward_mode():
             return cast(torch.Tensor, _FrozenProduct.apply(input, weight, bias))
-        return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # which has torch's derivatives
+        return torch.ops.torch_mesh.plain_linear(input, weight, bias)  # has torch's derivatives
 
     def extra_repr(self) -> str:
         rows = "" if self._mesh_max_rows is None else f" up to {self._mesh_max_rows} rows"
@@ -121,7 +120,7 @@ class PlainLinear(nn.Linear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """plain_linear of frozen weights, and the gradient of its input: in fp32, of some of the weights at a time, rounded once."""
+    """plain_linear with frozen weights, and the gradient of its input: in fp32, block by block, rounded once."""
 
     @staticmethod
     def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -133,7 +132,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Torch's product of bf16 that it emulates takes seconds in this direction, where weights lie across the sum.
+        # torch's emulated bf16 product takes seconds in this direction, where weights are strided along the sum.
         (weight,) = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         rows = max(1, _WIDENED // weight.size(1))
@@ -144,7 +143,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    # Asked for every layer of every step: comparing devices by name, in loops, took as long as a small product.
+    # Runs for every layer of every step: comparing devices by name, in loops, took as long as a small product.
     return (
         _on_cpu_in_bf16(input)
         and _on_cpu_in_bf16(weight)
@@ -162,7 +161,7 @@ def _on_cpu_in_bf16(tensor: torch.Tensor) -> bool:
 
 
 def torch_emulates_bf16() -> bool:
-    """Whether the processor has no products of bf16, so that torch's take several times as long as reading the weights."""
+    """Whether the CPU lacks native bf16, so that torch's products take several times as long as reading the weights."""
     return not multiplies_bf16()
 
 
@@ -172,40 +171,40 @@ def packs(config: MeshConfig) -> bool:
 
 
 def install_products(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """What ``dense="auto"`` does: the layers' weights stay what they are, and torch_mesh multiplies where that is faster."""
+    """``dense="auto"``: keep the weights, and multiply with torch_mesh where that is faster."""
     if config.dense == "auto":
         most = None
-        if not torch_emulates_bf16():  # rows of a verifying step have the bits of plain decoding's
+        if not torch_emulates_bf16():  # verification has to give the bits of plain decoding
             most = _FEW_ROWS if config.speculation == "off" else _C.MOST_DECODE_ROWS
         taken = [linear for _, linear in _linears(model, layers) if _on_cpu_in_bf16(linear.weight)]
         for linear in taken:
             change_class(linear, PlainLinear)
             vars(linear)["_mesh_max_rows"] = most
-        for linear in taken[-1:]:  # the head, where there is one
+        for linear in taken[-1:]:  # the head, if there is one
             vars(linear)["_mesh_shows_formats"] = True
 
 
 def computes_dense(model: nn.Module) -> bool:
-    """Whether linear layers outside the experts are torch_mesh's, packed or not."""
+    """Whether torch_mesh computes linear layers outside the experts, packed or not."""
     return any(isinstance(module, (MeshLinear, PlainLinear)) for module in model.modules())
 
 
 def find_dense(model: Any, layers: Sequence[ExpertsLayer], loaded: bool = True) -> list[tuple[str, nn.Linear]]:
-    """What ``dense=`` packs: the linear layers of the stack that the experts are in, and the head, but no router or gate.
+    """The layers that ``dense=`` packs: linear layers of the experts' stack and the head, without routers and gates.
 
-    Raises UnsupportedModelError if there is none, or, of a model that is ``loaded``, one that is not in the CPU's memory in a
-    dtype that packs.
+    Raises UnsupportedModelError if there are none or, for a ``loaded`` model, if one is not on the CPU in a supported
+    dtype.
     """
     found = _linears(model, layers)
     if not found:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no linear layers beside its experts: leave dense at 'none'."
+            f"{type(model).__name__} has no linear layers beside its experts: set dense to 'none'."
         )
     for path, module in found if loaded else ():
         if module.weight.device.type != "cpu" or module.weight.dtype not in WEIGHT_DTYPES:
             raise UnsupportedModelError(
-                f"{path}.weight is {module.weight.dtype} on {module.weight.device}. Packed layers compute on the CPU, from "
-                f"{', '.join(map(str, WEIGHT_DTYPES))}: load the model to the CPU, or leave dense at 'none'."
+                f"{path}.weight is {module.weight.dtype} on {module.weight.device}. Packed layers need "
+                f"{', '.join(map(str, WEIGHT_DTYPES))} on the CPU: load the model there, or set dense to 'none'."
             )
     return found
 
@@ -223,12 +222,12 @@ def _linears(model: Any, layers: Sequence[ExpertsLayer]) -> list[tuple[str, nn.L
         and id(module) not in routers
         and not kept_in_fp32(model, f"{path}.weight")
         and not _read_by_its_owner(model, path)
-        and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are there to be trained
+        and not re.search(r"(^|\.)(lora_|modules_to_save\.)", path)  # adapters are trained
     ]
 
 
 def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Packs what ``find_dense`` finds, one after the other; each layer's weight is freed when it is done."""
+    """Pack what ``find_dense`` finds, one by one; each layer's weight is freed at once."""
     if not packs(config):
         return
     group_size = checked_group_size(config.dense, config.group_size)
@@ -252,10 +251,10 @@ def pack_dense(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshCon
 
 
 def _take_out_of_files(model: nn.Module) -> None:
-    """Copies routers, norms and other small weights that a file is mapped for.
+    """Copy routers, norms and other small weights out of mapped files.
 
-    All else of the mapping is dead now but the embedding. Where memory is short the kernel would drop their pages, too, and read as far ahead as
-    the disk is set to for each of them, in every token.
+    The rest of the mapping is unused by now, except for the embedding. Under memory pressure the kernel would drop
+    their pages and read each back with full readahead, for every token.
     """
     files = list(_mapped_files())
     for parameter in model.parameters():
@@ -266,7 +265,7 @@ def _take_out_of_files(model: nn.Module) -> None:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Addresses, [first, last), of this process's mappings of files; every address where a sandbox hides them."""
+    """Addresses, [first, last), of this process's file mappings; every address if a sandbox hides them."""
     try:
         lines = _MAPPINGS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -280,22 +279,20 @@ def _mapped_files() -> Iterator[tuple[int, int]]:
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a weight that tensor parallelism divides; any other weight as it is."""
+    """This rank's part of a weight that tensor parallelism divides; any other weight unchanged."""
     part: Any = weight
     return part.to_local() if hasattr(part, "device_mesh") else weight
 
 
 def dense_saving(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> int:
-    """Bytes by which ``pack_dense`` will lessen the model; less than 0 if it adds more than it frees.
-
-    A model that is not ``loaded`` is on the meta device.
-    """
+    """Bytes that ``pack_dense`` saves; negative if it adds more than it frees. A model that is not ``loaded`` is on the
+    meta device."""
     freed, packed = dense_bytes(model, layers, config, loaded)
     return freed - packed
 
 
 def dense_bytes(model: Any, layers: Sequence[ExpertsLayer], config: MeshConfig, loaded: bool = True) -> tuple[int, int]:
-    """What ``pack_dense`` frees, and what it takes. A model that is not ``loaded`` is on the meta device."""
+    """Bytes that ``pack_dense`` frees, and that it takes. A model that is not ``loaded`` is on the meta device."""
     if not packs(config):
         return 0, 0
     group_size = checked_group_size(config.dense, config.group_size)
@@ -312,13 +309,13 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, MeshLinear]]:
 
 
 def restore_dense(model: Any, device: torch.device) -> None:
-    """The reverse of ``pack_dense`` and ``install_products``, but that what was tied to an embedding is still to be tied to it again."""
+    """Undo ``pack_dense`` and ``install_products``; the caller ties weights to the embedding again."""
     for plain in model.modules():
         if isinstance(plain, PlainLinear):
             change_class(plain, nn.Linear)
     for _, linear in list(packed_linears(model)):
         module: Any = linear
-        if isinstance(module.weight, PackedLinearWeight):  # not if this was interrupted here before
+        if isinstance(module.weight, PackedLinearWeight):  # already restored if an earlier call was interrupted
             module._parameters["weight"] = nn.Parameter(
                 module.unpacked_weight().to(device), requires_grad=module._mesh_parameters["weight"]
             )
@@ -326,14 +323,15 @@ def restore_dense(model: Any, device: torch.device) -> None:
 
 
 def _stack(path: str) -> str:
-    """``model.layers.`` for ``model.layers.3.mlp.experts``: what stands before the layer's number."""
+    """``model.layers.`` for ``model.layers.3.mlp.experts``."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return "".join(f"{part}." for part in parts[:number])
 
 
 def _routing_modules(model: nn.Module, layer: ExpertsLayer) -> Iterator[nn.Module]:
-    """What chooses the experts: known routers, modules beside them that have a matrix with a row for each expert, all below those."""
+    """Modules that choose experts: known routers, modules beside the experts with a matrix of a row for each, and their
+    children."""
     for child in model.get_submodule(layer.path.rpartition(".")[0]).children():
         rows = {parameter.size(0) for parameter in child.parameters() if parameter.dim() == 2}
         if child is not layer.module and (router_adapter(child) is not None or layer.routed_experts in rows):
@@ -346,7 +344,7 @@ def _read_by_its_owner(model: nn.Module, path: str) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype = torch.float16) -> bool:
-    """Whether transformers keeps the parameter of that name in fp32, for the sake of accuracy, in a model of ``dtype``. fp16 keeps the most."""
+    """Whether transformers keeps the parameter in fp32 for accuracy, in a model of ``dtype``; fp16 keeps most."""
     strictly = "_keep_in_fp32_modules_strict"
     attributes = {torch.float16: ("_keep_in_fp32_modules", strictly), torch.bfloat16: (strictly,)}.get(dtype, ())
     parts = (part for attribute in attributes for part in getattr(model, attribute, None) or ())

@@ -1,4 +1,4 @@
-"""What takes the place of an experts module: the same module, with another forward and without its weights."""
+"""Patched experts modules: the same module, with another forward and without its weights."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from .packed_weight import as_parameter, packed_experts
 if TYPE_CHECKING:
     from ..adapters.factors import Factors
 
-_PREFIX = "_mesh_"  # of all attributes that patching gives to modules
+_PREFIX = "_mesh_"  # of all attributes that patching adds to modules
 
 
 class PackedModule(nn.Module):
-    """A module with a PackedWeight in the place of each of the parameters ``_mesh_parameters``."""
+    """A module with PackedWeights for the parameters ``_mesh_parameters``."""
 
-    _mesh_parameters: dict[str, bool]  # their names, and whether they wanted gradients
-    _mesh_of_rank: bool = False  # in a model that ranks divide
+    _mesh_parameters: dict[str, bool]  # their names and requires_grad
+    _mesh_of_rank: bool = False  # with expert parallelism
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Of ranks without the packed parameters: to save an adapter PEFT makes ordinary tensors of all that it finds, and these may be a part
-        under the name of the whole."""
+        """Skips packed parameters on ranks: PEFT would save this rank's part under the name of the whole."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._mesh_of_rank:
             for name in self._mesh_parameters:
                 del destination[f"{prefix}{name}"]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Moves and casts everything but those parameters, which have no data to move; of a cast they take the dtype."""
+        """Moves and casts everything but the packed parameters, which have no data; these only change dtype."""
         taken = detach_parameters(self, self._mesh_parameters)
         try:
             super()._apply(fn, recurse)
@@ -52,7 +51,7 @@ class PackedModule(nn.Module):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses another value for a packed parameter, with which the module would not compute."""
+        """Refuses to replace a packed parameter, which the forward does not read."""
         if name in self.__dict__.get("_mesh_parameters", ()):
             self._check_assigned(name, value)
         else:
@@ -72,7 +71,8 @@ class PackedModule(nn.Module):
         missing_keys: list[str],
         *others: Any,
     ) -> None:
-        """A checkpoint may leave the packed parameters out, for they are frozen; those that it has must be what is there."""
+        """Packed parameters may be missing from a checkpoint, since they are frozen; if present, they must equal the
+        packed values."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
         packed = {f"{prefix}{name}" for name in self._mesh_parameters}
         missing_keys[:] = [key for key in missing_keys if key not in packed]
@@ -81,10 +81,10 @@ class PackedModule(nn.Module):
 class MeshExperts(PackedModule, InPool):
     """Mixed into the class of an experts module by ``install``; see ``mesh_class``.
 
-    The expert parameters stay as PackedWeights, so that the module still says what it stands for; the weights are in the pool.
+    The expert parameters are PackedWeights of the original shapes; the weights are in the pool.
     """
 
-    # What the decorator and the class that is mixed into have put there; experts that are not marked have what stands here.
+    # Set by the decorator or the class that is mixed in; the defaults are for experts without the decorator.
     num_experts: int
     has_gate: bool = True
     has_post_expert_norm: bool = False
@@ -98,12 +98,12 @@ class MeshExperts(PackedModule, InPool):
     _mesh_layer: int  # of the pool
     _mesh_handle: torch.Tensor  # an attribute, not a buffer: .to() must not move it
     _mesh_fused: bool
-    _mesh_next: NextLayer | None  # whose experts to prefetch
-    _mesh_lookahead_unsupported_reason: str  # why there is none, where one was wanted
-    _mesh_deferred: int  # of each token's experts, at most; 0: exact
-    _mesh_defers: bool  # not the last layer, whose experts have no later one
-    _mesh_fallback: torch.Tensor | None  # the handle of the layer's stand-ins
-    _mesh_device: torch.device | None  # that some of the experts lie on
+    _mesh_next: NextLayer | None  # for prefetching
+    _mesh_lookahead_unsupported_reason: str  # empty: there is lookahead, or prefetch is off
+    _mesh_deferred: int  # max per token; 0: exact
+    _mesh_defers: bool  # false for the last layer
+    _mesh_fallback: torch.Tensor | None  # the handle of the layer's fallback experts
+    _mesh_device: torch.device | None  # of the experts on a GPU
 
     def forward(
         self,
@@ -116,7 +116,7 @@ class MeshExperts(PackedModule, InPool):
 
         ``adapters`` are low-rank additions to parameters, by their names.
         """
-        # Of which the kernels know nothing; their weights have 16 bits at most.
+        # The kernels have no float64; weights have at most 16 bits.
         if hidden_states.dtype == torch.float64:
             narrow = {name: own._replace(a=own.a.float(), b=own.b.float()) for name, own in (adapters or {}).items()}
             return MeshExperts.forward(self, hidden_states.float(), top_k_index, top_k_weights, narrow).double()
@@ -124,7 +124,7 @@ class MeshExperts(PackedModule, InPool):
             return torch.ops.torch_mesh.experts_split(
                 hidden_states, top_k_index, top_k_weights, self._mesh_handle, self._is_expert_parallel
             )
-        following = self._mesh_next  # now: unpatch on another thread may take it away while the experts run
+        following = self._mesh_next  # unpatch on another thread may remove it while the experts run
         if following is not None and not hidden_states.device.type == following.router.weight.device.type == "cpu":
             following = None  # a hint is not worth moving a router
         if self._mesh_fused:
@@ -134,7 +134,7 @@ class MeshExperts(PackedModule, InPool):
                 return torch.ops.torch_mesh.experts_adapted(
                     *inputs, *self._adapters(adapters), self._is_expert_parallel, *hint
                 )
-            # All layers of a forward take the same way, or what one deferred would be lost.
+            # All layers of a forward take the same path, or deferred products would be lost.
             if self._mesh_deferred and not torch.is_grad_enabled():
                 deferred = min(self._mesh_deferred, top_k_index.size(-1))
                 return torch.ops.torch_mesh.experts_deferred(
@@ -146,13 +146,13 @@ class MeshExperts(PackedModule, InPool):
                 )
             return torch.ops.torch_mesh.experts(*inputs, self._is_expert_parallel, *hint)
         output = self._forward_unfused(hidden_states, top_k_index, top_k_weights, adapters or {})
-        # After this layer's own reads, which must not wait for a guess, and before the next layer's attention.
+        # After this layer's own reads, which must not wait for a prefetch, and before the next layer's attention.
         if following is not None:
             following.prefetch(hidden_states, output)
         return output
 
     def _adapters(self, adapters: Mapping[str, Factors]) -> tuple[torch.Tensor | float | None, ...]:
-        """As experts_adapted takes them."""
+        """Adapters as arguments of experts_adapted."""
         gate_up, down = (adapters.get(parameter, (None, None, 1.0)) for parameter in self._mesh_adaptable)
         return *gate_up, *down
 
@@ -170,7 +170,7 @@ class MeshExperts(PackedModule, InPool):
     ) -> torch.Tensor:
         ids, weights = top_k_index.reshape(-1), top_k_weights.float().reshape(-1)
         if self._is_expert_parallel:
-            # Sentinels are sorted behind all experts, where nothing is computed, which keeps shapes free of the data.
+            # Sentinels sort behind all experts, where nothing is computed; shapes stay independent of the data.
             weights = weights.masked_fill(ids >= self.num_experts, 0.0)
         sorted_ids, order = torch.sort(ids, stable=True)
         offsets = torch.searchsorted(sorted_ids, torch.arange(self.num_experts + 1, device=ids.device, dtype=ids.dtype))
@@ -181,7 +181,7 @@ class MeshExperts(PackedModule, InPool):
             own = adapters.get(self._mesh_adaptable[projection])
             if own is None:
                 return out
-            a, b = own.a.to(rows.device), own.b.flatten(2).to(rows.device)  # adapters may have stayed with the experts
+            a, b = own.a.to(rows.device), own.b.flatten(2).to(rows.device)  # adapters may be on the experts' device
             added = torch.ops.torch_mesh.grouped_low_rank(rows, offsets, a, b) * own.scaling
             return (out.float() + added).to(out.dtype)
 
@@ -195,7 +195,7 @@ class MeshExperts(PackedModule, InPool):
 
     @property
     def mesh_lookahead_unsupported_reason(self) -> str:
-        """Why the experts of the next layer are not foretold by its router; empty: they are, or nobody wants them to be."""
+        """Why the next layer's router cannot predict its experts; empty: it can, or prefetch is off."""
         if self._mesh_device is not None:
             return ""
         following = self._mesh_next
@@ -224,9 +224,9 @@ class MeshExperts(PackedModule, InPool):
 
 
 class ExpertsWithIdentities(MeshExperts):
-    """Of longcat_flash: ids beyond the experts are of such that give back what they get."""
+    """longcat_flash: ids beyond the experts are identity experts."""
 
-    _is_expert_parallel = True  # which the ops are to skip
+    _is_expert_parallel = True  # the ops skip these ids
 
     def forward(
         self,
@@ -246,8 +246,11 @@ class ExpertsWithIdentities(MeshExperts):
 
 
 class InputWeightingBlock(nn.Module):
-    """Of llama4, whose experts get their input times the routing weight, and add up what they give. Theirs is called with the rows of all
-    tokens for each expert, zeros for those that it was not chosen for; this has no other rows than those that were chosen."""
+    """llama4: experts get their input times the routing weight, and their outputs are added.
+
+    The original runs all tokens through each expert, with zeros for tokens that did not choose it; this runs only the
+    chosen rows.
+    """
 
     hidden_dim: int
     top_k: int
@@ -264,13 +267,13 @@ class InputWeightingBlock(nn.Module):
         return self.shared_expert(hidden_states) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
 
 
-# What is mixed into the classes of families that are not as others.
+# Mixins for classes of families with exceptions.
 _MIXINS: dict[str, type[MeshExperts]] = {"LongcatFlashExperts": ExpertsWithIdentities}
 BLOCKS: dict[str, type[nn.Module]] = {"Llama4TextMoe": InputWeightingBlock}
 
 
 def mesh_class(cls: type[nn.Module]) -> type[MeshExperts]:
-    """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: still an instance of the class that it replaces."""
+    """``MeshQwen3MoeExperts`` for ``Qwen3MoeExperts``: a subclass of the class that it replaces."""
     return _mixed(_named_in(_MIXINS, cls) or MeshExperts, cls)
 
 
@@ -293,7 +296,7 @@ def patched_modules(model: nn.Module) -> Iterator[MeshExperts]:
 
 
 def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Removes the parameters ``names``; returns all that the module had, for ``reattach_parameters``."""
+    """Remove the parameters ``names``; returns all parameters for ``reattach_parameters``."""
     parameters = dict(module._parameters)
     for name in names:
         del module._parameters[name]
@@ -301,33 +304,34 @@ def detach_parameters(module: Any, names: Iterable[str]) -> dict[str, nn.Paramet
 
 
 def reattach_parameters(module: Any, taken: dict[str, nn.Parameter]) -> None:
-    """Undoes ``detach_parameters`` in the original order; parameters that had stayed keep what became of them."""
+    """Reverse ``detach_parameters`` in the original order, keeping the current values of the other parameters."""
     stayed = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({name: stayed.get(name, parameter) for name, parameter in taken.items()})
 
 
 class DetachedParameters:
-    """The parameters of an experts module, out of it while the rest of its model is loaded: they are never materialised."""
+    """The parameters of an experts module, detached while the rest of its model is loaded so that they are never
+    materialized."""
 
     def __init__(self, layer: ExpertsLayer) -> None:
         self.layer = layer
         module: Any = layer.module
         self._parameters = detach_parameters(module, layer.parameter_names)
-        stand_in = torch.empty(0)  # of some families the module around initialises them
+        stand_in = torch.empty(0)  # some families initialize them from the surrounding module
         for each in (stand_in, module):
             set_initialized(each)
         vars(module).update(dict.fromkeys(layer.parameter_names, stand_in))
 
     def end(self) -> None:
-        """Puts them back, on the meta device."""
+        """Reattach them, on the meta device."""
         for name in self.layer.parameter_names:
             del vars(self.layer.module)[name]
         reattach_parameters(self.layer.module, self._parameters)
 
 
 def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
-    """Makes ``layer.module`` compute with layer ``index`` of the pool, and drops its weights."""
+    """Make ``layer.module`` compute with layer ``index`` of the pool, and drop its weights."""
     module: Any = layer.module
     parameters = layer.parameters
     module._parameters.update(packed_experts(layer, pool, index))
@@ -348,7 +352,7 @@ def install(layer: ExpertsLayer, pool: ExpertPool, index: int) -> None:
 
 
 def restore(layer: ExpertsLayer, device: torch.device) -> None:
-    """The reverse of ``install``: the original class, and weights unpacked from the pool in the parameters' dtype."""
+    """Reverse ``install``: the original class, and weights unpacked from the pool in the parameters' dtype."""
     module: Any = layer.module
     module._parameters.update(restored_parameters(layer, device))
     if isinstance(layer.block, tuple(BLOCKS.values())):
@@ -357,7 +361,7 @@ def restore(layer: ExpertsLayer, device: torch.device) -> None:
 
 
 def restored_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, nn.Parameter]:
-    """What a patched module's packed parameters stand for, as ordinary ones."""
+    """The packed parameters of a patched module as ordinary ones."""
     module: Any = layer.module
     wanted = module._mesh_parameters
     return {
@@ -367,27 +371,27 @@ def restored_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, 
 
 
 def unpacked_parameters(layer: ExpertsLayer, device: torch.device) -> dict[str, torch.Tensor]:
-    """The expert parameters of a patched module with their values, in the layout and dtype of the module's own."""
+    """The values of a patched module's expert parameters, in its own layout and dtype."""
     module: Any = layer.module
     values = {
         name: torch.empty(module._parameters[name].shape, dtype=module._parameters[name].dtype, device=device)
         for name in layer.parameter_names
     }
     for value in values.values():
-        value[layer.num_experts :] = 0  # of experts that compute nothing
+        value[layer.num_experts :] = 0  # rows of identity experts
     for expert in range(layer.num_experts):
         module._mesh_pool.unpack_into(module._mesh_layer, expert, layer.expert(expert, values))
     return values
 
 
 def restore_class(module: Any) -> None:
-    """Gives a patched module, whose parameters have their values again, the class that it had."""
+    """Restore the original class of a patched module, whose parameters have been restored."""
     change_class(module, type(module).__bases__[1])
     drop_attributes(module)
 
 
 def has_attributes(module: nn.Module) -> bool:
-    """Whether something of patching is in it, be it what an interrupted ``unpatch`` left."""
+    """Whether a module has attributes of patching, also those of an interrupted ``unpatch``."""
     return any(name.startswith(_PREFIX) for name in vars(module))
 
 
@@ -397,7 +401,7 @@ def drop_attributes(module: nn.Module) -> None:
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
-    """accelerate binds the forward that a module had when it was hooked, and leaves it there when the hook is removed: bind the new one."""
+    """Set the class and rebind the forward that accelerate's hooks saved, which they also leave behind when removed."""
     module.__class__ = cls
     attributes = vars(module)
     if OLD_FORWARD in attributes:

@@ -1,4 +1,4 @@
-"""What stands in a patched module for a parameter whose values are packed: its shape and dtype, without its memory."""
+"""The parameter of a patched module whose values are packed: its shape and dtype, without its memory."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ aten = torch.ops.aten
 class PackedWeight(torch.Tensor):
     """A frozen weight on the CPU without memory of its own.
 
-    Code around a model reads a parameter's shape, dtype and device, and sometimes computes with its values; a bare meta tensor
-    answers the first and computes garbage in silence for the second. Any op on this one either gets the values or raises
-    MeshError. Another tensor may be copied into it as a whole (``accept``), and nothing else changes it: a view is one of a copy.
+    Other code reads a parameter's shape, dtype and device, and sometimes computes with its values. A meta tensor would
+    compute garbage silently; an op on a PackedWeight gets the values or raises MeshError. ``accept`` copies another
+    tensor into it as a whole; nothing else changes it, and views are views of a copy.
 
-    Pickling and ``contiguous()``, by which savers get at memory, give an ordinary tensor where the values are ``exact``, and raise
-    where they were rounded: in a file they would pass for the original's.
+    Pickling and ``contiguous()``, which savers use, give an ordinary tensor if the values are ``exact`` and raise if
+    they were rounded, since a file would pass for the original.
     """
 
     path: str  # as in model.named_parameters(), for errors
     format: str
-    exact: bool  # whether unpacking gives back the very values that were packed
-    _identity: torch.Tensor  # the same one in all that stand for one weight
+    exact: bool  # whether unpacking gives the very values that were packed
+    _identity: torch.Tensor  # shared by all aliases of one weight
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *_: Any) -> Any:
-        # To torch's C++ code a meta tensor, or `other.data = weight` would be let through and end the process; to everybody who asks,
-        # and while torch.compile traces, one of the CPU.
+        # torch's C++ code sees a meta tensor: it would let `other.data = weight` through and crash. Python code, also
+        # under torch.compile, sees a CPU tensor.
         hidden = type(inner) is torch.Tensor
         return make_wrapper(
             cls, shape, dtype=dtype, device=torch.device("meta" if hidden else "cpu"), dispatch_device=hidden
@@ -51,7 +51,8 @@ class PackedWeight(torch.Tensor):
         raise NotImplementedError
 
     def accept(self, source: torch.Tensor) -> None:
-        """What ``copy_`` does: ``source`` is packed, or else compared with what is packed; MeshError where neither can be."""
+        """Implements ``copy_``: packs ``source`` or compares it with the packed values; raises MeshError if neither is
+        possible."""
         raise NotImplementedError
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedWeight:
@@ -62,12 +63,12 @@ class PackedWeight(torch.Tensor):
         raise NotImplementedError
 
     def to_save(self) -> torch.Tensor:
-        """``unpacked``, or MeshError if they are not those of the original."""
+        """``unpacked``, or MeshError if the values were rounded."""
         if not self.exact:
             raise MeshError(
-                f"{self.path} was rounded to {self.format}, and the original is not in memory: a file of these values would pass for "
-                "it. model.save_pretrained(folder) saves the model, torch_mesh.unpatch(model, lossy=True) makes the rounded "
-                "values ordinary weights."
+                f"{self.path} was rounded to {self.format}: a file of these values would pass for the original. Save "
+                "with model.save_pretrained(folder), or call torch_mesh.unpatch(model, lossy=True) to make the "
+                "rounded values ordinary weights."
             )
         return self.unpacked()
 
@@ -76,8 +77,8 @@ class PackedWeight(torch.Tensor):
 
     def _refuse(self, what: str) -> MeshError:
         return MeshError(
-            f"{what} {self.path}, which is packed ({self.format}) and frozen. torch_mesh.unpatch(model) makes it an ordinary weight "
-            "again; where dense= packs it, dense='none' leaves it one."
+            f"{what} {self.path}, which is packed ({self.format}) and frozen. Call torch_mesh.unpatch(model) to make "
+            "it an ordinary weight; if dense= packs it, set dense='none'."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
@@ -125,7 +126,7 @@ class PackedWeight(torch.Tensor):
 
 
 class PackedLinearWeight(PackedWeight):
-    """Of a ``MeshLinear``. Arithmetic on it unpacks it each time: right, and much slower than the module."""
+    """The weight of a ``MeshLinear``. Arithmetic on it unpacks it each time, much slower than the module."""
 
     packed: torch.Tensor
     group_size: int
@@ -155,12 +156,12 @@ class PackedLinearWeight(PackedWeight):
         if self._same_storage(source):
             return
         if source.shape != self.shape:
-            raise self._refuse(f"A tensor of shape {list(source.shape)} was to be put into")
+            raise self._refuse(f"A tensor of shape {list(source.shape)} cannot be copied into")
         weight = source.detach().to("cpu", self.dtype)
-        narrow = weight.float() if weight.dtype == torch.float64 else weight  # what is packed has 24 bits at most
+        narrow = weight.float() if weight.dtype == torch.float64 else weight  # packed values have at most 24 bits
         packed = torch.ops.torch_mesh.pack_linear(narrow, self.format, self.group_size)
         if self.exact and not torch.equal(self._of(packed, self.dtype).unpacked(), weight):
-            raise self._refuse(f"Values that {self.format} would round were to be put into")
+            raise self._refuse(f"Values that {self.format} would round cannot be copied into")
         self.packed.copy_(packed)
 
     def alias(self, dtype: torch.dtype | None = None) -> PackedLinearWeight:
@@ -175,7 +176,7 @@ class PackedLinearWeight(PackedWeight):
     def _of(self, packed: torch.Tensor, dtype: torch.dtype) -> PackedLinearWeight:
         return PackedLinearWeight(packed, self.shape, dtype, self.path, self.format, self.group_size, self.exact)
 
-    # torch.compile takes the weight apart into the tensors that it is made of, and puts it together again.
+    # torch.compile flattens the weight into its tensors and rebuilds it.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["packed"], (self.shape, self.dtype, self.path, self.format, self.group_size, self.exact)
 
@@ -199,7 +200,8 @@ class _Place:
 
 
 class PackedExpertsWeight(PackedWeight):
-    """A parameter of a ``MeshExperts``: that of all experts of the layer. Arithmetic on it raises: it would read the whole layer."""
+    """A parameter of a ``MeshExperts``, with all experts of the layer. Arithmetic on it raises: it would read the whole
+    layer."""
 
     handle: torch.Tensor
     place: _Place
@@ -211,20 +213,21 @@ class PackedExpertsWeight(PackedWeight):
         self.format, self.exact = place.pool.weights, place.pool.exact
 
     def unpacked(self) -> torch.Tensor:
-        """Reads every expert of the layer. Raises MemoryError where they do not fit into memory."""
+        """Read every expert of the layer. Raises MemoryError if they do not fit in memory."""
         if (free := shortage(self.nbytes)) is not None:
             raise MemoryError(
-                f"{self.path} takes {self.nbytes:,} bytes as an ordinary tensor, and the machine and its memory cgroups have {free:,} "
-                "left. It is frozen: leave it out of what you save, or let model.save_pretrained(folder) write it piece by piece."
+                f"{self.path} takes {self.nbytes:,} bytes unpacked, but the machine and its memory cgroups have "
+                f"{free:,} left. It is frozen: leave it out of what you save, or use model.save_pretrained(folder), "
+                "which writes piece by piece."
             )
         values = torch.empty(self.shape, dtype=self.dtype)
-        values[self.place.layer.num_experts :] = 0  # of experts that compute nothing
+        values[self.place.layer.num_experts :] = 0  # rows of identity experts
         for expert in range(self.place.layer.num_experts):
             self._unpack(expert, values)
         return values
 
     def accept(self, source: torch.Tensor) -> None:
-        """Lets a checkpoint of the model itself be loaded: the experts are frozen, so they have to be what they are already."""
+        """Accept a checkpoint of the model itself: frozen experts have to equal the packed values."""
         if not self._same_storage(source) and not self._equals(source):
             raise self._refuse("Other values were to be put into")
 
@@ -232,7 +235,7 @@ class PackedExpertsWeight(PackedWeight):
         if source.shape != self.shape:
             return False
         for expert in range(self.place.layer.num_experts):
-            # Experts that are tied to others are in the pool twice, and their parameters are set to each other's.
+            # Tied experts are in the pool twice, and their parameters are set to each other's.
             other = source._expert(expert) if isinstance(source, PackedExpertsWeight) else source[expert].detach()
             if not torch.equal(self._expert(expert), other.to("cpu", self.dtype)):
                 return False
@@ -250,7 +253,7 @@ class PackedExpertsWeight(PackedWeight):
         return self.alias()
 
     def _unpack(self, expert: int, values: torch.Tensor) -> None:
-        """Writes one expert into its place in ``values``; the layer's other parameters go nowhere."""
+        """Write one expert into its part of ``values``; the layer's other parameters are discarded."""
         place = self.place
         place.pool.unpack_into(
             place.index, expert, place.layer.expert(expert, place.shapes | {place.parameter: values})
@@ -258,9 +261,10 @@ class PackedExpertsWeight(PackedWeight):
 
     def _for_arithmetic(self) -> torch.Tensor:
         raise MeshError(
-            f"{self.path} is packed ({self.format}) and frozen, and something was to compute with it: an adapter that was on the experts before "
-            "they were patched (call get_peft_model after torch_mesh.patch) or is none of PEFT's LoRA; DistributedDataParallel, unless "
-            "model._ddp_params_and_buffers_to_ignore has the names of all that are torch_mesh.PackedWeight; or code that reads expert weights. torch_mesh.unpatch(model) makes it an ordinary weight again."
+            f"{self.path} is packed ({self.format}) and frozen, and cannot be computed with. For adapters, call "
+            "get_peft_model after torch_mesh.patch, with PEFT's LoRA; for DistributedDataParallel, list all "
+            "torch_mesh.PackedWeight in model._ddp_params_and_buffers_to_ignore; for other code, call "
+            "torch_mesh.unpatch(model) first."
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -272,9 +276,9 @@ class PackedExpertsWeight(PackedWeight):
 
 
 def packed_experts(layer: ExpertsLayer, pool: ExpertPool, index: int) -> dict[str, nn.Parameter]:
-    """What stands for the parameters of ``layer``, whose values are those of the pool's layer ``index``."""
+    """PackedWeights for the parameters of ``layer``, with the values of the pool's layer ``index``."""
     shapes = {name: parameter.detach().to("meta") for name, parameter in layer.parameters.items()}
-    described = dataclasses.replace(layer, module=nn.Module(), block=None)  # lest every weight keep the module
+    described = dataclasses.replace(layer, module=nn.Module(), block=None)  # must not keep the module alive
     packed = {}
     for name, shape in shapes.items():
         place = _Place(pool, index, described, name, shapes)
@@ -287,7 +291,7 @@ def as_parameter(weight: PackedWeight) -> nn.Parameter:
 
 
 def device_of(*modules: nn.Module) -> torch.device:
-    """Where they compute: the device of the first parameter that has its values, or else the CPU."""
+    """The device of the first materialized parameter, or the CPU."""
     for module in modules:
         for parameter in module.parameters():
             if not parameter.is_meta and not isinstance(parameter, PackedWeight):
@@ -313,7 +317,7 @@ def _contiguous(weight: PackedWeight, *_: Any, **__: Any) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class NoStorage:
-    """What savers ask for, since a tensor without memory has no storage with an address, to learn which tensors share theirs."""
+    """The storage that savers ask for to find shared tensors."""
 
     address: int
     bytes: int
@@ -328,22 +332,22 @@ class NoStorage:
 
 
 def _storage(weight: PackedWeight) -> NoStorage:
-    """safetensors passes over address 0; accelerate takes equal pairs of address and size for one tensor, so no two weights have equal
-    sizes here."""
+    """safetensors skips address 0; accelerate treats equal (address, size) pairs as one tensor, so sizes are unique
+    here."""
     return NoStorage(0, weight._identity.data_ptr())
 
 
 def _untyped_storage(weight: PackedWeight) -> Any:
     if not is_tracing():
-        raise NotImplementedError(f"{weight.path} has no storage.")  # savers ask for storage() then
+        raise NotImplementedError(f"{weight.path} has no storage.")  # savers fall back to storage()
     with without_torch_function():
         return weight.untyped_storage()
 
 
 def _no_address(weight: PackedWeight) -> int:
     raise MeshError(
-        f"{weight.path} is packed ({weight.format}) and has no memory of its own to point to: .contiguous() makes an ordinary tensor "
-        "of it; model.save_pretrained(folder) saves the model."
+        f"{weight.path} is packed ({weight.format}) and has no memory to point to: call .contiguous() for an ordinary "
+        "tensor, or save with model.save_pretrained(folder)."
     )
 
 
@@ -359,7 +363,7 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _set_requires_grad(weight: PackedWeight, value: bool) -> None:
-    _requires_grad_(weight, value)  # whatever a setter returns here, torch never lets go of
+    _requires_grad_(weight, value)  # torch leaks what a setter returns here
 
 
 def _requires_grad_(weight: PackedWeight, requires_grad: bool = True) -> PackedWeight:
@@ -374,7 +378,7 @@ def _by_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _Tensor: Any = torch.Tensor
 
-# What reaches a tensor's memory without an op, or through a view of it.
+# Accessors of a tensor's memory without an op, or through a view.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _Tensor.contiguous: _contiguous,
     _Tensor.device.__get__: lambda weight: torch.device("cpu"),  # torch.compile's mode would take the op for its own

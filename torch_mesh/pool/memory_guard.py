@@ -1,4 +1,4 @@
-"""Keeps pools within the memory that the machine and its cgroups leave to this process, while forwards run."""
+"""Keep pools within the memory that the machine and its cgroups leave to this process, while forwards run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..system.memory import auto_margin, left_bytes
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 0.25
-# The kernel gives pages back some time after it was asked: sooner, the next look would take the same memory twice.
+# The kernel returns pages with a delay: looking sooner would take the same memory twice.
 _SETTLING_SECONDS = 1.0
-# Memory that is free for a shorter time is left to whoever frees and takes it.
+# Memory that is free for a shorter time is left to other processes.
 _CALM_SECONDS = 3.0
 
 
-# What is taken at once: clearing it takes a moment, in which others may want memory too.
+# Growth per step: clearing memory takes a moment, in which others may need it.
 _GROWTH_BYTES = 2**30
 
 
 def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -> list[int]:
-    """How many slots each of a process's ``pools`` should have where ``left`` bytes are free; less than 0: above a limit.
+    """Slots that each of a process's ``pools`` should have with ``left`` bytes free (negative: above a limit).
 
-    Together they have what ``resident="auto"`` would choose now, each the same share of its size at first where that is possible, in
-    whole segments, which is how memory comes and goes. To change little for little, it is the present number while between a half
-    and five quarters of auto's margin are left. ``pools`` are what ``Engine.describe_size`` says. ``sharing``: so many processes with
-    pools like these look at the same memory, and each does its part.
+    Together they get what ``resident="auto"`` would choose now, each the same fraction of its initial size where
+    possible, in whole segments. The present number is kept while between a half and five quarters of auto's margin are
+    left. ``pools`` are results of ``Engine.describe_size``. ``sharing``: the number of processes with such pools on the
+    same memory, each doing its part.
     """
     present = [pool["slots"] for pool in pools]
     total = left + sharing * sum(pool["slot_bytes"] for pool in pools)
@@ -49,7 +49,7 @@ def wanted_slots(left: int, pools: Sequence[dict[str, int]], sharing: int = 1) -
 
 
 def _shares(budget: int, pools: Sequence[dict[str, int]]) -> list[int]:
-    """Bytes of each pool: the same share of the most that it may have, but for those that cannot do with so little."""
+    """Bytes of each pool: the same fraction of its maximum, but at least its minimum."""
     most = [pool["most_slots"] * pool["record_bytes"] for pool in pools]
     least = [pool["least_slots"] * pool["record_bytes"] for pool in pools]
     sharing = set(range(len(pools)))
@@ -69,11 +69,12 @@ def _in_segments(pool: dict[str, int], size: int) -> int:
 
 
 class MemoryGuard:
-    """A thread that shrinks a process's pools at once when memory runs low, and lets them grow back when memory has been free for a while.
+    """A thread that shrinks a process's pools at once when memory runs low, and grows them when memory has been free
+    for a while.
 
-    It looks four times a second, while there are engines that were added. One guard has all of them, so that no two answer the same
-    shortage. Nothing that goes wrong with it disturbs a forward: where the system's files cannot be read it says so once, and the
-    pools stay as they are.
+    Looks four times a second while engines are registered. One guard has all engines of the process, so that no two
+    react to one shortage. Its failures never disturb a forward: if the system's files are unreadable it logs that once,
+    and the pools keep their size.
     """
 
     def __init__(self, proc: Path = Path("/proc"), calm: float = _CALM_SECONDS) -> None:
@@ -82,7 +83,7 @@ class MemoryGuard:
         self._engines: list[_C.Engine] = []
         self._thread: BackgroundThread | None = None
         self._stop = threading.Event()
-        # Reentrant, as the garbage collector may remove an engine at any moment.
+        # Reentrant: the garbage collector may remove an engine at any moment.
         self._lock = threading.RLock()
         self._free_since: float | None = None
         self._warned = False
@@ -90,21 +91,22 @@ class MemoryGuard:
 
     @staticmethod
     def of_this_process() -> MemoryGuard:
-        """The one that looks at this process's memory. A forked child has another one."""
+        """The guard of this process; a forked child has its own."""
         return _guards.setdefault(os.getpid(), MemoryGuard())
 
     def add(self, engine: _C.Engine, sharing: int = 1) -> None:
-        """``sharing``: how many processes on this machine, this one included, have such an engine."""
+        """``sharing``: the number of processes on this machine, this one included, that have such an engine."""
         with self._lock:
             self._sharing = max(self._sharing, sharing)
             if not self._engines:
                 self._stop = threading.Event()
-                # Before the engine counts as guarded: there may be no thread to be had.
+                # Before the engine counts as guarded: starting a thread may fail.
                 self._thread = BackgroundThread(partial(self._run, self._stop), "torch_mesh memory guard")
             self._engines.append(engine)
 
     def remove(self, engine: _C.Engine) -> BackgroundThread | None:
-        """To be called before ``engine`` is closed. With the last one the thread is told to end, and returned, to be waited for."""
+        """Call before ``engine`` is closed. After the last engine the thread is told to end, and returned for
+        joining."""
         with self._lock:
             if engine in self._engines:
                 self._engines.remove(engine)
@@ -124,15 +126,15 @@ class MemoryGuard:
                     _LOG.warning("Free memory cannot be read, so the pool of experts keeps its size: %s", error)
 
     def _look(self) -> bool:
-        """True if some pool has another size now."""
+        """True if some pool was resized."""
         described = []
         for engine in list(self._engines):
             try:
                 described.append((engine, engine.describe_size()))
-            except PoolClosedError:  # by somebody else than its pool
+            except PoolClosedError:  # the engine was closed directly
                 self.remove(engine)
         left = left_bytes(self._proc)
-        # What is in the page cache is free to the kernel, and resident to a mapped pool.
+        # The page cache is free to the kernel, and resident to a mapped pool.
         left -= sum(about["slot_bytes"] for _, about in described if about["mapped_bytes"])
         wanted = wanted_slots(left, [about for _, about in described], self._sharing)
         changes = [
@@ -151,9 +153,9 @@ class MemoryGuard:
         for engine, about, slots in changes:
             try:
                 self._resize(engine, about, slots, left, _GROWTH_BYTES // len(changes))
-            except ReadTimeoutError as error:  # the rest of it goes when the disk answers
+            except ReadTimeoutError as error:  # continued when the disk answers
                 _LOG.warning("%s", error)
-            except MemoryError as error:  # the other pools may have more luck
+            except MemoryError as error:  # the other pools may succeed
                 self._free_since = None
                 _LOG.info("The pool of experts stays as it is: %s", error)
         return bool(changes)

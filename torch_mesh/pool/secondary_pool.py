@@ -1,4 +1,4 @@
-"""The same experts in another format, in a store and a pool of their own: stand-ins for cold ones, and what lies on GPUs."""
+"""A second pool and store of the same experts in another format: for fallback experts and GPUs."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ BITS: dict[str, float] = {
 
 
 def formats_of_fewer_bits(weights: str) -> list[str]:
-    """What experts in ``weights`` can be rounded to with less bytes."""
+    """Formats with fewer bytes that experts in ``weights`` can be rounded to."""
     return [name for name in WEIGHTS if BITS[name] < BITS[weights]]
 
 
 def format_of(config: MeshConfig) -> str:
-    """What experts that are not packed yet are packed to."""
+    """The format that unpacked experts are packed to."""
     return "bf16" if config.weights == "auto" else config.weights
 
 
 def other_config(config: MeshConfig, weights: str) -> MeshConfig:
-    """How the store of the other format is made: beside the main one where that is named."""
+    """The config for the store of the other format: beside the main store, if that is named."""
     store = None if config.store is None else f"{Path(config.store)}-{weights}"
     return config.replace(weights=weights, store=store)
 
@@ -54,11 +54,11 @@ class Records:
     layers: int
     places: list[int]  # the source's layer, for each layer of the model
     source_arguments: dict[str, Any]
-    store: Store | None  # that has them, if one has
+    store: Store | None  # the store with the records, if any
 
     @classmethod
     def of_store(cls, store: Store, places: Sequence[int]) -> Records:
-        """Those of a store that has the model's layers at ``places``."""
+        """Records of a store that has the model's layers at ``places``."""
         manifest = store.manifest
         arguments = store.source_arguments()
         return cls(manifest.weights, manifest.group_size, manifest.shape.layers, list(places), arguments, store)
@@ -67,7 +67,7 @@ class Records:
 def open_other(
     layers: Sequence[ExpertsLayer], config: MeshConfig, records: Records, *, slots: int, least_slots: int
 ) -> ExpertPool:
-    """The second pool. What a profile, pins and favoured layers keep is in the main one."""
+    """The second pool. Profiles, pins and favored layers apply to the main one only."""
     own = config.replace(
         profile=None,
         prefill="off",

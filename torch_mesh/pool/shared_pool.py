@@ -1,4 +1,4 @@
-"""Several processes over one pool: what borrows its slots, and what lends them. docs/decisions/0060-shared-pools.md"""
+"""Several processes over one pool: lending and borrowing slots. docs/decisions/0060-shared-pools.md"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..system.memory import resident_slots
 
 
 def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
-    """Raises ValueError or UnsupportedModelError for what a pool cannot be that another process lends."""
+    """Raises ValueError or UnsupportedModelError for settings that a borrowed pool cannot have."""
     if config.shared is None:
         return
     named: list[str] = []
     if config.resident != "auto":
-        named.append(f"resident={config.resident!r} is for torch-mesh share --resident to say")
+        named.append(f"resident={config.resident!r} is set by torch-mesh share --resident")
     if config.io != "auto":
         named.append(f"io={config.io!r} is of who reads, which is the owner of the pool")
     if config.verify == "always":
@@ -27,24 +27,27 @@ def check_shared(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
     if config.residency.guard == "on":
         named.append("residency.guard='on' would shrink a pool that is not this process'")
     if config.lossy.modes:
-        named.append(f"lossy ({config.lossy.modes}) takes what is not lent to this process for cold")
+        named.append(f"lossy ({config.lossy.modes}) would treat experts that are not lent to this process as cold")
     if config.gpu.experts != 0:
         named.append("gpu.experts decides what its own pool need not hold")
     if named:
-        raise ValueError(f"shared={config.shared!r} does not go with this: {'; '.join(named)}. Leave one of both out.")
+        raise ValueError(
+            f"shared={config.shared!r} excludes other settings: {'; '.join(named)}. Leave out shared or these."
+        )
     if any(layer.share is not None for layer in layers):
         raise UnsupportedModelError(
-            f"shared={config.shared!r} lends experts of a whole model, and this is one of several ranks: each has a pool of its own experts. "
-            "Leave shared out, or open the model without distributed_config."
+            f"shared={config.shared!r} lends experts of a whole model, but this is one of several ranks, each with a "
+            "pool of its own. Leave shared out, or open the model without distributed_config."
         )
 
 
 class SharedPool:
-    """A pool of the experts of ``store`` that lends its slots to up to ``workers`` processes of this user, which find it at ``socket``.
+    """A pool of the experts of ``store`` that lends its slots to up to ``workers`` processes of this user via
+    ``socket``.
 
-    ``resident`` is as of MeshConfig, and is divided evenly among the workers; "auto" leaves each of them room for the rest of the model as the store
-    has it, and a workspace. Raises ValueError where their parts are too small for a token and for
-    a socket that is taken, MemoryError where there is not so much memory.
+    ``resident`` is as in MeshConfig, divided evenly among the workers; "auto" leaves each worker memory for the stored
+    rest of the model and a workspace. Raises ValueError if a part is too small for a token or the socket is in use,
+    MemoryError if memory is short.
     """
 
     def __init__(self, store: Store, socket: str | os.PathLike[str], resident: str | float, workers: int) -> None:
@@ -72,7 +75,7 @@ class SharedPool:
             bias=shape.bias,
             activation=None,
             slots=slots,
-            # Of what no worker holds: what was given up last is wanted again first.
+            # Experts that no worker holds: the last one evicted is likely needed first.
             policy="lru",
             verify=defaults.verify,
             io=defaults.io,
@@ -89,6 +92,6 @@ class SharedPool:
             raise
 
     def close(self) -> None:
-        """Ends all loans. What workers hold they can go on reading; what else they ask for raises ReadError there."""
+        """End all loans. Workers can go on reading what they hold; further requests raise ReadError there."""
         self.lender.close()
         self.engine.close()

@@ -1,1 +1,1 @@
-"""Which experts a layer will need before its router has said so: the next routers, and fitted predictors."""
+"""Predict the experts of a layer before its router runs: lookahead and fitted predictors."""

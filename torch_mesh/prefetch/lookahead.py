@@ -1,4 +1,4 @@
-"""Which router foretells the experts of the next layer."""
+"""Predict the next layer's experts with its router."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .predictor import fitted_routers, load_predictor
 
 @dataclass(frozen=True)
 class NextLayer:
-    """The layer that runs after another one: its router's module or a fitted one, its handle, and how many experts a token takes.
+    """The layer after another one: its router's module or a fitted one, its handle, and its number of experts per
+    token.
 
-    The module and not its weight, which ``.to()`` may replace; inside this object, so that torch does not take it for a
-    child of the module that looks ahead.
+    Holds the module instead of its weight, which ``.to()`` may replace; inside this object torch does not register it
+    as a child.
     """
 
     router: Any
@@ -44,7 +45,7 @@ class NextLayer:
 
 
 def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig) -> None:
-    """Tells each patched layer, in the order in which they run, of the next one, or why it cannot look ahead. See ``check_predictor``."""
+    """Tell each patched layer, in order, its next layer, or why lookahead is unsupported. See ``check_predictor``."""
     if config.prefetch == "off":
         return
     routers: list[Any] = [None, *(find_router(model, layer) for layer in layers[1:])]
@@ -55,22 +56,24 @@ def connect(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig
         following: Any = layers[index].module
         if router is not None:
             module._mesh_next = NextLayer(router, following._mesh_handle, layers[index].top_k)
-        elif index > 0:  # the first one is foretold by nobody in any model
+        elif index > 0:  # no model predicts the first layer with a router
             module._mesh_lookahead_unsupported_reason = (
                 f"of the next layer, {router_unsupported_reason(model, layers[index])}"
             )
 
 
 def check_predictor(layers: Sequence[ExpertsLayer], config: MeshConfig, model: nn.Module | None = None) -> None:
-    """Before much work is done for it. ``model``: one whose routers have their weights.
+    """Check ``config.predictor`` before expensive work. ``model``: one whose routers have their weights.
 
-    Raises StoreError for a predictor that no model with these layers can have, MeshError for that of another ``model``, ValueError
-    for one without prefetch.
+    Raises StoreError for a predictor that does not fit these layers, MeshError for one of another ``model``, ValueError
+    without prefetch.
     """
     if config.predictor is None:
         return
     if config.prefetch == "off":
-        raise ValueError("predictor= foretells what to prefetch, and prefetch='off': leave out one of the two.")
+        raise ValueError(
+            "predictor={config.predictor!r} needs prefetching, and prefetch='off': leave out one of the two."
+        )
     predictor = load_predictor(config.predictor, layers)
     if model is not None:
         predictor.check_model(model, layers, config.predictor)

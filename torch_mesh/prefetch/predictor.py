@@ -1,4 +1,4 @@
-"""Routers fitted for lookahead: what ``torch-mesh routing fit`` learns of a model, and its file. docs/predictor.md describes both."""
+"""Routers fitted for lookahead by ``torch-mesh routing fit``, and their file. docs/predictor.md describes both."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from ..system.atomic_files import new_file
 from ..system.memory import shortage
 
 FORMAT = "torch_mesh predictor 1"
-# How many tokens, for each hidden channel, weigh as much as the router does from which the fit starts: docs/decisions/0024.
+# Weight of the initial router, in tokens per hidden channel: docs/decisions/0024.
 _RIDGE = 0.3
 _FETCHED = (1.0, 1.5, 2.0)  # times top_k: where recall is measured
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """``weights[l]``, bfloat16 [experts, hidden], scores the experts of the model's MoE layer ``l`` from the hidden states that
-    the experts of the MoE layer before it take in; those of the first layer from what the last layer's took in one token earlier.
-    A bias is the router's own, see ``FittedRouter``.
+    """``weights[l]``, bfloat16 [experts, hidden], predicts the experts of MoE layer ``l`` from the input of the
+    previous MoE layer's experts; for the first layer, from that of the last layer one token earlier. Biases are the
+    router's own, see ``FittedRouter``.
 
-    ``identity`` is that of the model that it was fitted to, see ``identity_of``.
+    ``identity`` names the model that it was fitted to, see ``identity_of``.
     """
 
     identity: str
     weights: tuple[torch.Tensor, ...]
 
     def check_model(self, model: nn.Module, layers: Sequence[ExpertsLayer], path: str | os.PathLike[str]) -> None:
-        """Raises MeshError unless ``model`` is the one that this was fitted to: ``path`` is only named."""
+        """Raises MeshError unless ``model`` is the one that this was fitted to. ``path`` is for the message."""
         if self.identity != identity_of(model, layers):
             raise MeshError(
-                f"{path} was fitted to another model: the routers of {type(model).__name__} are not those that it has seen. Fit "
-                "one to this model with torch-mesh routing fit."
+                f"{path} was fitted to another model than this {type(model).__name__}: fit one with torch-mesh "
+                "routing fit."
             )
 
 
 @dataclass(frozen=True)
 class FittedRouter:
-    """Stands where lookahead looks for the next layer's router.
+    """Replaces the next layer's router for lookahead.
 
-    ``own``: that router, whose logits ``weight`` foretells, so that its bias and what that is added to hold here too; None for weights
-    that were fitted to who was chosen.
+    ``own``: the router whose logits ``weight`` predicts, which gives bias and scoring; None for weights that were
+    fitted to chosen experts.
     """
 
     weight: torch.Tensor
@@ -69,18 +69,18 @@ class FittedRouter:
 def fitted_routers(
     model: nn.Module, layers: Sequence[ExpertsLayer], weights: Sequence[torch.Tensor]
 ) -> list[FittedRouter]:
-    """Of all ``layers``, for the ``weights`` of a predictor."""
+    """Fitted routers of all ``layers`` from the ``weights`` of a predictor."""
     return [FittedRouter(weight, own) for weight, own in zip(weights, _regressed(model, layers), strict=True)]
 
 
 def _regressed(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[Router | None]:
-    """The routers whose logits are fitted to. Of the next token's the last layer's hidden states say little; of who will be
-    chosen, more."""
+    """The routers whose logits are fitted; None for layers that are fitted to chosen experts, such as the first: the
+    last layer's hidden states predict the next token's choices better than its logits."""
     return [find_router(model, layer) if index else None for index, layer in enumerate(layers)]
 
 
 def identity_of(model: nn.Module, layers: Sequence[ExpertsLayer]) -> str:
-    """A digest of the sizes and the routers of ``model``, which its routing depends on and other formats of its experts do not."""
+    """A digest of the sizes and routers of ``model``, which is independent of the format of its experts."""
     digest = hashlib.blake2b(digest_size=16)
     for layer in layers:
         digest.update(f"{layer.routed_experts} {layer.hidden} {layer.top_k};".encode())
@@ -92,14 +92,15 @@ def identity_of(model: nn.Module, layers: Sequence[ExpertsLayer]) -> str:
 
 
 def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
-    """Fits a predictor to what ``model`` does with ``sequences``, each a tensor of token ids [tokens].
+    """Fit a predictor to ``model`` on ``sequences``, each a tensor of token ids [tokens].
 
-    Ridge regression of each layer's router logits on the hidden states one layer before (arXiv 2511.10676 trains such a matrix
-    by descent), drawn towards the layer's own router: with no data it *is* the lookahead. The first layer, and one without a plain
-    router, are regressed on the experts that they chose. Takes 4 * layers * hidden * (hidden + experts) bytes of memory.
+    Ridge regression of each layer's router logits on the hidden states one layer before, regularized towards the
+    layer's own router: without data it equals lookahead. (arXiv 2511.10676 trains such a matrix by gradient descent.)
+    The first layer, and layers without a plain router, are regressed on the chosen experts. Takes 4 * layers * hidden *
+    (hidden + experts) bytes of memory.
 
-    Raises UnsupportedModelError for a model without supported experts, MeshError where the hidden states are not finite or there
-    are no two tokens in a row, MemoryError if the sums do not fit.
+    Raises UnsupportedModelError for a model without supported experts, MeshError for hidden states that are not finite
+    and sequences without two tokens in a row, MemoryError if the sums do not fit.
     """
     layers = find_experts(model)
     needed = sum(4 * layer.hidden * (layer.hidden + layer.routed_experts) for layer in layers)
@@ -117,7 +118,8 @@ def fit(model: nn.Module, sequences: Iterable[torch.Tensor]) -> Predictor:
 
 @dataclass(frozen=True)
 class Recall:
-    """Of the experts that a layer's tokens used, the shares that were among the best ``fetched``; None: nobody foretells it."""
+    """Fractions of a layer's used experts that were among the ``fetched`` best predictions; None without a
+    prediction."""
 
     layer: int
     fetched: tuple[int, ...]  # k, 1.5 k and 2 k
@@ -126,7 +128,7 @@ class Recall:
 
 
 def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Tensor]) -> list[Recall]:
-    """How much of the routing of ``sequences`` the predictor foretells, and the untrained lookahead, layer by layer."""
+    """Per layer, the recall of the predictor and of plain lookahead on ``sequences``."""
     layers = find_experts(model)
     counts = [
         _Hits(layer, router)
@@ -136,12 +138,12 @@ def recall(model: nn.Module, predictor: Predictor, sequences: Iterable[torch.Ten
         for index, hits in enumerate(counts):
             hits.add(*_foretold(seen, index))
     if not counts[0].asked:
-        raise MeshError("The text that recall is measured on has no two tokens in a row: give more text.")
+        raise MeshError("The text for measuring recall has no two tokens in a row: give more text.")
     return [hits.recall(index) for index, hits in enumerate(counts)]
 
 
 def save_predictor(predictor: Predictor, path: str | os.PathLike[str]) -> None:
-    """Writes a predictor: the file appears when it is complete."""
+    """Write a predictor atomically."""
     tensors = [
         (_name(index), "BF16", tuple(weight.shape), weight.nbytes) for index, weight in enumerate(predictor.weights)
     ]
@@ -152,22 +154,22 @@ def save_predictor(predictor: Predictor, path: str | os.PathLike[str]) -> None:
 
 
 def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer]) -> Predictor:
-    """Reads and checks a predictor for ``layers``; whether it is this model's is ``Predictor.check_model``'s matter.
+    """Read a predictor for ``layers``; ``Predictor.check_model`` checks the model itself.
 
-    Raises StoreError for a file that cannot be read or is none, saying what is wrong.
+    Raises StoreError for an unreadable or invalid file.
     """
     header = read_header(path)
     if header.metadata.get("format") != FORMAT:
         raise store_error(
             path,
-            f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: torch-mesh routing fit writes those",
+            f"its format is {header.metadata.get('format')!r}, not {FORMAT!r}: make it with torch-mesh routing fit",
         )
     expected = {_name(index): (layer.routed_experts, layer.hidden) for index, layer in enumerate(layers)}
     found = {tensor.name: tensor.shape for tensor in header.tensors.values() if tensor.dtype == "BF16"}
     if found != expected or len(header.tensors) != len(expected):
         raise store_error(
             path,
-            f"it has {len(header.tensors)} tensors, {_first(found)}, but the model wants {len(expected)} in BF16, "
+            f"it has {len(header.tensors)} tensors, {_first(found)}, but the model needs {len(expected)} in BF16, "
             f"{_first(expected)}: it was fitted to another model",
         )
     weights = []
@@ -180,7 +182,7 @@ def load_predictor(path: str | os.PathLike[str], layers: Sequence[ExpertsLayer])
                 raise store_error(path, f"shrank while it was read: tensor {name!r} is cut short", tensor.offset)
             weight = torch.frombuffer(data, dtype=torch.bfloat16).view(shape)
             if not weight.isfinite().all():
-                raise store_error(path, f"tensor {name!r} holds values that are not finite", tensor.offset)
+                raise store_error(path, f"tensor {name!r} has values that are not finite", tensor.offset)
             weights.append(weight)
     return Predictor(header.metadata.get("model", ""), tuple(weights))
 
@@ -190,16 +192,16 @@ def _name(layer: int) -> str:
 
 
 def _first(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Names one, for a message."""
+    """Name one, for a message."""
     return next((f"{name} of {list(shape)}" for name, shape in shapes.items()), "none in BF16")
 
 
-# What the experts of each layer took in, [tokens, hidden], and who they were, [tokens, k]
+# Inputs of each layer's experts, [tokens, hidden], and their ids, [tokens, k]
 _Seen = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[torch.Tensor]) -> Iterator[_Seen]:
-    """Runs each sequence, and yields what its layers saw."""
+    """Run each sequence and yield what its layers saw."""
     check_recordable(layers)
     seen: list[Any] = [None] * len(layers)
     # Logits of all tokens would take longer than some layers do.
@@ -226,7 +228,7 @@ def _routing(model: Any, layers: Sequence[ExpertsLayer], sequences: Iterable[tor
 
 
 def _foretold(seen: _Seen, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each token: the hidden states that foretell ``layer``, its own, and the experts that it used."""
+    """For each token: the hidden states that predict ``layer``, its own, and the experts that it used."""
     (hidden, ids), before = seen[layer], seen[layer - 1][0].float()
     return (before, hidden.float(), ids) if layer else (before[:-1], hidden[1:].float(), ids[1:])
 
@@ -242,7 +244,7 @@ class _Sums:
         self.products = torch.zeros(layer.hidden, layer.routed_experts)
 
     def add(self, x: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-        # What the layer's own router says of these hidden states too much or too little is what there is to learn: no bias is in it.
+        # The target is the error of the layer's own router on these hidden states, without bias.
         lacking = (hidden - x) @ self.router.T if self.router is not None else self.chosen(ids)
         self.tokens += len(x)
         self.gram.addmm_(x.T, x)
@@ -258,8 +260,8 @@ class _Sums:
         scale = gram.diagonal().mean() / max(1, self.tokens)
         if not 0 < scale < float("inf"):
             raise MeshError(
-                f"Nothing can be fitted to {self.layer.path}: its hidden states are all 0, not finite, or there are no two tokens in "
-                "a row."
+                f"Nothing can be fitted to {self.layer.path}: its hidden states are all 0 or not finite, or there are "
+                "no two tokens in a row."
             )
         gram.diagonal().add_(_RIDGE * self.layer.hidden * scale)
         weight = torch.linalg.solve(gram, self.products.double()).T
@@ -267,7 +269,7 @@ class _Sums:
 
 
 class _Hits:
-    """Counts of what was foretold of one layer."""
+    """Counts of correct predictions for one layer."""
 
     def __init__(self, layer: ExpertsLayer, router: FittedRouter) -> None:
         self.router = router

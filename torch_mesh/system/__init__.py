@@ -1,1 +1,1 @@
-"""The machine under the process: its memory, its threads, its files and its clock."""
+"""The machine under the process: its memory, threads, files and clock."""

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and what keeps processes apart that want the same ones."""
+"""Atomic files and folders, and locks between processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-FILE_MODE = 0o666  # of new files, as open() has it: the umask says who may read and write them
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none, some of the network's
+FILE_MODE = 0o666  # of new files, before the umask, as in open()
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without locks, some on the network
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Opens a file that takes the name ``path`` when the block ends; when it raises, nothing is left.
+    """Open a file that takes the name ``path`` when the block ends; an error leaves nothing behind.
 
-    Links are followed. The permissions are those that the umask gives to any new file.
+    Links are followed. Permissions follow the umask.
     """
     path = Path(os.path.realpath(path))
     unfinished, descriptor = _unnamed_file(path.parent, f".{path.name}.")
@@ -41,7 +41,7 @@ def new_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]
 
 
 def new_file_mode(folder: Path) -> int:
-    """The permission bits that a new file in ``folder`` gets: of the umask, or of what the folder says instead."""
+    """The permission bits of a new file in ``folder``: by the umask, or by the folder's default ACL."""
     path, descriptor = _unnamed_file(folder, ".torch_mesh-mode-")
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -51,7 +51,7 @@ def new_file_mode(folder: Path) -> int:
 
 
 def _unnamed_file(folder: Path, prefix: str) -> tuple[Path, int]:
-    """A new file under a name that no other has, and its descriptor, to read and write."""
+    """A new file under a unique name, and its descriptor, for reading and writing."""
     while True:
         path = folder / f"{prefix}{secrets.token_hex(4)}"
         with contextlib.suppress(FileExistsError):
@@ -60,10 +60,10 @@ def _unnamed_file(folder: Path, prefix: str) -> tuple[Path, int]:
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds a lock between processes, a file that is there meanwhile. The kernel lets go of it when the process dies.
+    """Hold a lock file between processes. The kernel releases it when the process dies.
 
-    Another holder is waited for after ``on_wait`` was called; without it BlockingIOError is raised. OSError where the file cannot be
-    made, as of a link in its place.
+    If another process holds it, calls ``on_wait`` and waits; without ``on_wait`` raises BlockingIOError. Raises OSError
+    if the file cannot be made, for example if it is a link.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
@@ -72,7 +72,7 @@ def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[No
         except BaseException:
             os.close(descriptor)
             raise
-        # Whoever held the lock before may have removed the file: then this is the lock of a file nobody else sees.
+        # The previous holder may have removed the file: then this locks a file that no other process sees.
         if _same_file(descriptor, path):
             break
         os.close(descriptor)
@@ -102,9 +102,9 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder that goes when the block ends, or, where the process was killed, when the next one makes one there.
+    """A new folder that is removed when the block ends; a killed process's is removed by the next call.
 
-    On a file system without locks nobody could tell that the process is gone: there it stays.
+    On a file system without locks such a folder stays, since no process can tell whether its owner is alive.
     """
     _sweep(parent, prefix)
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def _unused_name(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path
         lock = folder.with_name(f"{folder.name}.lock")
         try:
             stack.enter_context(locked(lock))
-        except BlockingIOError:  # another process sweeps, and found the lock before it was held
+        except BlockingIOError:  # another process's sweep took the lock first
             continue
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -133,9 +133,9 @@ def _unused_name(parent: Path, prefix: str, stack: contextlib.ExitStack) -> Path
 
 
 def _sweep(parent: Path, prefix: str) -> None:
-    """Removes folders whose lock nobody holds: their owners are gone."""
+    """Remove folders whose lock is free: their owners are gone."""
     for lock in parent.glob(f"{prefix}*.lock"):
-        # In use, or another user's: not ours to remove.
+        # In use, or another user's.
         with contextlib.suppress(OSError), locked(lock):
             folder = lock.with_suffix("")
             if os.path.lexists(folder):
@@ -143,7 +143,7 @@ def _sweep(parent: Path, prefix: str) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Gives each of two folders the other's name, in one step. False, and nothing done, where the system or the file system cannot."""
+    """Swap the names of two folders atomically. False, with nothing done, if the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Threads of Python's: those that work for an engine until it is closed, and those that share out tasks."""
+"""Python threads: those that work for an engine until it is closed, and pools of task threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class BackgroundThread(threading.Thread):
-    """Runs ``work`` at once. Raises MemoryError where no thread can be started.
+    """Start ``work`` at once. Raises MemoryError if no thread can be started.
 
-    No process waits for it to end, so what closes the engine joins it: else Python could end under it and abort.
+    A daemon thread; the code that closes the engine joins it, since Python would abort if it ended under it.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -22,13 +22,13 @@ class BackgroundThread(threading.Thread):
             self.start()
 
     def end(self) -> None:
-        """Waits for the thread, which has been told to end, or whose engine has been closed."""
-        if threading.current_thread() is not self:  # the garbage collector runs wherever it likes
+        """Join the thread, after it was told to end or its engine was closed."""
+        if threading.current_thread() is not self:  # the garbage collector may call this on the thread itself
             self.join(timeout=5.0)
 
 
 class TaskThreads(ThreadPoolExecutor):
-    """Its ``submit`` and ``map`` raise MemoryError where no thread can be started."""
+    """An executor whose ``submit`` and ``map`` raise MemoryError if no thread can be started."""
 
     def submit(self, task: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         with _thread_limit():
@@ -36,7 +36,7 @@ class TaskThreads(ThreadPoolExecutor):
 
 
 def usable_processors() -> int:
-    """How many this process may use; all of them where a sandbox forbids to ask."""
+    """The number of CPUs this process may use; all of them if a sandbox hides the affinity."""
     try:
         return len(os.sched_getaffinity(0))
     except OSError:
@@ -51,5 +51,5 @@ def _thread_limit() -> Iterator[None]:
         if "start new thread" not in str(error):
             raise
         raise MemoryError(
-            f"no thread can be started ({error}); raise the limit of processes (ulimit -u, pids.max)"
+            f"no thread can be started ({error}): raise the process limit (ulimit -u, pids.max)"
         ) from error

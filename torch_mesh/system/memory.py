@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how many experts fit into it."""
+"""How much memory this process may still take, and how many experts fit in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 
 from ..validators import parse_size
 
-# What "auto" leaves to the rest of the process: activations, the KV cache, the page cache's working set.
+# What "auto" leaves to the rest of the process: activations, KV cache, page cache.
 _MARGIN_BYTES = 512 << 20
-_MARGIN_SHARE = 8  # one part in so many
-_SMALL_MARGIN_SHARE = 4  # where that is less than _MARGIN_BYTES: in a small container these would be all there is
+_MARGIN_SHARE = 8  # the fraction 1 / 8
+_SMALL_MARGIN_SHARE = 4  # 1 / 4, if that is less than _MARGIN_BYTES: for small containers
 
 _NOT_KNOWN = (
     "so how much memory is free is not known: name a size, as with resident='8GiB' or --resident 8GiB, and --memory of "
@@ -24,18 +24,18 @@ _NOT_KNOWN = (
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory that can be taken without swapping or being killed: the least of what the machine and every memory
-    cgroup above this process (v1 or v2) have left. Page cache that can be dropped counts as free."""
+    """Bytes that can be taken without swapping or being killed: the minimum over the machine and every memory cgroup
+    (v1 or v2) above this process. Droppable page cache counts as free."""
     return max(0, left_bytes(proc))
 
 
 def left_bytes(proc: Path = Path("/proc")) -> int:
-    """The same, and less than 0 by as much as a limit that squeezes is exceeded."""
+    """The same; negative if a soft limit is exceeded."""
     return min([_machine_available(proc), *_cgroups_available(proc)])
 
 
 def shortage(needed: int) -> int | None:
-    """Free bytes, where they are fewer than ``needed``; None where that fits, or where it is not known what is free."""
+    """Free bytes, if fewer than ``needed``; None if that fits, or if free memory is unknown."""
     try:
         free = available_bytes()
     except OSError:
@@ -44,31 +44,28 @@ def shortage(needed: int) -> int | None:
 
 
 def anonymous_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory of this process without mapped files and the page cache, which can always be dropped."""
+    """Anonymous memory of this process, without mapped files and page cache."""
     return _kilobytes(proc / "self/status", "RssAnon:", "so what this process takes is not known") * 1024
 
 
 def trim_heap() -> None:
-    """Return the free pages of malloc's heaps to the operating system, also those between pages in use. Without glibc nothing is done."""
+    """Return the free pages of malloc's heaps to the operating system, including those between pages in use. Needs
+    glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def auto_budget(available: int, reserved: int) -> int:
-    """Bytes of experts that ``resident="auto"`` keeps where ``available`` can be taken and ``reserved`` of those are spoken for.
-
-    Less than 0 where there is nothing for experts.
-    """
+    """Bytes of experts that ``resident="auto"`` keeps with ``available`` bytes free and ``reserved`` of those set
+    aside; negative if there is no memory for experts."""
     free = available - reserved
     return free - auto_margin(free)
 
 
 def auto_margin(free: int) -> int:
-    """What ``resident="auto"`` leaves of ``free`` bytes.
-
-    An eighth, and at least 512 MiB or, of less than 2 GiB, a quarter.
-    """
+    """The margin that ``resident="auto"`` leaves of ``free`` bytes: an eighth, and at least 512 MiB or, below 2 GiB, a
+    quarter."""
     return max(_min_margin(free), free // _MARGIN_SHARE)
 
 
@@ -92,13 +89,14 @@ def resident_slots(
 ) -> int:
     """How many experts a pool holds, between ``top_k`` and layers * experts.
 
-    ``resident`` is that of MeshConfig; "auto" takes what is free less ``reserved`` bytes and a margin; ``freed`` bytes
-    more will be free, but a pool is taken as a whole before they are, so that it fits beside them too. ``regained`` bytes will be free before it is. ``available`` is what can be taken;
-    None: what this process can take now. ``mapped``: the page cache holds them, so that nothing is taken. ``sharing``: so many processes, this
-    one included, are about to take the same from it.
-    Raises ValueError if a size is given that holds fewer than ``top_k`` records of ``record_bytes``, MemoryError if
-    a size or fraction is given that this process cannot have: taking it would end in an out-of-memory kill. OSError for
-    "auto" where the kernel's files do not say what is free; a size or fraction is taken at its word then.
+    ``resident`` is as in MeshConfig; "auto" takes the free memory less ``reserved`` bytes and a margin. ``freed`` bytes
+    are released only after the pool is allocated, so it has to fit beside them; ``regained`` bytes are released before.
+    ``available``: free bytes; None: as of now. ``mapped``: the page cache holds the experts and nothing is allocated.
+    ``sharing``: the number of processes, this one included, that take the same from it.
+
+    Raises ValueError for a size below ``top_k`` records of ``record_bytes``, MemoryError for a size or fraction above
+    what is free, since allocating it would end in an out-of-memory kill, and OSError for "auto" if the kernel's files
+    are unreadable; a size or fraction is not checked then.
     """
     every = layers * experts
     if available is None:
@@ -107,10 +105,10 @@ def resident_slots(
         except OSError:
             if resident == "auto":
                 raise
-            available = every * record_bytes * sharing  # what is asked for is taken at its word
+            available = every * record_bytes * sharing  # unknown: trust the given size
     free = available + regained * sharing
     if isinstance(resident, float):
-        # The decimal that was written, not its binary neighbour: 0.29 of 100 is 29.
+        # The decimal as written, not its binary neighbor: 0.29 of 100 is 29.
         slots = max(top_k, math.floor(Fraction(str(resident)) * every))
         return slots if mapped else _affordable(slots, resident, record_bytes, free, sharing)
     if resident == "auto":
@@ -130,12 +128,12 @@ def resident_slots(
 
 
 def _affordable(slots: int, resident: str | float, record_bytes: int, free: int, sharing: int) -> int:
-    """The slots, if there is memory for them: a pool is taken as a whole, before anything is freed."""
+    """The slots, if there is memory for them: a pool is allocated whole, before anything is freed."""
     if slots * record_bytes * sharing > free:
         each = f" for each of the {sharing} ranks on this machine" if sharing > 1 else ""
         raise MemoryError(
-            f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts{each}, but the machine and its "
-            f"memory cgroups have {free:,} left: give less, or 'auto'."
+            f"resident={resident!r} needs {slots * record_bytes:,} bytes for {slots} experts{each}, but the machine "
+            f"and its memory cgroups have {free:,} left: give less, or 'auto'."
         )
     return slots
 
@@ -145,7 +143,7 @@ def _machine_available(proc: Path) -> int:
 
 
 def _kilobytes(file: Path, name: str, consequence: str) -> int:
-    """Of a line of a file of the kernel's. OSError with what to do for one that a sandbox hides."""
+    """The value of a line of a kernel file. Raises OSError with advice if a sandbox hides it."""
     try:
         lines = file.read_text().splitlines()
     except OSError as error:
@@ -194,12 +192,12 @@ def _memory_cgroup_version(kind: str, options: list[str]) -> int:
 
 
 def _cgroup_left(version: int, folder: Path) -> int | None:
-    """Bytes up to this cgroup's limit; None without a limit, or where the files cannot be read."""
+    """Bytes up to this cgroup's limit; None without a limit, or if the files are unreadable."""
     if version == 2:
         limits = [_number(folder / "memory.max"), _number(folder / "memory.high")]
         usage, prefix = _number(folder / "memory.current"), ""
     else:
-        # Above the soft limit a cgroup is squeezed first when the machine runs short, as above v2's memory.high.
+        # Above the soft limit a cgroup is reclaimed first, as above v2's memory.high.
         limits = [_number(folder / "memory.limit_in_bytes"), _number(folder / "memory.soft_limit_in_bytes")]
         usage, prefix = _number(folder / "memory.usage_in_bytes"), "total_"
     known = [limit for limit in limits if limit is not None]

@@ -1,4 +1,4 @@
-"""How long calls take, and how fast memory is read at best; needs torch alone."""
+"""How long calls take, and the peak memory bandwidth; needs torch alone."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 import torch
 
-SECONDS = 0.4  # for each of the measurements
-LARGE_BYTES = 256 << 20  # that are gone through, so that no cache holds them
+SECONDS = 0.4  # of each measurement
+LARGE_BYTES = 256 << 20  # large enough to exceed all caches
 
 
 def seconds_per_call(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """The median, which a busy moment does not move."""
+    """The median, which a busy moment does not affect."""
     return statistics.median(_times(call, seconds))
 
 
 def memory_speed(threads: int | None = None) -> float:
-    """Bytes per second of the best read: a vector times itself, by ``threads``, or as many as torch has.
+    """Peak read bandwidth in bytes per second: a vector times itself, on ``threads`` threads, or torch's number.
 
-    What computes one token at a time has to read its weights, and cannot be faster.
+    An upper bound for decoding one token at a time, which has to read the weights.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
