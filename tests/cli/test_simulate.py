@@ -227,14 +227,14 @@ def test_prompts_count_apart_add_up() -> None:
         (["--nodes", "2"], "--network and --hidden-size"),
         (["--placement", "apart"], "with --nodes"),
         ([*NODES, "--nodes", "two"], "such as 1,2,4"),
-        ([*NODES, "--nodes", "3"], "divided evenly"),
-        ([*NODES, "--nodes", "0"], "divided evenly"),
+        ([*NODES, "--nodes", "3"], "evenly"),
+        ([*NODES, "--nodes", "0"], "evenly"),
         ([*NODES, "--placement", "hot"], "contiguous, apart"),
         ([*NODES, "--dispatch", "mesh"], "all_reduce, all_to_all"),
         ([*NODES, "--nodes", "1", "--placement", "hot"], "contiguous, apart"),
         ([*NODES, "--hidden-size", "0"], "1 or more; got 0"),
         (["--hidden-size", "0"], "with --nodes"),
-        ([*NODES, "--placement", "apart"], "sequences that are not counted"),
+        ([*NODES, "--placement", "apart"], "sequences before the counted ones"),
         ([*NODES, "--pins", "0.5"], "of one process"),
         ([*NODES, "--prefetch", "standin"], "lookahead alone"),
         ([*NODES, "--prefetch", "lookahead"], "no lookahead scores"),
@@ -250,4 +250,4 @@ def test_wrong_usage_says_what_is_allowed(arguments: list[str], words: str, caps
 def test_a_file_that_is_no_trace_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.npz").write_text("no")
     assert main(["routing", "simulate", str(tmp_path / "t.npz")]) == 1
-    assert "no routing trace" in capsys.readouterr().err
+    assert "not a routing trace" in capsys.readouterr().err

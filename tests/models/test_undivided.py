@@ -26,7 +26,7 @@ from torch_mesh import MeshConfig, UnsupportedModelError
 from torch_mesh.modules.experts import patched_modules
 from torch_mesh.store.convert import convert
 
-REFUSED = r"spread over several processes.*Experts can be divided.*tp_size=N, ep_size=N.*without distributed_config"
+REFUSED = r"distributed over several processes.*Supported: expert parallelism.*tp_size=N, ep_size=N.*without distributed_config"
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_from_pretrained_refuses_to_leave_loading_to_fsdp(tmp_path: Path, monkey
     _build().save_pretrained(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(UnsupportedModelError, match="launched for FSDP.*Experts can be divided among N ranks"):
+    with pytest.raises(UnsupportedModelError, match="launched for FSDP.*Supported: expert parallelism"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MeshConfig())
 
 

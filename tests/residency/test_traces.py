@@ -54,7 +54,7 @@ GOOD = {"ids": np.array([[[0, 1]], [[2, 1]]]), "offsets": np.array([0, 2]), "exp
         ({"experts": np.array([4, 4])}, "one integer"),
         ({"scores": np.zeros((2, 1, 3), np.float32)}, "floats"),
         ({"scores": np.full((2, 1, 4), np.nan, np.float32)}, "finite"),
-        ({"ids": np.array([{}], dtype=object)}, "no routing trace"),
+        ({"ids": np.array([{}], dtype=object)}, "not a routing trace"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, wrong: dict[str, Any], words: str) -> None:
@@ -75,7 +75,7 @@ def test_damaged_files_are_refused(tmp_path: Path, rng: np.random.Generator) -> 
         except torch_mesh.MeshError:
             pass  # anything else fails the test
     (tmp_path / "text.npz").write_text("ids")
-    with pytest.raises(torch_mesh.MeshError, match="no routing trace"):
+    with pytest.raises(torch_mesh.MeshError, match="not a routing trace"):
         load_trace(tmp_path / "text.npz")
     with zipfile.ZipFile(tmp_path / "empty.npz", "w"):
         pass
@@ -111,7 +111,7 @@ def test_arrays_that_say_nonsense_are_refused(tmp_path: Path, header: str, name:
     rest = {key: value for key, value in GOOD.items() if key != name}
     with zipfile.ZipFile(_written(tmp_path / "t.npz", **rest), "a") as archive:
         archive.writestr(f"{name}.npy", _npy(header))
-    with pytest.raises(torch_mesh.MeshError, match="no routing trace"):
+    with pytest.raises(torch_mesh.MeshError, match="not a routing trace"):
         load_trace(tmp_path / "t.npz")
 
 

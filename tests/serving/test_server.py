@@ -500,11 +500,11 @@ def test_a_model_without_a_template_says_so(
 ) -> None:
     assert main(["chat", str(mesh_tiny), "--resident", "0.3", "--log-level", "error"]) == 2
     said = capsys.readouterr().err
-    assert f"{mesh_tiny} has no template for chats" in said and "for Qwen's models ChatML" in said
+    assert f"{mesh_tiny} has no chat template" in said and "for Qwen's models ChatML" in said
     server = serving(mesh_tiny, MeshConfig(resident=0.25))
     with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="no template for chats") as error:
+            with pytest.raises(openai.BadRequestError, match="no chat template") as error:
                 _chat(client, server, [{"role": "user", "content": "a"}], stream=stream)
             assert error.value.param == "messages"
         assert _complete(client, server, TEXTS[0], max_tokens=3).usage.completion_tokens == 3

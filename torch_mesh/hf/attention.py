@@ -1,7 +1,7 @@
-"""Attention of decode steps by torch_mesh's own kernel, where a model uses torch's ``scaled_dot_product_attention``.
+"""Attention of decode steps by torch_mesh's kernel, for models with torch's ``scaled_dot_product_attention``.
 
-torch's takes each query head by itself, emulates bf16 where the processor has none, and under torch.compile the keys of grouped
-heads are repeated in memory first. With one token per step all of that costs more than the experts do.
+torch handles each query head separately, emulates bf16 on CPUs without it, and under torch.compile repeats the keys of
+grouped heads in memory. With one token per step this costs more than the experts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ..errors import UnsupportedModelError
 from ..modules.dense import computes_dense
 from .compat import attention_of
 
-_TAKEN = "_mesh_attention"  # attribute of the modules whose decode steps are torch_mesh's
-# Of a decode step, drafted ones included; prompts are torch's. A token's bits are those of a step of its own, which torch's are not.
+_TAKEN = "_mesh_attention"  # attribute of modules whose decode steps use torch_mesh
+# Of a decode step with its drafts; torch computes prompts. A token has the same bits with and without drafts, unlike
+# with torch.
 _MAX_TOKENS = _C.MOST_DECODE_ROWS
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Arguments that torch_mesh's kernel does not know.
+# Arguments that the kernel does not support.
 _FOREIGN = ("position_bias", "cache", "softcap", "s_aux")
 
 
@@ -39,10 +40,10 @@ def _decode_step(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Of query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] the output
-    [batch, tokens, heads, head_dim].
+    """query [batch, heads, tokens, head_dim], key and value [batch, key_value_heads, keys, head_dim] -> [batch, tokens,
+    heads, head_dim].
 
-    None: for a prompt, in training, and for what the kernel does not know.
+    None for prompts, in training, and for unsupported arguments.
     """
     known = dropout == 0 and all(kwargs.get(name) is None for name in _FOREIGN)
     if not known or not _runs(query, key, value, attention_mask):
@@ -52,7 +53,7 @@ def _decode_step(
 
 
 def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """What transformers calls for "sdpa": torch_mesh's kernel in decode steps of marked modules, else ``theirs``."""
+    """Replacement for transformers' "sdpa": torch_mesh's kernel in decode steps of marked modules, else ``theirs``."""
 
     @functools.wraps(theirs)
     def attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +65,7 @@ def _around(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    """In the place of "sdpa" and not beside it: many models ask whether their implementation has that name."""
+    """Replaces "sdpa" instead of adding a name: many models check for that name."""
     with _registering:
         registered = AttentionInterface()["sdpa"]
         if not hasattr(registered, "_mesh_original"):
@@ -75,7 +76,7 @@ _registering = threading.Lock()
 
 
 def _is_torchs_own() -> bool:
-    """Whether what is registered as "sdpa" is transformers' function and not the user's."""
+    """Whether "sdpa" is transformers' own function."""
     registered = AttentionInterface()["sdpa"]
     return getattr(registered, "_mesh_original", registered) is sdpa_attention_forward
 
@@ -95,7 +96,7 @@ def _runs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 
 
 def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
-    """Whether the kernel takes such a mask: the same for all heads."""
+    """Whether the kernel supports this mask: the same for all heads."""
     return (
         mask.dim() == 4
         and mask.shape[0] in (1, batch)
@@ -107,12 +108,11 @@ def _known(mask: Tensor, batch: int, tokens: int, keys: int) -> bool:
 
 
 def install_attention(model: nn.Module, config: MeshConfig) -> None:
-    """Lets the decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
+    """Let decode steps of ``model`` use torch_mesh's attention, if ``config`` asks for it. See ``check_attention``.
 
-    ``"auto"`` leaves a function alone that was registered as "sdpa" in the place of transformers' own. ``unpatch``
-    removes the attribute with all others.
+    ``"auto"`` leaves a user's replacement of "sdpa" alone. ``unpatch`` removes the attribute.
     """
-    # With torch's the bits of a token would depend on how many are drafted with it, and that on the time that steps take.
+    # With torch, a token's bits would depend on the number of drafts, and so on timing.
     wanted = (computes_dense(model) or config.speculation != "off") and _is_torchs_own()
     if config.attention == "mesh" or (config.attention == "auto" and wanted):
         _register()
@@ -121,11 +121,11 @@ def install_attention(model: nn.Module, config: MeshConfig) -> None:
 
 
 def check_attention(model: nn.Module, config: MeshConfig) -> None:
-    """Raises UnsupportedModelError if ``config`` asks for torch_mesh's attention by name and ``model`` does not use torch's own."""
+    """Raises UnsupportedModelError if ``config`` asks for torch_mesh's attention and ``model`` does not use "sdpa"."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     used = sorted({attention_of(each.config) for each in models})
     if config.attention == "mesh" and "sdpa" not in used:
         raise UnsupportedModelError(
-            f"attention='mesh' takes the place of attn_implementation='sdpa'; {type(model).__name__} uses "
-            f"{', '.join(used) or 'none'}. Load it with attn_implementation='sdpa' if it can, or leave attention at 'auto'."
+            f"attention='mesh' replaces attn_implementation='sdpa', but {type(model).__name__} uses "
+            f"{', '.join(used) or 'none'}. Load it with attn_implementation='sdpa', or set attention to 'auto'."
         )

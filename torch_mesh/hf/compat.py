@@ -1,7 +1,7 @@
 """The private names of transformers, PEFT and accelerate that torch_mesh uses.
 
-Those of ``generate`` are in ``generation_compat.py``, torch's in ``torch_compat.py``; no other file has any. ``NAMES`` lists each with the versions that have it: importable names, and attributes that the
-source of a module sets. ``tests/models/test_compat.py`` fails with the name that is gone.
+Those of ``generate`` are in ``generation_compat.py``, torch's in ``torch_compat.py``; no other file has any. ``NAMES``
+lists each with the versions that have it. ``tests/models/test_compat.py`` fails with the name that is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers.integrations import moe
 
 @dataclass(frozen=True)
 class Name:
-    """``owner`` is a module or class, ``name`` its attribute or, with ``in_source``, one that its module's source names.
+    """``owner`` is a module or class, ``name`` its attribute or, with ``in_source``, one that its module's source
+    assigns.
 
     ``versions``: of the package that have it, as a requirement.
     """
@@ -32,7 +33,7 @@ class Name:
 def names_of(
     owner: str, *names: str, versions: str = "transformers>=5.17", in_source: bool = False
 ) -> tuple[Name, ...]:
-    """Those of one owner."""
+    """Names of one owner."""
     return tuple(Name(owner, name, versions, in_source) for name in names)
 
 
@@ -65,7 +66,7 @@ NAMES: tuple[Name, ...] = (
     ),
     *names_of("accelerate.hooks", "_old_forward", versions="accelerate>=1.10", in_source=True),
 )
-# Of transformers.cli.serving, which is imported by `torch-mesh serve` alone and needs torch_mesh[serve].
+# Of transformers.cli.serving, which only `torch-mesh serve` imports and which needs torch_mesh[serve].
 SERVING_NAMES: tuple[Name, ...] = (
     *names_of("transformers.cli.serving.utils", "_StreamError"),
     *names_of("transformers.cli.serving.utils", "_generate_managers", "_cb_config", "_cb_manager", in_source=True),
@@ -74,81 +75,81 @@ SERVING_NAMES: tuple[Name, ...] = (
 
 # Experts
 default_apply_gate = moe._default_apply_gate
-OLD_FORWARD = "_old_forward"  # where accelerate's hooks keep the forward that they are around
+OLD_FORWARD = "_old_forward"  # accelerate's hooks keep the wrapped forward there
 EXPERT_PARALLEL = "_is_expert_parallel"
 
 
 def attention_of(config: Any) -> str:
-    """The ``attn_implementation`` that a config has come to."""
+    """The resolved ``attn_implementation`` of a config."""
     return str(config._attn_implementation)
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Whether transformers' ``add_adapter`` has put adapters into ``model``: save_pretrained then saves these alone."""
+    """Whether ``model`` has adapters by transformers' ``add_adapter``: save_pretrained then saves only these."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def ignore_unexpected(model: Any, patterns: set[str]) -> None:
-    """Loading then reports no weights of these names that have no owner."""
+    """Do not report checkpoint tensors of these names as unexpected."""
     model._keys_to_ignore_on_load_unexpected = {*ignored_keys(model), *patterns}
 
 
 def ignored_keys(model: Any) -> tuple[str, ...]:
-    """Patterns of names in a checkpoint that ``model`` leaves out."""
+    """Patterns of checkpoint names that ``model`` ignores."""
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def conversions_of(model: Any) -> list[Any]:
-    """Those by which a model was loaded, and which saving reverts; changes are seen."""
+    """The mutable list of conversions by which a model was loaded, which saving reverts."""
     conversions: list[Any] = model._weight_conversions
     return conversions
 
 
 def set_initialized(module: Any) -> None:
-    """Keeps transformers from initialising the parameters of ``module``, or a tensor."""
+    """Keep transformers from initializing a tensor or the parameters of a module."""
     module._is_hf_initialized = True
 
 
 def keep_ep_rules(model: Any, keep: Callable[[str], bool]) -> None:
-    """Removes the rules of a model's plan of expert parallelism whose name ``keep`` refuses."""
+    """Remove the rules of a model's expert parallelism plan whose name ``keep`` rejects."""
     if getattr(model, "_ep_plan", None):
         model._ep_plan = {name: rule for name, rule in model._ep_plan.items() if keep(name)}
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether transformers' parallelism is around the forward of ``module``."""
+    """Whether transformers' parallelism wraps the forward of ``module``."""
     return bool(getattr(module, "_is_hooked", False))
 
 
 def keep_local(module: Any) -> None:
-    """For a layer with a rank's part of a weight that is no DTensor: its hooks then pass local tensors."""
+    """For a layer with a rank's plain part of a weight: its hooks then pass local tensors."""
     module._hf_quantized_needs_local_tp = True
 
 
 def gguf_config_readers() -> dict[str, Any]:
-    """By a GGUF file's architecture, what makes a config of its metadata. Changes take effect."""
+    """The mutable table of config readers by GGUF architecture."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     return GGUF_CONFIG_ARCHS
 
 
 def clear_quantized(config: Any) -> None:
-    """Makes a config that of a model that is not quantised."""
+    """Remove the quantization from a config."""
     vars(config).pop("quantization_config", None)
     vars(config).pop("_is_quantized", None)
 
 
 def wrap(owner: str, name: str, around: Callable[[Any], Any]) -> None:
-    """Replaces a function or method of an upstream module or class by ``around(what stands there)``.
+    """Replace a function or method of an upstream module or class by ``around(original)``.
 
-    What another library has put there stays inside. Raises AttributeError where there is none.
+    Replacements by other libraries stay inside. Raises AttributeError if there is no such name.
     """
     place = resolve(owner)
     setattr(place, name, around(vars(place)[name]))
 
 
 def resolve(path: str) -> Any:
-    """A module, class or what either has, by its dotted path. Raises AttributeError or ModuleNotFoundError."""
+    """The object at a dotted path. Raises AttributeError or ModuleNotFoundError."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -170,12 +171,12 @@ TENSOR_PARALLEL = ("_hf_tp_plan", "_hf_device_mesh")
 
 
 def register_wrapper(lora_config: Any, kind: type[nn.Module], wrapper: type[nn.Module]) -> None:
-    """PEFT then puts ``wrapper`` around modules of ``kind``."""
+    """Make PEFT wrap modules of class ``kind`` in ``wrapper``."""
     lora_config._register_custom_module({kind: wrapper})
 
 
 def has_swapped_features(wrapper: Any) -> bool:
-    """Whether PEFT's ParamWrapper took its parameter for [experts, out, in]."""
+    """Whether PEFT's ParamWrapper treats its parameter as [experts, out, in]."""
     return bool(wrapper._did_swap_in_out_features)
 
 
@@ -188,37 +189,37 @@ def check_forward_arguments(wrapper: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def stream_error() -> Any:
-    """What a stream of transformers' server carries for a failure."""
+    """The class for an error in a stream of transformers' server."""
     from transformers.cli.serving.utils import _StreamError
 
     return _StreamError
 
 
 def generation_state(serve: Any) -> Any:
-    """Of transformers' server."""
+    """The generation state of transformers' server."""
     return serve._generation_state
 
 
 def generation_managers(state: Any) -> list[Any]:
-    """Those of its generation state that run ``generate``."""
+    """The state's managers that run ``generate``."""
     return list(state._generate_managers.values())
 
 
 def batching_config(state: Any) -> Any:
-    """Of continuous batching; None: the default."""
+    """The config of continuous batching; None: the default."""
     return state._cb_config
 
 
 def set_batching_config(state: Any, config: Any) -> None:
-    """For continuous batching that has not begun."""
+    """Set it before continuous batching begins."""
     state._cb_config = config
 
 
 def batching_manager(state: Any) -> Any:
-    """What runs continuous batching; None: nothing yet."""
+    """The manager of continuous batching; None before the first request."""
     return state._cb_manager
 
 
 def running_batches(state: Any) -> Any:
-    """The continuous batching that runs."""
+    """The running continuous batching."""
     return state._cb_manager._cb

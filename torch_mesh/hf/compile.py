@@ -1,4 +1,5 @@
-"""Compiled decode steps in one line: what transformers' ``generate`` has to be told for them, and caches that do not compile anew each step."""
+"""Compiled decode steps: options for transformers' ``generate``, and caches that do not trigger recompilation at each
+step."""
 
 from __future__ import annotations
 
@@ -25,32 +26,34 @@ from .generation_compat import (
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Attributes of a model. They are not named as those that patching gives, for a model need not be patched.
+# Attributes of a model, which need not be patched: so without patching's prefix.
 _OPTIONS, _OWNER = "_compiled_steps_config", "_compiled_steps_owner"
-_SHORTEST = 128  # tokens that a cache has room for
+_SHORTEST = 128  # minimum capacity of a cache in tokens
 SLACK = 15  # tokens that a step may draft
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def compile(model: Model, **options: Any) -> Model:
-    """Lets ``model.generate`` compile its decode steps, on the CPU too, and returns the same model.
+    """Let ``model.generate`` compile its decode steps, on the CPU too; returns the same model.
 
-    Greedy search and sampling then run in a static cache, whose length is a power of two: prompts of other lengths compile nothing
-    anew while they fit into the longest so far. A call that names a cache, ``prefill_chunk_size`` or ``disable_compile=True`` goes its own
-    way; so does a model that another one has as its assistant, or that uses flash attention.
-    ``options`` are those of transformers' ``CompileConfig``. The first call compiles, for up to a minute or two. ``unpatch`` ends it.
+    Greedy search and sampling then use a static cache whose length is a power of two: prompts that fit the longest so
+    far compile nothing again. Calls with a cache, ``prefill_chunk_size`` or ``disable_compile=True`` are not compiled,
+    nor are assistants and flash attention. ``options`` are those of transformers' ``CompileConfig``. The first call
+    compiles for up to two minutes. ``unpatch`` ends it.
 
-    Raises UnsupportedModelError for a model that does not generate, or that transformers cannot compile; TypeError for an unknown option.
+    Raises UnsupportedModelError for a model without ``generate`` or that transformers cannot compile; TypeError for an
+    unknown option.
     """
     name = type(model).__name__
     generates: Any = model
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModelError(
-            f"{name} has no generate of transformers' own. Of a PeftModel compile get_base_model(); torch.compile(model) compiles any forward."
+            f"{name} has no generate of transformers' own. For a PeftModel compile get_base_model(); "
+            "torch.compile(model) compiles any forward."
         )
     if not can_compile(model):
         raise UnsupportedModelError(f"transformers cannot compile the decode steps of {name}, which run as they are.")
-    # One length of cache is one graph; a graph for all of them has nothing to unroll.
+    # One graph per cache length; a graph for all lengths could not unroll loops.
     config = CompileConfig(**{"mode": "default", "dynamic": False, **options})
     compile_on_all_devices(config)
     attributes = vars(generates)
@@ -61,7 +64,7 @@ def compile(model: Model, **options: Any) -> Model:
 
 
 def uninstall_compile(model: nn.Module) -> None:
-    """The reverse of ``compile``."""
+    """Reverse ``compile``."""
     if _OPTIONS in vars(model):
         for name in (
             PREPARE_CACHE,
@@ -76,9 +79,10 @@ def uninstall_compile(model: nn.Module) -> None:
 def _prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """transformers', which ``generate`` calls when it knows everything about a call; ``generation_config`` is of that call alone."""
+    """Replaces transformers' method, which ``generate`` calls once a call's arguments are settled.
+    ``generation_config`` is the call's own."""
     attributes = vars(model)
-    if attributes.get(_OWNER) != id(model):  # a copy, whose _compiled_call runs the model that it was copied from
+    if attributes.get(_OWNER) != id(model):  # a copy, whose _compiled_call would run the original
         attributes.pop(COMPILED_STATE[0], None)
         attributes[_OWNER] = id(model)
     free = (
@@ -86,8 +90,9 @@ def _prepare_cache(
         and generation_config.cache_implementation in (None, "dynamic")
         and generation_config.use_cache is not False
         and not generation_config.disable_compile
-        and generation_config.prefill_chunk_size is None  # transformers compiles the chunks of a prompt, too
-        and not generation_config.is_assistant  # whose cache is cropped, which a static one cannot be before transformers 5.24
+        and generation_config.prefill_chunk_size is None  # would compile the chunks of a prompt too
+        # whose cache is cropped: static caches support that from transformers 5.24 on
+        and not generation_config.is_assistant
         and not is_flash_attention_requested(model.config)  # for which generate has dropped the mask by now
         and given_cache(model_kwargs) is None
     )
@@ -100,7 +105,7 @@ def _prepare_cache(
 
 
 def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: Any) -> Any:
-    """transformers', which keeps to the longest length so far."""
+    """Replaces transformers' method; keeps the longest length so far."""
     length = max(_SHORTEST, 1 << (max_cache_len - 1).bit_length())
     theirs: Any = getattr(type(model), PREPARE_STATIC_CACHE)
     cache = theirs(model, *args, max_cache_len=length, **kwargs)
@@ -113,10 +118,11 @@ def _prepare_static_cache(model: Any, *args: Any, max_cache_len: int, **kwargs: 
 
 
 class SteadySlidingLayer(StaticSlidingWindowLayer):
-    """transformers' layer of the last tokens, but that how many there have been stands in a tensor alone.
+    """transformers' sliding window layer, with its token count in a tensor only.
 
-    Its own counts them in an int, upon which torch.compile compiles every step anew. This one keeps ``slack`` tokens more than the ``window``, which
-    the mask hides, so that steps may have 1 + ``slack`` tokens and up to ``slack`` of them can be taken back.
+    The original counts in an int, which makes torch.compile recompile every step. This layer keeps ``slack`` tokens
+    more than the ``window``, hidden by the mask, so that steps may have 1 + ``slack`` tokens and up to ``slack`` of
+    them can be rewound.
     """
 
     def __init__(self, window: int, slack: int = 0) -> None:
@@ -154,7 +160,7 @@ class SteadySlidingLayer(StaticSlidingWindowLayer):
         return keys, values
 
     def rewind(self, tokens: int) -> None:
-        """Forgets the last ``tokens``, ``slack`` at most, of the last update. Places that are free then are of tokens that no window reaches."""
+        """Drop the last ``tokens``, at most ``slack``, of the last update. No window reaches the freed entries."""
         length = int(self.cumulative_length)
         moved = max(length - self.max_cache_len, 0) - max(length - tokens - self.max_cache_len, 0)
         kept: Any

@@ -1,7 +1,8 @@
-"""Expert parallelism: ranks with a range of each layer's experts, a pool of their own, and transformers' dispatch in front of it.
+"""Expert parallelism: each rank has a range of each layer's experts in its own pool, behind transformers' dispatch.
 
-transformers divides experts by two rules of a plan: ``grouped_gemm`` cuts their parameters, ``ep_dispatch_experts`` puts what brings tokens to their
-ranks in the place of their module's forward. Here the parameters are a pool's, so that the first rule is ours; the second one stays transformers'.
+transformers' plan has two rules for experts: ``grouped_gemm`` divides their parameters, ``ep_dispatch_experts`` wraps
+their forward to route tokens to ranks. Here the parameters are in a pool, so we implement the first rule and keep the
+second.
 """
 
 from __future__ import annotations
@@ -24,20 +25,18 @@ from ..system.memory import available_bytes
 from .compat import EXPERT_PARALLEL, is_hooked, keep_ep_rules
 from .parallelism_checks import dispatches
 
-_SHARE = "_mesh_share"  # attribute of an experts module, by which models/families.py finds it, too
-_DISPATCH = (
-    "EpDispatchExpertsParallel.install_forward.<locals>"  # of transformers' function that takes a forward's place
-)
+_SHARE = "_mesh_share"  # attribute of an experts module; models/families.py reads it too
+_DISPATCH = "EpDispatchExpertsParallel.install_forward.<locals>"  # transformers' wrapper of a forward
 _ADAPTERS = "_mesh_adapters"  # attribute of an experts module, while its dispatch runs
 _OPENING = "the opening of the model"
-_OWN_EXPERTS = "deepgemm_megamoe"  # transformers' one dispatch that calls no forward of the experts module
-# No collective fails with a type of its own under gloo; each of its messages names the source that it comes from.
+_OWN_EXPERTS = "deepgemm_megamoe"  # the one dispatch that does not call the module's forward
+# gloo raises plain RuntimeErrors; each message names its source file.
 _OF_GLOO = "gloo"
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of each layer's experts a rank has: the range ``experts``, out of ``routed`` that routers choose among.
+    """The experts of each layer on a rank: the range ``experts`` out of ``routed``.
 
     ``neighbours`` ranks, this one included, are on this machine and share its memory.
     """
@@ -62,16 +61,13 @@ class Share:
         return {"rank": self.rank, "ranks": self.ranks, "first_expert": self.experts[0], "experts": self.count}
 
     def free_bytes(self) -> int:
-        """What the ranks on this machine may take together: the least that any of them sees, before any of them goes on.
-
-        All ranks have to call it.
-        """
+        """Bytes that the ranks on this machine may take together: the minimum over what they see. A collective call."""
         here = _this_machine()
         seen = gathered((here, available_bytes()), _OPENING)
         return min(free for machine, free in seen if machine == here)
 
     def source_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those of a ``Source`` with this rank's experts alone, made of those of one with all."""
+        """The arguments of a ``Source`` with this rank's experts only, from those of one with all."""
         own = slice(self.experts.start, self.experts.stop)
         of_experts = {name: arguments.get(name) for name in ("checksums", "raw_views_of")}
         return {
@@ -89,19 +85,19 @@ class Share:
 
 
 def share_of(ranks: int, layers: Sequence[ExpertsLayer]) -> Share:
-    """This rank's. All ranks have to call it."""
+    """This rank's share. A collective call."""
     machines = gathered(_this_machine(), _OPENING)
-    # The only groups that are let in are those in which all ranks of the job are.
+    # check_divisible only accepts groups of all ranks of the job.
     return Share(torch.distributed.get_rank(), ranks, layers[0].num_experts, machines.count(_this_machine()))
 
 
 def _this_machine() -> str:
-    """Containers and processes on one have the same."""
+    """An identifier that containers and processes on one machine share."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def gathered(value: Any, where: str) -> list[Any]:
-    """What all ranks give, by rank; all have to call it. ``where`` is for errors."""
+    """The values of all ranks, by rank. A collective call; ``where`` is for errors."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
     with lost_ranks(where):
         torch.distributed.all_gather_object(values, value)
@@ -110,7 +106,7 @@ def gathered(value: Any, where: str) -> list[Any]:
 
 @contextlib.contextmanager
 def lost_ranks(where: str) -> Iterator[None]:
-    """Around collectives: LostRankError in the place of what they raise when another rank is gone."""
+    """Within, collectives raise LostRankError if another rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -120,7 +116,7 @@ def lost_ranks(where: str) -> Iterator[None]:
 
 
 def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: MeshConfig, ranks: int) -> None:
-    """Raises UnsupportedModelError for what cannot be had of a model whose experts are divided among ``ranks``."""
+    """Raises UnsupportedModelError for settings that expert parallelism over ``ranks`` excludes."""
     experts = layers[0].num_experts
     named: list[str] = []
     if experts % ranks:
@@ -141,14 +137,14 @@ def check_divisible(model: nn.Module, layers: Sequence[ExpertsLayer], config: Me
         )
     if named:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be opened with ep_size={ranks}: {'; '.join(named)}. Change that, or open the model whole, without "
-            "distributed_config."
+            f"{type(model).__name__} cannot be opened with ep_size={ranks}: {'; '.join(named)}. Change that, or open "
+            "the model without distributed_config."
         )
 
 
 def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[ExpertsLayer]:
-    """What ``grouped_gemm`` would do to experts whose parameters were to be loaded: each module has those of this rank, on the meta device,
-    and knows how many. The plan is rid of the rules that would find no parameters."""
+    """Do what ``grouped_gemm`` would do for loaded experts: each module gets the parameters and number of this rank's,
+    on the meta device. Removes the plan's rules that would find no parameters."""
     for layer in layers:
         module: Any = layer.module
         for name, parameter in layer.parameters.items():
@@ -162,8 +158,8 @@ def divide(model: Any, layers: Sequence[ExpertsLayer], share: Share) -> list[Exp
 
 
 class LateForward:
-    """A module's forward as of when it is called: what transformers puts around a forward keeps the one that it finds, and the class of the
-    module changes later. With the ``adapters`` of ``past_dispatch``, which it does not hand on."""
+    """A module's forward as of the time of the call: transformers' wrapper keeps the forward that it finds, but the
+    module's class changes later. Passes the ``adapters`` of ``past_dispatch``, which the wrapper drops."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -177,13 +173,13 @@ class LateForward:
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """From a module around which nothing was put."""
+        """Remove it from a module that was not wrapped."""
         if isinstance(vars(module).get("forward"), LateForward):
             del module.forward
 
 
 def past_dispatch(experts: nn.Module, adapters: Any, *inputs: Any) -> Any:
-    """``experts(*inputs)`` with ``adapters``. Its forwards follow one another, since there are collectives in them, so an attribute will do."""
+    """``experts(*inputs)`` with ``adapters``, in an attribute: forwards with collectives never overlap."""
     vars(experts)[_ADAPTERS] = adapters
     try:
         return experts(*inputs)
@@ -192,22 +188,23 @@ def past_dispatch(experts: nn.Module, adapters: Any, *inputs: Any) -> Any:
 
 
 def prepare_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """Before transformers puts its own around them: the forwards of experts, and of linear layers, which ``dense=`` may change."""
+    """Before transformers wraps them: late forwards for experts, and for linear layers, which ``dense=`` may change."""
     modules = [layer.module for layer in layers]
     for module in (*modules, *(module for module in model.modules() if type(module) is nn.Linear)):
         LateForward(module)
 
 
 def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
-    """When transformers has: checks that tokens will come, and lets every collective of the model fail with ``LostRankError``."""
+    """After transformers' wrapping: check the dispatch, and let every collective of the model fail with
+    ``LostRankError``."""
     for module in model.modules():
         LateForward.remove(module)
     for layer in layers:
         forward = vars(layer.module).get("forward")
         if not getattr(forward, "__qualname__", "").startswith(_DISPATCH):
             raise UnsupportedModelError(
-                f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. It needs 'ep_dispatch_experts', as the "
-                f"plans of transformers' own models have it: leave ep_plan out, or add {{{layer.kind!r}: 'ep_dispatch_experts'}}."
+                f"No rule of ep_plan dispatches tokens to {layer.path}, which has {layer.share}. Leave ep_plan out, "
+                f"or add {{{layer.kind!r}: 'ep_dispatch_experts'}} to it."
             )
     forwards = _Forwards(_this_rank())
     for path, module in model.named_modules():
@@ -218,26 +215,26 @@ def finish_forwards(model: nn.Module, layers: Sequence[ExpertsLayer]) -> None:
 
 
 class _Forwards:
-    """What is known of the forwards of a divided model, on this rank."""
+    """The state of a divided model's forwards on this rank."""
 
     def __init__(self, rank: str) -> None:
         self._rank = rank
-        self.begun = False  # the model's has come to something with collectives
-        # One has ended early: this rank's next collective would meet another one of the other ranks.
+        self.begun = False  # the model's forward has reached a collective
+        # A forward ended early: this rank's next collective would meet a different one of the other ranks.
         self.failed = False
-        self.count = 0  # those of the model that have ended well
-        self.compared = 0  # the last one of those whose inputs ranks have compared
+        self.count = 0  # successful forwards of the model
+        self.compared = 0  # the last forward with compared inputs
 
     def check(self) -> None:
         if self.failed:
             raise LostRankError(
-                f"{self._rank}: an earlier forward of this rank ended with an error, and the others may wait within it. End all ranks, and start them "
-                "again."
+                f"{self._rank}: an earlier forward of this rank failed, and other ranks may wait within it. End all "
+                "ranks and restart them."
             )
 
 
 class _Watched:
-    """A forward with collectives in it."""
+    """Wraps a forward with collectives."""
 
     def __init__(self, forward: Callable[..., Any], path: str, forwards: _Forwards) -> None:
         self._forward = forward
@@ -247,7 +244,7 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._forwards.check()
         self._forwards.begun = True
-        # By an exception of another type torch's checkpointing ends a forward that it repeats.
+        # torch's checkpointing ends a repeated forward by an exception of another type.
         try:
             return self._forward(*args, **kwargs)
         except (MeshError, KeyboardInterrupt):
@@ -261,20 +258,21 @@ class _Watched:
 
 
 class _WatchedModel:
-    """The forward of the whole model: what fails between its collectives leaves the other ranks within the next one."""
+    """Wraps the forward of the whole model: a failure between collectives leaves other ranks in the next one."""
 
     def __init__(self, forward: Callable[..., Any], forwards: _Forwards) -> None:
-        self.__wrapped__ = forward  # what a signature is looked up of
+        self.__wrapped__ = forward  # for signature lookups
         self._forwards = forwards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forwards = self._forwards
         forwards.check()
-        if torch.compiler.is_compiling():  # a graph would be of one count alone
+        if torch.compiler.is_compiling():  # a graph would be specialized to one count
             return self.__wrapped__(*args, **kwargs)
         forwards.begun = False
         try:
-            # In forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth: texts that ranks draw at random go apart at once.
+            # In forwards 1, 2, 4, 8 and each sixteenth, which costs a thousandth: texts that ranks sample differently
+            # diverge at once.
             this = forwards.count + 1
             if (this.bit_count() == 1 or this % 16 == 0) and forwards.compared < this:
                 own = _summary(args[0] if args else kwargs.get("input_ids"))
@@ -292,7 +290,7 @@ class _WatchedModel:
 
 
 def _summary(ids: Any) -> tuple[list[int], int] | None:
-    """By which ranks compare their tokens."""
+    """A digest by which ranks compare their tokens."""
     if not torch.is_tensor(ids):
         return None
     values = ids.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy has no bf16
@@ -300,13 +298,13 @@ def _summary(ids: Any) -> tuple[list[int], int] | None:
 
 
 def _check_same_inputs(everyone: Sequence[tuple[list[int], int] | None]) -> None:
-    """Raises MeshError, on all ranks alike, for different ones: sums over ranks would be of different tokens, and nothing else show it."""
+    """Raises MeshError on all ranks for different inputs: sums over ranks would silently mix tokens."""
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             shapes = [each and each[0] for each in (everyone[0], other)]
             raise MeshError(
-                f"Ranks 0 and {rank} were given different input_ids ({shapes[0]} and {shapes[1]}). Ranks compute one batch together: give each of them "
-                "the same, and where generate draws tokens, call torch.manual_seed with the same seed on each before it."
+                f"Ranks 0 and {rank} got different input_ids ({shapes[0]} and {shapes[1]}). Give all ranks the same "
+                "batch; where generate samples tokens, call torch.manual_seed with the same seed on each first."
             )
 
 
@@ -315,14 +313,13 @@ def _this_rank() -> str:
 
 
 def _lost_rank(where: str, error: RuntimeError) -> LostRankError | None:
-    """None if it is something else that failed."""
-    if isinstance(error, MeshError) or not (  # what torch_mesh says of its own may name a path with that word in it
+    """None if the error has another cause."""
+    if isinstance(error, MeshError) or not (  # our own messages may name a path with that word
         isinstance(error, torch.distributed.DistError) or _OF_GLOO in str(error)
     ):
         return None
     first = str(error).splitlines()[0]
     return LostRankError(
-        f"{_this_rank()}, in {where}: another rank has ended, or has not answered "
-        f"within the process group's time-out ({first}). None of them can go on: see what the others said first, end them all, and start "
-        "them again."
+        f"{_this_rank()}, in {where}: another rank has ended, or has not answered within the process group's time-out "
+        f"({first}). See the first errors of the other ranks, end all ranks and restart them."
     )

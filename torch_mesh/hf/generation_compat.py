@@ -32,20 +32,21 @@ MtpCache: Any = getattr(cache_utils, "MtpCache", None)
 MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 MtpCandidateGenerator: Any = getattr(candidate_generator, "MTPCandidateGenerator", object)
 
-# Methods of a model that an instance has its own of
+# Methods that may be overridden on an instance
 GET_CANDIDATE_GENERATOR = "_get_candidate_generator"
 PREPARE_CACHE, PREPARE_STATIC_CACHE = "_prepare_cache_for_generation", "_prepare_static_cache"
-# What generate keeps on a model that it compiled
+# State of generate on a model that it compiled
 COMPILED_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")
 
-# The names of a cache in the arguments of a forward: ``cache`` from 5.24 on; before that ``past_key_values``, and for some mixers ``cache_params``.
+# The names of a cache in the arguments of a forward: ``cache`` from 5.24 on; before that ``past_key_values``, and for
+# some mixers ``cache_params``.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# The one that generate, its outputs and what a model returns go by.
+# The name in generate, its outputs and a model's outputs.
 CACHE_NAME = "cache" if any(field.name == "cache" for field in fields(GenerateDecoderOnlyOutput)) else "past_key_values"
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """The cache in the arguments of a forward or of ``generate``, under any name: newer versions take the older ones too. None: there is none."""
+    """The cache in the arguments of a forward or of ``generate``, under any of its names; None without one."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
@@ -55,7 +56,7 @@ def prefill(model: Any, input_ids: Any, generation_config: Any, model_kwargs: di
 
 
 def next_kwargs(model: Any, outputs: Any, model_kwargs: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The arguments of the next forward, after one that gave ``outputs``."""
+    """The arguments of the forward that follows ``outputs``."""
     following: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, model_kwargs, **options)
     return following
 
@@ -72,7 +73,7 @@ def compiles_steps(model: Any, model_kwargs: dict[str, Any], generation_config: 
 
 
 def pad_token(generation_config: Any) -> Any:
-    """The tensor that ``generate`` has made of the config's token; None without one."""
+    """The padding token as a tensor that ``generate`` made; None without one."""
     return generation_config._pad_token_tensor
 
 
@@ -82,7 +83,7 @@ def has_dynamic_cache(model: Any) -> bool:
 
 
 def is_stateful(model: Any) -> bool:
-    """Whether a model has a state for all tokens so far."""
+    """Whether a model has one state for all tokens so far."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -92,5 +93,5 @@ def can_compile(model: Any) -> bool:
 
 
 def compile_on_all_devices(config: Any) -> None:
-    """Lets a CompileConfig compile on the CPU, too."""
+    """Let a CompileConfig compile on the CPU too."""
     config._compile_all_devices = True

@@ -1,7 +1,7 @@
-"""What has to be done once another package is there, without importing it for that.
+"""Act when another package is imported, without importing it.
 
-torch_mesh registers ops with torch and a quantiser with transformers. Whoever never imports those should not wait for them, and whoever imports
-them after torch_mesh must find it registered all the same.
+torch_mesh registers ops with torch and a quantizer with transformers. A process that never imports those should not
+wait for them; one that imports them after torch_mesh has to find them registered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from types import ModuleType
 
 
 class AfterImport(MetaPathFinder):
-    """Calls ``act`` once, when a module among ``awaited`` has been imported and no module of ``packages`` is half imported in that thread.
+    """Calls ``act`` once, when a module among ``awaited`` has been imported and this thread is importing no module of
+    ``packages``.
 
-    The second is why this is not simply called at the end of an awaited module: what ``act`` imports may need the module that is only
-    about to get its names from it, of transformers or of torch_mesh itself. If ``act`` raises, whoever imports sees it, and the next
-    import tries again. It stays among the finders when it is done: another thread may be on its way through them, and would miss one.
+    The imports of ``act`` may need modules of transformers or torch_mesh that are still partially initialized, hence
+    the second condition. If ``act`` raises, the importer sees the error and the next import tries again. The finder
+    stays in place afterwards, since removing it could make another thread skip one.
     """
 
     def __init__(self, awaited: Sequence[str], packages: Sequence[str], act: Callable[[], None]) -> None:
@@ -28,7 +29,7 @@ class AfterImport(MetaPathFinder):
         self._done = False
 
     def watch(self) -> None:
-        """From now on; what has been imported already counts."""
+        """Start watching; modules that are already imported count."""
         sys.meta_path.insert(0, self)
         self.act_if_due()
 
@@ -37,7 +38,7 @@ class AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if self._done or name.partition(".")[0] not in self._packages:
             return None
-        # Those behind this one, others of this class among them, which wrap the same module too.
+        # The finders behind this one, other instances of this class included, which may wrap the same module.
         finders = list(sys.meta_path)
         behind = finders[finders.index(self) + 1 :]
         found = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
@@ -51,7 +52,7 @@ class AfterImport(MetaPathFinder):
         assert loader is not None
         execute = loader.exec_module
         watchers: tuple[AfterImport, ...] = getattr(execute, "watchers", ())
-        if self in watchers:  # a loader that gives out several modules, or one again
+        if self in watchers:  # a loader may serve several modules, or one repeatedly
             return
 
         def execute_and_look(module: ModuleType) -> None:
@@ -63,18 +64,18 @@ class AfterImport(MetaPathFinder):
             self.act_if_due(module.__name__)
 
         execute_and_look.watchers = (*watchers, self)  # type: ignore[attr-defined]
-        # On this one object: its class, and so what it says of its source, stays.
+        # On this one object: its class, and so its source lookup, stays.
         loader.exec_module = execute_and_look  # type: ignore[method-assign]
 
     def act_if_due(self, ended: str = "") -> None:
-        """``ended``: a module that has run to its end, though the import system does not know that yet."""
+        """``ended``: a module that has finished executing, which the import system does not know yet."""
         if (
             self._done
             or getattr(self._under_way, "depth", 0) > 0
             or not any(name == ended or _is_imported(name) for name in self._awaited)
         ):
             return
-        self._done = True  # what is imported now asks again
+        self._done = True  # the imports of ``act`` come back here
         try:
             self._act()
         except BaseException:
@@ -83,6 +84,6 @@ class AfterImport(MetaPathFinder):
 
 
 def _is_imported(name: str) -> bool:
-    """Whole: what another thread is importing is among the modules as well."""
+    """Completely: modules that another thread is importing are in sys.modules too."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)

@@ -1,7 +1,7 @@
-"""Caches of keys and values that grow in place.
+"""KV caches that grow in place.
 
-transformers' dynamic cache copies the keys and values of all layers for every token: of 48 layers with 1,024 tokens a twelfth of a token's time
-(docs/decisions/0066).
+transformers' dynamic cache copies the keys and values of all layers for every token: with 48 layers and 1,024 tokens, a
+twelfth of a token's time (docs/decisions/0066).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .generation_compat import given_cache
 
 _HANDLE = "_mesh_growing_cache"  # attribute of a model whose caches grow in place
-_ROOM = "_mesh_room"  # of keys and values, and not of their layer: who lets go of them lets go of the memory
-_MIN_ROOM = 32  # tokens; memory that nothing was written to is not taken
+_ROOM = "_mesh_room"  # attribute of the tensors instead of the layer: their owner frees the memory
+_MIN_ROOM = 32  # tokens; memory is only committed when written
 
 
 class _Room:
-    """Memory of which ``filled`` tokens are somebody's: of the tensor that has so many. Earlier ones see no change."""
+    """Memory of which ``filled`` tokens belong to the latest tensor. Earlier tensors see no change."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory  # [batch, heads, tokens, dim]
         self.filled = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """``new`` behind what is filled, and all of it."""
+        """``new`` behind the filled part; returns all of it."""
         before = self.filled
         self.memory[..., before : before + new.shape[-2], :] = new
         return self.first(before + new.shape[-2])
@@ -41,8 +41,8 @@ class _Room:
 
 
 def _append(kept: Tensor, new: Tensor) -> Tensor:
-    """What ``torch.cat([kept, new], dim=-2)`` gives, of [batch, heads, tokens, dim] each; in place where ``kept`` has room behind it."""
-    before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a tensor of no dimension
+    """``torch.cat([kept, new], dim=-2)`` of [batch, heads, tokens, dim] tensors; in place if ``kept`` has room."""
+    before = kept.shape[-2] if kept.dim() == 4 else 0  # transformers begins with a 1-d empty tensor
     after = before + new.shape[-2]
     room = getattr(kept, _ROOM, None)
     if room is None or room.filled != before or after > room.memory.shape[-2] or _is_sealed(room.memory):
@@ -53,13 +53,13 @@ def _append(kept: Tensor, new: Tensor) -> Tensor:
 
 
 def _is_sealed(tensor: Tensor) -> bool:
-    """What inference mode has made cannot be written to outside of it."""
+    """Inference tensors cannot be written to outside of inference mode."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class GrowingLayer(DynamicLayer):
-    """transformers' own, but that a new token is written behind the others. What cuts, reorders or replaces the keys is transformers', and
-    the next token copies them once."""
+    """transformers' layer, but appending tokens in place. After cropping, reordering or replacing the keys the next
+    token copies them once."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -72,7 +72,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def rewind(self, tokens: int) -> None:
-        """As ``crop(-tokens)``, of tokens that the last ``update`` has added and nobody else has seen: others take their place without a copy."""
+        """``crop(-tokens)`` for tokens of the last ``update`` that no other object uses: later tokens overwrite them
+        without a copy."""
         held: Any = self.keys, self.values
         rooms = [getattr(each, _ROOM, None) for each in held]
         if tokens and all(room and room.filled == each.shape[-2] for room, each in zip(rooms, held, strict=True)):
@@ -82,7 +83,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class RecordedWindow(DynamicSlidingWindowLayer):
-    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all keys."""
+    """A window that returns what its mask counts after several forwards without a crop. transformers 5.17 returns all
+    keys."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -91,22 +93,22 @@ class RecordedWindow(DynamicSlidingWindowLayer):
 
 
 def record_past(layer: Any) -> None:
-    """Makes ``layer``, which has a window, keep the keys before it until it is cropped."""
+    """Make a sliding window ``layer`` keep earlier keys until it is cropped."""
     layer.activate_past_recording()
     if type(layer) is DynamicSlidingWindowLayer:
         layer.__class__ = RecordedWindow
 
 
 def stop_recording(layer: Any) -> None:
-    """The reverse of ``record_past``. Keys that are there stay until the next forward."""
+    """Reverse ``record_past``. Recorded keys stay until the next forward."""
     layer.record_past = False
     if type(layer) is RecordedWindow:
         layer.__class__ = DynamicSlidingWindowLayer
 
 
 def _can_append(kept: Tensor, new: Tensor) -> bool:
-    """Not with gradients, for which somebody may have kept what is appended to; in a graph; on another device; where ``cat`` would change
-    dtypes or refuse."""
+    """False with gradients, which may need the old tensors; under compilation; across devices; where ``cat`` would
+    change dtypes or raise."""
     return (
         kept.is_cpu
         and new.is_cpu
@@ -119,12 +121,12 @@ def _can_append(kept: Tensor, new: Tensor) -> bool:
 
 
 def install_caches(model: nn.Module) -> None:
-    """Lets the dynamic caches that ``model`` is called with grow in place."""
+    """Let the dynamic caches that ``model`` is called with grow in place."""
     vars(model)[_HANDLE] = model.register_forward_pre_hook(_let_grow, with_kwargs=True)
 
 
 def uninstall_caches(model: nn.Module) -> None:
-    """The reverse of ``install_caches``. Caches stay what they have become."""
+    """Reverse ``install_caches``. Existing caches stay as they are."""
     if handle := vars(model).pop(_HANDLE, None):
         handle.remove()
 
@@ -133,7 +135,7 @@ def _let_grow(_model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
     cache = given_cache(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, DynamicCache):
         return
-    if cache.layer_class_to_replicate is DynamicLayer:  # made without a config: layers come as they are asked for
+    if cache.layer_class_to_replicate is DynamicLayer:  # made without a config: layers are added on demand
         cache.layer_class_to_replicate = GrowingLayer
     for layer in cache.layers:
         if type(layer) is DynamicLayer:

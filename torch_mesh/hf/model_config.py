@@ -1,4 +1,5 @@
-"""What a patched model says of itself to transformers, torch and its users: its quantisation, the memory that it takes, what no process sends."""
+"""Metadata of a patched model for transformers, torch and users: quantization, memory footprint, parameters that are
+not broadcast."""
 
 from __future__ import annotations
 
@@ -15,20 +16,17 @@ from ..modules.packed_weight import PackedLinearWeight, PackedWeight
 from ..store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"
-_NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel asks for it
-_IN_PEFT_MODEL = (
-    "base_model.model."  # a PeftModel hands the question on to the model in it, whose names are longer there
-)
+_NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # read by DistributedDataParallel
+_IN_PEFT_MODEL = "base_model.model."  # a PeftModel delegates to the inner model, where names are longer
 
 
 def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
-    """Puts ``config`` into the configs of ``model`` and of the models inside it that have patched experts.
+    """Put ``config`` into the configs of ``model`` and of inner models with patched experts.
 
-    transformers would refuse to train or cast a model with ``is_quantized`` and ``quantization_method``, which a patched one can be: these stay
-    unset.
+    ``is_quantized`` and ``quantization_method`` stay unset: transformers would refuse to train or cast the model.
     """
     pool = next(patched_modules(model))._mesh_pool
-    # Without the store, which is of this model's weights: another model that is opened with the config would want it for its own.
+    # Without the store, which belongs to this model's weights: another model opened with the config would use it.
     group_size = pool.group_size if has_chosen_groups(pool.weights) else config.group_size
     found = config.replace(weights=pool.weights, group_size=group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
@@ -42,13 +40,13 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
 
 
 def clear_config_metadata(model: nn.Module) -> None:
-    """The reverse of ``set_config_metadata``."""
+    """Reverse ``set_config_metadata``."""
     for module in model.modules():
         for config, before in vars(module).get(_REPLACED, ()):
             vars(config).pop("quantization_config", None)
             if before is not None:
                 config.quantization_config = before
-        vars(module).pop(_REPLACED, None)  # when all is back, or nobody could go on after Ctrl-C
+        vars(module).pop(_REPLACED, None)  # last: an interrupted call can be repeated
         if isinstance(module, PreTrainedModel):
             vars(module).pop("get_memory_footprint", None)
             if isinstance(vars(module).get(_NOT_SENT), _PackedNames):
@@ -56,15 +54,15 @@ def clear_config_metadata(model: nn.Module) -> None:
 
 
 def patched_models(model: nn.Module) -> list[Any]:
-    """The transformers models in ``model`` that hold patched experts."""
+    """The transformers models in ``model`` with patched experts."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [module for module in models if next(patched_modules(module), None) is not None]
 
 
 class _PackedNames:
-    """Names of packed weights as they are when somebody asks: by then PEFT may have put its layers around them.
+    """The current names of packed weights, resolved when read: PEFT may have added wrappers.
 
-    Each process has a pool of its own, whose weights are frozen and have no values that could be sent.
+    Each process has its own pool of frozen weights, which must not be broadcast.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,9 +75,9 @@ class _PackedNames:
 
 
 def _memory_footprint(model: nn.Module, return_buffers: bool = True) -> int:
-    """Bytes of the parameters that have memory, of packed weights, of the pool and of what lies on GPUs.
+    """Bytes of parameters with memory, packed weights, the pool and experts on GPUs.
 
-    A pool counts as what it may take, and not at all where its experts are the page cache's.
+    A pool counts with its limit, and not at all if the page cache holds its experts.
     """
     held: list[Any] = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
     held += [each.packed for each in model.parameters() if isinstance(each, PackedLinearWeight)]

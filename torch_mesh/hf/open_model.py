@@ -1,4 +1,4 @@
-"""What all share that run a model on a text: the model, its tokenizer, the text."""
+"""Open a model, its tokenizer and texts for commands that run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import MeshError
 from ..store.gguf import is_gguf
 from ..store.header import variant_of
 
-_SHORTEST = 2  # tokens of a sequence: one that foretells, one that is foretold
+_SHORTEST = 2  # tokens of a sequence: an input and the token that it predicts
 
 
 def open_model(folder: Path, config: MeshConfig) -> Any:
@@ -24,7 +24,7 @@ def open_model(folder: Path, config: MeshConfig) -> Any:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The model's own; MeshError where it has none that transformers can load."""
+    """The model's tokenizer. Raises MeshError if transformers can load none."""
     from transformers import AutoTokenizer
 
     named, gguf = _named(folder)
@@ -35,12 +35,12 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def _named(folder: Path) -> tuple[Path, dict[str, str]]:
-    """As transformers wants to have it: of a GGUF file its folder, and the file's name."""
+    """A model's path for transformers: of a GGUF file its folder, and the file's name."""
     return (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
 
 
 def read_documents(paths: Sequence[str]) -> list[str]:
-    """The texts of plain files, and of .jsonl files those of each line's ``text``. MeshError names a line that has none."""
+    """The texts of plain files, and the ``text`` fields of .jsonl files. Raises MeshError for a line without one."""
     documents: list[str] = []
     for path in paths:
         try:
@@ -52,7 +52,7 @@ def read_documents(paths: Sequence[str]) -> list[str]:
 
 
 def _lines(path: str, content: str) -> Iterator[str]:
-    for number, line in enumerate(content.split("\n"), start=1):  # other separators may stand in a string
+    for number, line in enumerate(content.split("\n"), start=1):  # JSON strings may contain other separators
         if not line.strip():
             continue
         try:
@@ -65,7 +65,7 @@ def _lines(path: str, content: str) -> Iterator[str]:
 
 
 def token_sequences(tokenizer: Any, documents: Sequence[str], length: int) -> list[Any]:
-    """Tensors of token ids [at most ``length``], in order; what is left of a document and shorter than two tokens is dropped."""
+    """Tensors of token ids [at most ``length``], in order; remainders shorter than two tokens are dropped."""
     import torch
 
     sequences = []

@@ -1,4 +1,4 @@
-"""What torch_mesh cannot run: a model that is spread over processes in any way but one, and experts whose forward is somebody else's."""
+"""Refuse unsupported ways to distribute a model, and experts with a replaced forward."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ..models.families import ExpertsLayer
 from .compat import OLD_FORWARD
 
 _WHAT_WORKS = (
-    "Experts can be divided among N ranks: from_pretrained(..., distributed_config=DistributedConfig(tp_size=N, ep_size=N)), started by "
-    "torchrun --nproc-per-node N. Otherwise open the model without distributed_config, tp_plan, FSDP and ZeRO-3. device_map= lays it over several "
-    "devices of one process; several processes can each open the whole model (a converted folder with io='mmap' is then in memory once)."
+    "Supported: expert parallelism over N ranks, by from_pretrained(..., "
+    "distributed_config=DistributedConfig(tp_size=N, ep_size=N)) under torchrun --nproc-per-node N; device_map= over "
+    "several devices of one process; and a whole model in each process (with io='mmap' a converted folder is in "
+    "memory once). Otherwise leave out distributed_config, tp_plan, FSDP and ZeRO-3."
 )
 _SIZES = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
 
 def check_undivided(model: nn.Module) -> None:
-    """Raises UnsupportedModelError if ``model``, which is loaded, is not whole in this process."""
+    """Raises UnsupportedModelError unless the loaded ``model`` is whole in this process."""
     if how := _division(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is spread over several processes ({how}), and torch_mesh.patch takes models that are whole in one. "
-            f"{_WHAT_WORKS}"
+            f"{type(model).__name__} is distributed over several processes ({how}), but torch_mesh.patch needs a "
+            f"whole model. {_WHAT_WORKS}"
         )
 
 
 def expert_ranks(model: nn.Module) -> int:
-    """Among how many ranks the experts of ``model``, which is about to be loaded, are to be divided; 1: it is whole.
+    """The number of ranks for the experts of ``model``, which is about to be loaded; 1: not distributed.
 
-    Raises UnsupportedModelError for any other way to divide it.
+    Raises UnsupportedModelError for other kinds of parallelism.
     """
     sizes = divided_sizes(model)
     ranks = sizes.get("ep_size", 1)
@@ -43,13 +44,14 @@ def expert_ranks(model: nn.Module) -> int:
         return ranks
     if how := _division(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is to be spread over several processes ({how}), in a way that torch_mesh cannot run. {_WHAT_WORKS}"
+            f"{type(model).__name__} is to be distributed over several processes ({how}), which torch_mesh does not "
+            f"support. {_WHAT_WORKS}"
         )
     return 1
 
 
 def divided_sizes(model: nn.Module) -> dict[str, int]:
-    """Those of its ``distributed_config`` that are above 1."""
+    """The sizes above 1 in its ``distributed_config``."""
     for table in _distributed_configs(model):
         if sizes := {name: table[name] for name in _SIZES if (table.get(name) or 1) > 1}:
             return sizes
@@ -75,7 +77,7 @@ def _division(model: nn.Module) -> str:
         if type(module).__name__ == "FullyShardedDataParallel":
             return "FullyShardedDataParallel"
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # a DTensor's; its class would have to be imported
+        if hasattr(parameter, "device_mesh"):  # a DTensor; its class would have to be imported
             return f"{name} is a DTensor"
         if hasattr(parameter, "ds_id"):
             return f"{name} belongs to DeepSpeed ZeRO-3"
@@ -83,25 +85,26 @@ def _division(model: nn.Module) -> str:
 
 
 def check_launch() -> None:
-    """Raises UnsupportedModelError where ``from_pretrained`` leaves loading to FSDP or DeepSpeed, of which it learns by the environment."""
+    """Raises UnsupportedModelError if the environment makes ``from_pretrained`` use FSDP or DeepSpeed."""
     how = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if is_fsdp_enabled() else ""
     if how:
         raise UnsupportedModelError(
-            f"This process was launched for {how}, which divides models among processes in a way that torch_mesh cannot run. {_WHAT_WORKS}"
+            f"This process was launched for {how}, which distributes models in a way that torch_mesh does not "
+            f"support. {_WHAT_WORKS}"
         )
 
 
 def check_forwards(layers: Sequence[ExpertsLayer]) -> None:
-    """Raises UnsupportedModelError for experts with a forward of their own, behind which torch_mesh's would never run.
+    """Raises UnsupportedModelError for experts with a replaced forward, which would hide torch_mesh's.
 
-    That of expert parallelism, which calls torch_mesh's, is looked at in ``expert_parallel.finish_forwards``.
+    ``expert_parallel.finish_forwards`` checks the wrapper of expert parallelism, which calls torch_mesh's.
     """
     for layer in layers:
         if layer.share is not None:
             continue
         module: Any = layer.module
         own: Any = type(module)
-        # The first name is what a hook of accelerate's calls, the second is then the hook.
+        # accelerate's hooks call the first; the second is then the hook.
         forward = vars(module).get(OLD_FORWARD, vars(module).get("forward"))
         if forward is None:
             continue
@@ -109,5 +112,5 @@ def check_forwards(layers: Sequence[ExpertsLayer]) -> None:
             continue
         raise UnsupportedModelError(
             f"The forward of {layer.path} has been replaced by {getattr(forward, '__qualname__', forward)}, as "
-            "use_kernels=True does. torch_mesh takes the place of that forward itself: load the model without them."
+            "use_kernels=True does. torch_mesh replaces that forward itself: load the model without them."
         )

@@ -1,7 +1,7 @@
-"""What transformers asks a model about its quantisation, and ``save_pretrained`` of a patched model.
+"""``save_pretrained`` of a patched model, and its quantizer for transformers.
 
-Exact weights are written as the checkpoint that the model would have without torch_mesh. Rounded experts are saved as they are: the folder
-is one that ``torch-mesh convert`` could have written, with the weights that were trained in the place of the source's.
+Exact weights are written as an ordinary checkpoint. Rounded experts are saved as they are: the folder is like one of
+``torch-mesh convert``, with the current values of all other weights.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ class PatchedModelQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor] | None, dict]:
-        """What transformers is to write: of packed weights their place in the plan, of rounded experts nothing."""
+        """What transformers writes: lazy tensors for packed weights, nothing for rounded experts."""
         if has_own_adapters(model):
             return None, {}  # only adapters are saved
         unpacking = being_saved.get()
         if unpacking is None:
             raise MeshError(
-                f"{type(model).__name__} is patched: save it with model.save_pretrained(folder), the method that torch_mesh gave it, and "
-                "not with the one of its class."
+                f"{type(model).__name__} is patched: save it with model.save_pretrained(folder), not with the method "
+                "of its class."
             )
         return dict(unpacking.state), {}
 
 
 def attach_quantizer(model: nn.Module, quantizer: PatchedModelQuantizer) -> None:
-    """Gives ``model``, and the models inside it, ``quantizer`` and a ``save_pretrained`` of their own."""
+    """Give ``model`` and inner models ``quantizer`` and their own ``save_pretrained``."""
     for module in patched_models(model):
         module.hf_quantizer = quantizer
         module.save_pretrained = types.MethodType(_save_pretrained, module)
@@ -112,8 +112,8 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
     share = next((module._mesh_pool.share for module in patched_modules(model)), None)
     if share is not None and not adapters_only:
         raise MeshError(
-            f"{type(model).__name__} is divided among processes, and this one has {share}: open it whole in one process to save it, or copy the "
-            "folder that it was opened from."
+            f"{type(model).__name__} is distributed, and this process has {share}: open it whole in one process to "
+            "save it, or copy the folder that it was opened from."
         )
     if adapters_only or os.path.isfile(folder):
         return original(*call.args, **call.kwargs)
@@ -144,14 +144,14 @@ def _saves_here(is_main_process: bool) -> bool:
 
 
 def _rounded_pool(model: nn.Module) -> ExpertPool | None:
-    """The pool of experts that are not those of an ordinary checkpoint any more, and so go into a store."""
+    """The pool of experts that were rounded, which have to be saved as a store."""
     pools = {id(module._mesh_pool): module._mesh_pool for module in patched_modules(model)}
     if all(pool.exact for pool in pools.values()):
         return None
     if len(pools) > 1:
         raise MeshError(
-            f"{type(model).__name__} has rounded experts in {len(pools)} pools, and a folder holds those of one. Save the models inside it "
-            "one by one, or make ordinary weights of them first: torch_mesh.unpatch(model, lossy=True)."
+            f"{type(model).__name__} has rounded experts in {len(pools)} pools, but a folder holds one: save the "
+            "inner models one by one, or call torch_mesh.unpatch(model, lossy=True) first."
         )
     return next(iter(pools.values()))
 
@@ -162,7 +162,7 @@ def _unpacking(
     state = dict(model.state_dict() if given is None else given)
     parts = []
     elsewhere: dict[str, torch.Tensor] = {}
-    with_others = bool(layers_left_alone(model))  # a family's own layout may make one list of experts of both kinds
+    with_others = bool(layers_left_alone(model))  # a family's own layout may join experts of both kinds
     for layer in _patched_layers(model):
         shapes = {f"{layer.path}.{name}": layer.parameters[name] for name in layer.parameter_names}
         if with_experts:
@@ -173,13 +173,13 @@ def _unpacking(
                 elsewhere[name] = torch.empty(like.shape, dtype=like.dtype, device="meta")
             if name in state and _has_values(state.pop(name)):
                 raise MeshError(
-                    f"state_dict has values of {name}, but experts that are rounded are saved as they are: leave them out, or "
-                    "torch_mesh.unpatch(model, lossy=True) first."
+                    f"state_dict has values of {name}, but rounded experts are saved as they are: leave them out, or "
+                    "call torch_mesh.unpatch(model, lossy=True) first."
                 )
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     for path, linear in packed_linears(model):
         name = f"{path}.weight"
-        if tied.get(name) in state:  # a head is packed on its own, and the embedding has what it is loaded from
+        if tied.get(name) in state:  # a head is packed on its own, and the embedding is saved
             state.pop(name, None)
             continue
         part = _part({name: linear.weight}, state, functools.partial(_unpacked_linear, name, linear))
@@ -187,14 +187,15 @@ def _unpacking(
         if part.weights and not linear.exact:
             rounded = linear._mesh_format
             warnings.warn(
-                f"Linear layers that dense= rounded to {rounded} are saved as ordinary weights with their rounded values.",
+                f"Linear layers that dense= rounded to {rounded} are saved as ordinary weights with their rounded "
+                "values.",
                 stacklevel=4,
             )
     return Unpacking(model, state, parts, original_format, elsewhere)
 
 
 def _part(shapes: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], unpack: Any) -> PackedPart:
-    """Of the weights in ``state`` that have no values there: whoever passes a state dict may leave some out, or give others."""
+    """The weights in ``state`` without values: a caller's state dict may omit or replace some."""
     packed = [name for name in shapes if name in state and not _has_values(state[name])]
     return PackedPart({n: torch.empty(shapes[n].shape, dtype=shapes[n].dtype, device="meta") for n in packed}, unpack)
 
@@ -216,7 +217,7 @@ def _unpacked_linear(name: str, linear: Any) -> dict[str, torch.Tensor]:
 
 
 def _write_plainly(original: Any, call: inspect.BoundArguments, unpacking: Unpacking, folder: Path) -> None:
-    """transformers' own save_pretrained, of what ``unpacking`` says."""
+    """transformers' own save_pretrained of the weights in ``unpacking``."""
     wrap_saving()
     call.arguments.update(save_directory=folder, state_dict=None)
     token = being_saved.set(unpacking)
@@ -235,8 +236,8 @@ def _write_folder(
     variant: str | None,
     write_plainly: Callable[[Unpacking, Path], None],
 ) -> list[str]:
-    """Fills ``folder`` and returns the names of what was written. All of it is complete before any of it takes its place."""
-    # Within the folder, on whose file system it is.
+    """Write ``folder`` and return the names of the files. All files are complete before any is moved into place."""
+    # Within the folder, to be on its file system.
     full = full_disk_as_store_error(folder, "What was there is as it was; free some room, or choose another folder")
     with scratch_folder(folder, _STAGING_PREFIX) as staging, full:
         manifest = None
@@ -252,12 +253,10 @@ def _write_folder(
 
 
 def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
-    """Puts all records of ``pool`` into ``staging``: as hard links where the store is at hand and that can be, else as copies.
+    """Put all records of ``pool`` into ``staging``: as hard links to the store where possible, else as copies.
 
-    A link has the permissions of the store's file. Where a new file would have other readers, or fewer that may write,
-    it is a copy.
-
-    ``beside``: bytes that will be written beside them.
+    A link has the permissions of the store's file; if a new file's would differ, it is a copy. ``beside``: bytes that
+    will be written in addition.
     """
     store = _store_of(model, pool)
     if store is None:
@@ -274,15 +273,15 @@ def _place_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: in
         check_free_space(staging, beside + sum(file.bytes for file in manifest.record_files))
         for source, target in zip(sources, targets, strict=True):
             _copy(source, target)
-    # Records of one source, but no conversion of it: what stands beside them may have been trained since.
+    # The same records, but not a conversion of that source: other weights may have been trained.
     fingerprint = f"{manifest.source_fingerprint.removesuffix(' saved')} saved"
     return replace(manifest, source_fingerprint=fingerprint)
 
 
 def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
-    """The store that the pool reads, if it is still where it was and would give the saved model the records that this one has.
+    """The pool's store, if it is still in place and has the records that this model should save.
 
-    Layers that were moved or removed since have other names than it knows them by.
+    Layers that were moved or removed since have other names there.
     """
     if pool.store is None:
         return None
@@ -297,7 +296,7 @@ def _store_of(model: nn.Module, pool: ExpertPool) -> Store | None:
 
 
 def _write_records(model: nn.Module, pool: ExpertPool, staging: Path, beside: int) -> Manifest:
-    """Of experts that no store has under the names of this model's layers."""
+    """Write experts that no store has under the names of this model's layers."""
     layers = _patched_layers(model)
     plan = plan_of_model(model, layers, pool.weights, pool.group_size)
     check_free_space(staging, beside + plan.shape.layers * plan.shape.experts * plan.record_bytes)
@@ -319,19 +318,19 @@ def _record(module: Any, expert: int) -> torch.Tensor:
 
 
 def _link(source: Path, target: Path, mode: int) -> bool:
-    """Whether ``target`` is a link now; not where ``source`` has other readers than ``mode``, or more writers."""
+    """Try to link; False if ``source`` has other readers than ``mode``, or more writers."""
     try:
         own = source.stat().st_mode
         if (own ^ mode) & _READABLE or own & ~mode & _WRITABLE:
             return False
         os.link(source, target)
-    except OSError:  # another file system, one without hard links, a file of another user's
+    except OSError:  # another file system, no hard links, or another user's file
         return False
     return True
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Within the kernel, which shares the blocks where the file system can."""
+    """In the kernel, which shares blocks if the file system can."""
     with source.open("rb") as reading, target.open("xb") as writing:
         rest = os.fstat(reading.fileno()).st_size
         try:
@@ -340,7 +339,7 @@ def _copy(source: Path, target: Path) -> None:
         except OSError as problem:
             if problem.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-        shutil.copyfileobj(reading, writing, _COPY_BYTES)  # what is left, from where that ended
+        shutil.copyfileobj(reading, writing, _COPY_BYTES)  # the remainder
 
 
 def _set_quantization(path: Path, model: nn.Module, manifest: Manifest | None) -> None:
@@ -361,13 +360,13 @@ def _write_manifest(staging: Path, manifest: Manifest) -> None:
 
 
 def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[str]:
-    """What is replaced goes aside first, and comes back if anything fails.
+    """Move files into place; what they replace is moved aside and back if anything fails.
 
-    The manifest leaves first and comes last, so that a folder in between, of a process that was killed, passes for no store.
+    The manifest leaves first and comes last, so that a partially replaced folder is not taken for a store.
     """
     names = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == MANIFEST_NAME, name))
     outdated = {name for name in [*_outdated(folder, variant), *names] if os.path.lexists(folder / name)}
-    # Not within the staging folder, which goes in any case: what cannot come back stays.
+    # Outside the staging folder, which is removed: files that cannot be moved back are kept.
     aside = Path(tempfile.mkdtemp(prefix=_ASIDE_PREFIX, dir=folder))
     steps = [(folder / name, aside / name) for name in sorted(outdated, key=lambda name: (name != MANIFEST_NAME, name))]
     steps += [(staging / name, folder / name) for name in names]
@@ -387,20 +386,21 @@ def _move_into_place(staging: Path, folder: Path, variant: str | None) -> list[s
 
 
 def _outdated(folder: Path, variant: str | None) -> list[str]:
-    """What an earlier save left in ``folder`` and would be read together with the new one's files, or instead of them."""
+    """Files of an earlier save in ``folder`` that would be read with the new files, or instead of them."""
     dotted = f".{variant}" if variant else ""
     weights = rf"model{re.escape(dotted)}(-\d{{5}}-of-\d{{5}})?\.safetensors"
     index = rf"model\.safetensors\.index{re.escape(dotted)}\.json"
     outdated = [path.name for path in folder.iterdir() if re.fullmatch(f"{weights}|{index}", path.name)]
     if not is_store(folder):
         return outdated
-    with contextlib.suppress(StoreError):  # whose names may be anything, and so any file's
+    with contextlib.suppress(StoreError):  # a damaged index may name any file
         outdated += [file.name for file in read_manifest(folder).record_files if is_record_file(file.name)]
     return [MANIFEST_NAME, *outdated]
 
 
 class _Upload:
-    """What ``push_to_hub=True`` asks for. The repository is made at once: whoever may not should learn it before the model is written."""
+    """``push_to_hub=True``. The repository is created first, so that missing permissions fail before the model is
+    written."""
 
     def __init__(self, model: Any, folder: Path, arguments: dict[str, Any]) -> None:
         options = dict(arguments.get("kwargs", {}))

@@ -1,8 +1,8 @@
 """Weight files whose packed weights are unpacked while they are written, a layer at a time.
 
-transformers plans a checkpoint with tensors: it converts them to the names and layout of the family's own checkpoints, spreads them over
-shards, and then hands each shard to safetensors. Packed weights go through its plan as ``LazyTensor`` tensors, which have no
-memory, and get their values from ``Unpacking`` when their file is written.
+transformers plans a checkpoint with tensors: it converts them to the names and layout of the original checkpoints,
+assigns them to shards, and passes each shard to safetensors. Packed weights take part as ``LazyTensor`` tensors without
+memory, and ``Unpacking`` gives their values when their file is written.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Weights that are unpacked together: their names, tensors on the meta device that are like them, and what makes them."""
+    """Weights that are unpacked together: their names, meta tensors like them, and the function that makes them."""
 
     weights: Mapping[str, torch.Tensor]
     unpack: Callable[[], Mapping[str, torch.Tensor]]
 
 
 class Unpacking:
-    """A state dict of which the weights of ``parts`` are still packed.
+    """A state dict in which the weights of ``parts`` are still packed.
 
-    ``original_format`` says that the files have the family's own names and layout, which transformers' conversions make of the
-    model's. ``elsewhere`` are tensors like the weights that are saved in another way, and are known here for those conversions alone: of
-    some families they want several modules' weights together, and number them through.
+    ``original_format``: the files have the names and layout of the original checkpoints, by transformers' conversions.
+    ``elsewhere``: tensors like weights that are saved separately, known only to those conversions, some of which join
+    and number the weights of several modules.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Unpacking:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is to be written; what is tied counts once."""
+        """Bytes of all that is written; tied weights count once."""
         tensors = _without_elsewhere(self.state).values()
         return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
@@ -105,9 +105,9 @@ class Unpacking:
 
 
 class LazyTensor(torch.Tensor):
-    """A packed weight, or what a conversion makes of one: shape, strides and dtype of a tensor on the CPU, but no values yet.
+    """A packed weight, or a conversion of one: shape, strides and dtype of a CPU tensor, without values.
 
-    ``blocks`` are those parts of the model that it is made of; there are none of what is saved elsewhere.
+    ``blocks``: the parts of the model that it is made of; empty for tensors that are saved separately.
     """
 
     unpacking: Unpacking
@@ -125,7 +125,7 @@ class LazyTensor(torch.Tensor):
         return made
 
     def untyped_storage(self) -> Any:
-        """Its own, for those who plan shards by address and size."""
+        """A storage of its own, for shard planning by address and size."""
         return NoStorage(self._address, self.nbytes)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -133,7 +133,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch's own would turn results into LazyTensor ones that know nothing."""
+        """Disabled: torch would wrap results as LazyTensors without attributes."""
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
@@ -145,8 +145,9 @@ class LazyTensor(torch.Tensor):
         tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         if len({_is_elsewhere(tensor) for tensor in tensors}) > 1:
             raise MeshError(
-                "The layout of this model's own checkpoints has rounded experts and other weights in one tensor, so that they cannot be saved "
-                "apart: pass save_original_format=False, or make ordinary weights of them with torch_mesh.unpatch(model, lossy=True)."
+                "This model's original layout joins rounded experts and other weights in one tensor, so that they "
+                "cannot be saved apart: pass save_original_format=False, or call torch_mesh.unpatch(model, "
+                "lossy=True) first."
             )
         args, kwargs = pytree.tree_map(_on_meta, (args, kwargs or {}))
         return pytree.tree_map_only(
@@ -154,7 +155,7 @@ class LazyTensor(torch.Tensor):
         )
 
 
-# Below all that memory can have, so that none is taken for sharing memory with a tensor, or with another of its kind.
+# Negative addresses never collide with a tensor's memory, nor with each other.
 _addresses: Iterator[int] = itertools.count(-1, -1)
 
 
@@ -178,7 +179,8 @@ def _on_meta(value: Any) -> Any:
 
 
 def _block(name: str) -> str:
-    """``model.layers.3`` for all that is in that layer; '' for what is in none. Conversions join weights of one block only."""
+    """``model.layers.3`` for all weights of that layer; '' for those of none. Conversions only join weights of one
+    block."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
@@ -188,14 +190,14 @@ being_saved: ContextVar[Unpacking | None] = ContextVar("torch_mesh_being_saved",
 
 
 def keep_expert_conversions(model: Any, layers: Iterable[ExpertsLayer]) -> None:
-    """Adds to a loaded model the conversions of its experts that loading had no use for, since they came from a store.
+    """Add the conversions of a loaded model's experts, which loading did not use because the experts came from a store.
 
     transformers reverts the conversions that were used, and would save the experts in the model's own layout.
     """
     names = {f"{layer.path}.{name}" for layer in layers for name in layer.parameter_names}
     known = [_patterns(conversion) for conversion in conversions_of(model)]
     family = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)[::-1]
-    for kind in (core_model_loading.WeightConverter, core_model_loading.WeightRenaming):  # as they are reverted
+    for kind in (core_model_loading.WeightConverter, core_model_loading.WeightRenaming):  # in the order of reverting
         for conversion in family:
             if not isinstance(conversion, kind) or isinstance(conversion, core_model_loading.PrefixChange):
                 continue
@@ -211,10 +213,10 @@ def _patterns(conversion: Any) -> tuple[type, list[str], list[str]]:
 
 
 def wrap_saving() -> None:
-    """Wraps two functions that save_pretrained calls, for models that are ``being_saved``; others get what was there.
+    """Wrap two functions that save_pretrained calls, for models that are ``being_saved``.
 
-    There is no other place between its shards and safetensors, which takes all of a shard from memory, nor between the
-    conversion of the weights and the plan of shards and index.
+    These are the only places between its shards and safetensors, which takes a whole shard from memory, and between
+    converting weights and planning shards.
     """
     with _wrapping:
         for name, around in (("safe_save_file", _around_save), ("revert_weight_conversion", _around_revert)):
@@ -247,9 +249,9 @@ def _around_revert(theirs: Any) -> Any:
 
 
 def _write(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
-    """Weights that are packed are unpacked a block at a time, which bounds the memory that this takes."""
+    """Unpack packed weights a block at a time, which bounds the memory."""
     dtypes = {name: _dtype_name(name, tensor.dtype) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-DTYPE_BITS[dtypes[name]], name))  # so that each stands aligned
+    order = sorted(tensors, key=lambda name: (-DTYPE_BITS[dtypes[name]], name))  # for alignment
     header = encode_header(((n, dtypes[n], tuple(tensors[n].shape), tensors[n].nbytes) for n in order), metadata)
     ends = list(itertools.accumulate((tensors[name].nbytes for name in order), initial=len(header)))
     offsets = dict(zip(order, ends, strict=False))
@@ -268,7 +270,8 @@ def _write(tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str]
                 value = values[name]
                 if (value.shape, value.dtype) != (tensors[name].shape, tensors[name].dtype):
                     raise MeshError(
-                        f"{name} was to be {tensors[name].dtype} {list(tensors[name].shape)} and became {value.dtype} {list(value.shape)}."
+                        f"internal error: {name} was planned as {tensors[name].dtype} {list(tensors[name].shape)} and "
+                        f"became {value.dtype} {list(value.shape)}."
                     )
                 _write_tensor(file, offsets[name], value)
             del values
@@ -282,5 +285,5 @@ def _write_tensor(file: IO[bytes], offset: int, tensor: torch.Tensor) -> None:
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPE_NAMES:
-        raise MeshError(f"{name} is {dtype}, which cannot be written; known are {', '.join(map(str, _DTYPE_NAMES))}.")
+        raise MeshError(f"{name} is {dtype}, which cannot be written; allowed: {', '.join(map(str, _DTYPE_NAMES))}.")
     return _DTYPE_NAMES[dtype]

@@ -1,4 +1,4 @@
-"""The private names of torch that torch_mesh uses. No other file of ``torch_mesh/`` has them.
+"""The private names of torch that torch_mesh uses; no other file of ``torch_mesh/`` has any.
 
 ``NAMES`` lists each with the versions that have it; ``tests/models/test_compat.py`` fails with the name that is gone.
 ``torch._check``, which ``ops/`` calls, is documented.
@@ -59,17 +59,17 @@ def is_tracing() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is under way."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def multiplies_bf16() -> bool:
-    """Whether torch uses products of bf16 that this processor has."""
+    """Whether torch uses native bf16 products of this CPU."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def raise_recompile_limit(least: int) -> AbstractContextManager[Any]:
-    """Within, torch.compile makes at least so many graphs of a function."""
+    """Within, torch.compile makes at least ``least`` graphs of a function."""
     limits: dict[str, Any] = {"recompile_limit": max(torch._dynamo.config.recompile_limit, least)}
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(**limits)
     return patched

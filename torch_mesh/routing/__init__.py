@@ -1,1 +1,1 @@
-"""Which experts tokens take: recorded in traces, counted in profiles, replayed by simulations, or synthetic."""
+"""Which experts tokens use: recorded in traces, counted in profiles, replayed by simulations, or synthetic."""

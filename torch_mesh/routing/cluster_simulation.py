@@ -1,4 +1,4 @@
-"""What machines that divide the experts would do with recorded routing: each with a pool and a disk of its own, and a network between them."""
+"""Simulate expert parallelism on recorded routing: each machine with a pool and a disk, and a network between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACEMENTS = ("contiguous", "apart")
 DISPATCHES = ("all_reduce", "all_to_all")
 
 _NUMBER_BYTES = 2  # hidden states in bf16
-_COUNT_BYTES = 8  # of the rows for an expert, which all_to_all announces
+_COUNT_BYTES = 8  # the row count of an expert, which all_to_all sends first
 _BITS = {"gbit/s": 1e9, "mbit/s": 1e6, "gb/s": 8e9, "mb/s": 8e6}
 _SECONDS = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 _NETWORK = re.compile(rf"([0-9.]{{1,20}})({'|'.join(_BITS)}),([0-9.]{{1,20}})({'|'.join(_SECONDS)})")
@@ -23,29 +23,33 @@ _NETWORK = re.compile(rf"([0-9.]{{1,20}})({'|'.join(_BITS)}),([0-9.]{{1,20}})({'
 
 @dataclass(frozen=True)
 class Network:
-    """``bandwidth`` of each machine's link, bytes/s in either direction; ``latency``, seconds that a message takes, software included."""
+    """``bandwidth`` of each machine's link, bytes/s in either direction; ``latency`` of a message in seconds, software
+    included."""
 
     bandwidth: float
     latency: float
 
     @classmethod
     def parse(cls, text: str) -> Network:
-        """Of ``"10Gbit/s,0.2ms"``. Raises ValueError for anything else, and for a link without bandwidth."""
+        """Parse ``"10Gbit/s,0.2ms"``. Raises ValueError for other formats and zero bandwidth."""
         match = _NETWORK.fullmatch(text.replace(" ", "").lower())
         try:
             if match and (bits := float(match[1]) * _BITS[match[2]]) > 0:
                 return cls(bits / 8, float(match[3]) * _SECONDS[match[4]])
-        except ValueError:  # 1.2.3
+        except ValueError:  # for example 1.2.3
             pass
         raise ValueError(
-            f"--network is '{text}'; allowed: a bandwidth in Gbit/s, Mbit/s, GB/s or MB/s and a latency in s, ms or us, such as 10Gbit/s,0.2ms"
+            f"--network is '{text}'; allowed: a bandwidth in Gbit/s, Mbit/s, GB/s or MB/s and a latency in s, ms or "
+            "us, such as 10Gbit/s,0.2ms"
         )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` machines of the same ``hardware``, one rank each; ``hidden``: numbers in a token's hidden state. ``one_disk``: that they share, as
-    ranks on one machine do."""
+    """``nodes`` machines of the same ``hardware``, one rank each.
+
+    ``hidden``: size of a token's hidden state. ``one_disk``: the machines share a disk, as ranks on one machine do.
+    """
 
     nodes: int
     hidden: int
@@ -58,7 +62,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class NodesRow:
-    """One replay on several machines. Rates are shares of the accesses of all of them; bytes are those of all of them together."""
+    """One replay on several machines. Rates are fractions of all machines' accesses; bytes are totals."""
 
     trace: str
     policy: str
@@ -66,13 +70,13 @@ class NodesRow:
     nodes: int
     placement: str
     dispatch: str
-    slots: int  # of each
+    slots: int  # of each machine
     hit_rate: float
-    busiest: float  # of a token's experts, those on the machine that has most of them
+    busiest: float  # fraction of a token's experts on the machine with most of them
     read_bytes_per_token: float
     sent_bytes_per_token: float
-    stall_share: float  # of the time, that a machine waits for its own reads, on average
-    network_share: float  # of the time, in exchanges
+    stall_share: float  # mean fraction of the time that a machine waits for its own reads
+    network_share: float  # fraction of the time in exchanges
     tokens_per_second: float
 
     def to_dict(self) -> dict[str, object]:
@@ -92,26 +96,30 @@ def simulate_nodes(
     prefill: str = "auto",
     as_decode: bool = False,
 ) -> NodesRow:
-    """Replays ``trace`` on machines that each keep ``resident`` of their own experts. docs/scaleout.md has the model of their time.
+    """Replay ``trace`` on machines that each keep ``resident`` of their own experts. docs/scaleout.md has the time
+    model.
 
-    After each layer they wait for the last one, and for the exchange that ``cluster.dispatch`` takes. ``lookahead``: each reads ahead what the next
-    layer's router foretells of its own experts, among the ``prefetch`` (top_k) best. ``prompts`` limits the counts, but for bytes read and ``stall_share``, to some sequences; "apart" places
-    experts by those before them. Everything else as in ``simulate``.
+    After each layer, all machines wait for the last one and for the exchange of ``cluster.dispatch``. ``lookahead``:
+    each machine prefetches its own experts among the ``prefetch`` (default top_k) best predictions of the next layer's
+    router. ``prompts`` limits the counts to some sequences, except for bytes read and ``stall_share``; "apart" places
+    experts by the sequences before them. Other arguments are as in ``simulate``.
 
-    Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and all that ``simulate`` does not take.
+    Raises ValueError for experts that do not divide evenly, a placement without sequences to learn from, and as
+    ``simulate`` does.
     """
-    from .. import _C  # here, since `torch-mesh doctor` has to run without it
+    from .. import _C  # late: `torch-mesh doctor` has to run without it
 
     if not 0 < resident <= 1:
         raise ValueError(f"resident must be in (0, 1]; got {resident}")
     nodes = cluster.nodes
     if nodes < 1 or trace.experts % nodes:
         raise ValueError(
-            f"nodes={nodes}: {trace.name} has {trace.experts} experts in a layer, which have to be divided evenly among them"
+            f"nodes={nodes} does not divide the {trace.experts} experts of a layer in {trace.name} evenly: choose a "
+            "divisor"
         )
     if lookahead and cluster.one_disk and nodes > 1:
         raise ValueError(
-            "the order in which machines read ahead from one disk is not simulated: leave prefetch off, or give each its disk"
+            "prefetching from one shared disk is not simulated: leave prefetch off, or give each machine a disk"
         )
     if lookahead and trace.lookahead is None:
         raise ValueError(f"{trace.name} has no lookahead scores; record it with lookahead=True, or leave prefetch off")
@@ -170,7 +178,7 @@ def _sum(counts: list[dict[str, npt.NDArray[np.int64]]], name: str, begin: int, 
 
 
 def _place(trace: Trace, cluster: Cluster, learned: int) -> npt.NDArray[np.int32]:
-    """[layers, experts]: the machine that each is on."""
+    """[layers, experts]: the machine of each expert."""
     each = trace.experts // cluster.nodes
     contiguous = np.repeat(np.arange(cluster.nodes, dtype=np.int32), each)
     if cluster.placement == "contiguous":
@@ -179,25 +187,27 @@ def _place(trace: Trace, cluster: Cluster, learned: int) -> npt.NDArray[np.int32
         raise ValueError(f"placement is '{cluster.placement}'; allowed: {', '.join(PLACEMENTS)}")
     if learned == 0:
         raise ValueError(
-            "placement 'apart' learns from sequences that are not counted: name those that are, with some before them, such as --prompts 35:"
+            "placement 'apart' learns from sequences before the counted ones: leave some, for example with --prompts "
+            "35:"
         )
     return np.stack([_apart(_together(trace, layer, learned), cluster.nodes) for layer in range(trace.layers)])
 
 
 def _together(trace: Trace, layer: int, tokens: int) -> npt.NDArray[np.float64]:
-    """[experts, experts]: how many of the first ``tokens`` use both; on the diagonal, how many use the one."""
+    """[experts, experts]: how many of the first ``tokens`` use both; the diagonal counts single experts."""
     used = np.zeros((tokens, trace.experts), np.float32)
     np.put_along_axis(used, trace.ids[:tokens, layer], 1, axis=1)
     return (used.T @ used).astype(np.float64)
 
 
 def _apart(together: npt.NDArray[np.float64], nodes: int) -> npt.NDArray[np.int32]:
-    """The hottest first, each to the machine with whose experts it is used together least; then exchanges of two, the best one first, while they help."""
+    """Greedy placement: the hottest first, each on the machine with the fewest joint uses; then pairwise swaps, best
+    first, while they help."""
     experts = len(together)
     owners = np.full(experts, -1, np.int32)
     free = np.full(nodes, experts // nodes)
     heat, between = np.diag(together).copy(), together - np.diag(np.diag(together))
-    shared = np.zeros((experts, nodes))  # how often each is used together with those on each machine
+    shared = np.zeros((experts, nodes))  # joint uses with the experts on each machine
     for expert in np.argsort(-heat, kind="stable"):
         node = int(np.where(free > 0, shared[expert], np.inf).argmin())
         owners[expert] = node
@@ -205,7 +215,7 @@ def _apart(together: npt.NDArray[np.float64], nodes: int) -> npt.NDArray[np.int3
         shared[:, node] += between[:, expert]
     while True:
         here = shared[np.arange(experts), owners]
-        there = shared[:, owners]  # [a, b]: what a has on the machine of b
+        there = shared[:, owners]  # [a, b]: joint uses of a with the machine of b
         gain = here[:, None] + here[None, :] - there - there.T + 2 * between
         gain[owners[:, None] == owners[None, :]] = 0
         a, b = np.unravel_index(int(gain.argmax()), gain.shape)
@@ -230,9 +240,10 @@ def _on_each(ids: npt.NDArray[np.int32], owners: npt.NDArray[np.int32], nodes: i
 def _divided_ids(
     trace: Trace, owners: npt.NDArray[np.int32], nodes: int, starts: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int32]:
-    """[nodes, tokens, layers, top_k]: by each machine's own numbers, -1 behind them for what it does not have.
+    """[nodes, tokens, layers, top_k]: each machine's own expert numbers, padded with -1.
 
-    ``starts``: of forwards in which a machine without any row runs its first expert on a row of zeros, as transformers' AllToAllEP has it.
+    ``starts``: the first tokens of forwards. A machine without any row in one runs its first expert on a row of zeros,
+    as transformers' AllToAllEP does.
     """
     numbers = np.empty_like(owners)
     for node in range(nodes):
@@ -260,7 +271,7 @@ def _divided(values: npt.NDArray[np.float32], owners: npt.NDArray[np.int32], nod
 
 
 def _best(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    """The ``count`` best of each layer, the others 0: what a rank asks the whole router for."""
+    """The ``count`` best of each layer, the others 0: the predictions that a rank requests."""
     kept = np.zeros_like(scores)
     best = np.argpartition(-scores, count - 1, axis=2)[..., :count] if count else np.empty((*scores.shape[:2], 0), int)
     np.put_along_axis(kept, best, np.take_along_axis(scores, best, axis=2), axis=2)
@@ -269,7 +280,7 @@ def _best(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Of each layer of each forward: [forwards, layers]."""
+    """Times and bytes of each exchange: [forwards, layers]."""
 
     seconds: npt.NDArray[np.float64]
     sent: npt.NDArray[np.float64]  # bytes, by all machines
@@ -290,7 +301,8 @@ def _exchange(
 
 
 def _all_reduce(rows: npt.NDArray[np.int64], layers: int, cluster: Cluster) -> _Exchange:
-    """One sum of all rows in a ring, as gloo has it: 2 (N - 1) steps, in each of which every machine sends an N-th of them."""
+    """A ring all-reduce of all rows, as in gloo: 2 (N - 1) steps, in each of which every machine sends an N-th of
+    them."""
     nodes, network = cluster.nodes, cluster.network
     size = rows[:, None] * np.full(layers, float(_NUMBER_BYTES * cluster.hidden))
     steps = 2 * (nodes - 1)
@@ -304,8 +316,8 @@ def _all_to_all(
     starts: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
 ) -> _Exchange:
-    """Each machine has a part of the rows. It says how many it sends, sends each to the machines of its experts, gets them back, and a ring brings all
-    machines the sums of all: as transformers' AllToAllEP has it."""
+    """transformers' AllToAllEP: each machine has a part of the rows, sends counts and then rows to the experts'
+    machines, and gets results back; a ring distributes the sums."""
     nodes, network = cluster.nodes, cluster.network
     part = -(-rows // nodes)
     forward = np.repeat(np.arange(len(rows)), rows)

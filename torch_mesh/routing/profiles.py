@@ -1,4 +1,4 @@
-"""What a model uses of its experts, saved for the next process. docs/profiles.md describes the file."""
+"""Expert use counts of a model, saved for the next process. docs/profiles.md describes the file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ FORMAT = "torch_mesh profile"
 VERSION = 1
 _LARGEST_FILE = 256 * 2**20
 _MOST = 65536  # layers, and experts of a layer
-# What earlier processes have seen counts for so many tokens of a layer at most, so that it fades.
+# Older counts are scaled down to this many tokens of a layer, so that they fade.
 _MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Profile:
-    """``tokens`` int64 [layers] that each layer has seen, ``uses`` int64 [layers, experts] by them; ``top_k`` experts of a token."""
+    """``tokens`` int64 [layers]: tokens seen by each layer; ``uses`` int64 [layers, experts]; ``top_k`` experts of a
+    token."""
 
     tokens: npt.NDArray[np.int64]
     uses: npt.NDArray[np.int64]
@@ -50,12 +51,12 @@ class Profile:
         return f"{self.layers} layers of {self.experts} experts, {self.top_k} of them for each token"
 
     def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """As the engine takes it."""
+        """Arguments for the engine."""
         return self.tokens, self.uses
 
 
 def profile_of_trace(trace: Trace, prompts: slice | None = None) -> Profile:
-    """What the tokens of a trace used, or of some of its sequences. Raises ValueError if those are none."""
+    """The uses in a trace, or in some of its sequences. Raises ValueError if there are none."""
     first, stop = trace.prompt_range(prompts)
     ids = trace.ids[trace.offsets[first] : trace.offsets[stop]]
     uses = np.stack([np.bincount(ids[:, layer].ravel(), minlength=trace.experts) for layer in range(trace.layers)])
@@ -63,7 +64,7 @@ def profile_of_trace(trace: Trace, prompts: slice | None = None) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """The file appears when it is complete."""
+    """Write a profile atomically."""
     fields = {
         "format": FORMAT,
         "version": VERSION,
@@ -78,7 +79,7 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Reads and checks a profile. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
+    """Read a profile. Raises MeshError for an invalid file; OSError if it cannot be read."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -92,7 +93,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise MeshError(f"{path} is no profile (a JSON file, see docs/profiles.md): {error}") from error
+        raise MeshError(f"{path} is not a profile (a JSON file, see docs/profiles.md): {error}") from error
     return _checked(path, fields)
 
 
@@ -120,13 +121,14 @@ def _checked(path: Path, fields: Any) -> Profile:
     if too_many := np.argwhere(uses > tokens[:, None]).tolist():
         layer, expert = too_many[0]
         raise refuse(
-            f"'uses' has {uses[layer, expert]} for expert {expert} of layer {layer}; allowed: 0 to {tokens[layer]}, its 'tokens'"
+            f"'uses' has {uses[layer, expert]} for expert {expert} of layer {layer}; allowed: 0 to {tokens[layer]}, "
+            "its 'tokens'"
         )
     return Profile(tokens, uses, top_k)
 
 
 def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """None unless ``value`` holds that many integers that int64 has room for."""
+    """None unless ``value`` holds that many integers in the range of int64."""
     rows = value if len(shape) == 2 else [value]
     if not isinstance(rows, list) or len(rows) != (shape[0] if len(shape) == 2 else 1):
         return None
@@ -139,10 +141,8 @@ def _counts(value: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
 
 
 def check_profile(config: MeshConfig, layers: Sequence[ExpertsLayer]) -> None:
-    """Raises now what opening the pool would raise after a conversion: MeshError or OSError for a profile that does not fit.
-
-    ValueError for pins without one.
-    """
+    """Raise before a conversion what opening the pool would raise later: MeshError or OSError for a profile that does
+    not fit, ValueError for pins without a profile."""
     if config.profile is None:
         if config.residency.pins > 0:
             raise ValueError(pins_without_profile(config.residency.pins))
@@ -159,17 +159,17 @@ def pool_profile(
     places: Sequence[int] | None = None,
     share: Share | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-    """What the engine of a pool starts from: the config's profile, old tokens faded; None without one.
+    """The initial counts of a pool's engine: the config's profile, with old tokens faded; None without one.
 
-    ``places``: the layers that run, if not all of the store's do. ``share``: the engine has these of the experts that the profile knows.
+    ``places``: the layers that run, if not all of the store's. ``share``: the experts of this rank.
     """
     if config.profile is None:
         return None
     profile = load_profile(config.profile)
-    if share is not None:  # of fewer experts than a token takes there may be less to keep
+    if share is not None:  # there may be fewer than top_k to keep
         experts, top_k = share.routed, profile.top_k
     check_fits(profile, config.profile, layers, experts, top_k)
-    shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # to a whole part, so that uses stay below tokens
+    shrink = np.maximum(1, -(-profile.tokens // _MAX_TOKENS))  # an integer factor, so that uses stay below tokens
     tokens, uses = profile.tokens // shrink, profile.uses // shrink[:, None]
     if places is not None:
         idle = np.isin(np.arange(layers), places, invert=True)
@@ -178,10 +178,10 @@ def pool_profile(
 
 
 def check_fits(profile: Profile, path: str, layers: int | None, experts: int, top_k: int) -> None:
-    """Raises MeshError for the profile of a model of another shape; ``layers`` None: of whatever number."""
+    """Raises MeshError for a profile of another shape; ``layers`` None: any number."""
     wanted = (profile.layers if layers is None else layers, experts, top_k)
     if (profile.layers, profile.experts, profile.top_k) != wanted:
         raise MeshError(
-            f"{path} is the profile of another model: it has {profile.shape}; this model has {wanted[0]} layers of {experts}, "
-            f"{top_k} for each token. Save one with torch_mesh.save_profile, or leave profile out."
+            f"{path} is the profile of another model: it has {profile.shape}; this model has {wanted[0]} layers of "
+            f"{experts}, {top_k} for each token. Save one with torch_mesh.save_profile, or leave profile out."
         )

@@ -1,4 +1,4 @@
-"""What a pool of a given size would have done with recorded routing: the pool's own decisions in a virtual clock."""
+"""Simulate a pool of a given size on recorded routing: the pool's own decisions in a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from .profiles import Profile
 from .traces import Trace
 
-BOUND = "belady"  # knows the future, so it can be simulated but not chosen
+BOUND = "belady"  # optimal, with knowledge of the future
 
 
 def policy_names() -> list[str]:
-    """Every policy that can be simulated: "auto", what a pool can use, and the bound."""
-    from .. import _C  # here, since `torch-mesh doctor` has to run without it
+    """Every policy that can be simulated: "auto", those of a pool, and the bound."""
+    from .. import _C  # late: `torch-mesh doctor` has to run without it
 
     return [*_C.policy_names(), BOUND]
 
@@ -25,10 +25,10 @@ def predictor_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Hardware:
-    """``disk_speed`` and ``memory_speed`` in bytes/s, ``expert_bytes`` of one packed expert, ``other_bytes`` of all other weights; or, in
-    their place, ``other_seconds`` that a forward takes besides its experts.
+    """``disk_speed`` and ``memory_speed`` in bytes/s, ``expert_bytes`` of a packed expert, ``other_bytes`` of all other
+    weights or, instead, ``other_seconds`` of a forward without its experts.
 
-    None for unknown: then times are in units of one expert's read, and computing one takes half of that.
+    None is unknown: times are then in units of one expert's read, and computing one takes half of that.
     """
 
     expert_bytes: float
@@ -44,31 +44,31 @@ class Hardware:
         return self.expert_bytes / self.memory_speed
 
     def rest_seconds(self, trace: Trace) -> float:
-        """Of each layer."""
+        """Seconds of each layer without its experts."""
         other = self.other_bytes / self.memory_speed if self.other_seconds is None else self.other_seconds
         return other / trace.layers
 
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. Rates are shares of all accesses, an access being one expert of one forward of a layer."""
+    """One replay. Rates are fractions of all accesses: one expert of one forward of a layer."""
 
     trace: str
     policy: str
     resident: float
     slots: int
-    hit_rate: float  # were resident when their layer began
-    wait_rate: float  # were not, and were waited for
-    deferred_rate: float  # were not, and were put off by a layer
-    stall_share: float  # of the time of the virtual clock, spent waiting for reads
+    hit_rate: float  # resident when their layer began
+    wait_rate: float  # not resident, and waited for
+    deferred_rate: float  # not resident, and deferred by a layer
+    stall_share: float  # fraction of virtual time spent waiting for reads
     reads_per_token: float  # demand and prefetch
     bytes_per_token: float | None
     prefetch: str
     prefetched: int  # reads
     prefetch_used: int
     prefetch_wasted: int
-    recall: float | None  # of the predictor, at as many experts as it was asked for
-    decision_ns: float  # processor time per access, in policy, predictor and slot table
+    recall: float | None  # of the predictor, at the number of requested experts
+    decision_ns: float  # CPU time per access in policy, predictor and slot table
     tokens_per_second: float | None
     pins: float
     kept_hit_rate: float | None  # of experts that pins or early_experts keep, over the whole trace
@@ -98,13 +98,15 @@ def simulate(
     as_decode: bool = False,
     hardware: Hardware | None = None,
 ) -> Row:
-    """Replays all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache is carried across sequences.
+    """Replay all of ``trace`` with floor(resident * all experts) slots, at least top_k; the cache persists across
+    sequences.
 
-    ``prompts`` limits ``hit_rate`` to some of the sequences, after the pool has seen those before them. ``prefetch`` experts
-    are asked of ``predictor`` ahead of each layer of a decode step, top_k by default. Of a trace that says which tokens went through the
-    model together (``forwards``) prompts are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``, ``profile``,
-    ``pins``, ``early_layers`` and ``early_experts`` as in MeshConfig's ``residency``. Tokens per second are those of the virtual clock: a layer
-    takes its share of all that is no expert, then max(its experts at ``memory_speed``, the reads it waits for at ``disk_speed``).
+    ``prompts`` limits ``hit_rate`` to some of the sequences, after those before them have warmed the pool. ``prefetch``
+    experts (default top_k) are predicted ahead of each layer of a decode step. If the trace has ``forwards``, prompts
+    are replayed as prompts, or with ``as_decode`` as a step for each token. ``prefill``, ``deferred_experts``,
+    ``profile``, ``pins``, ``early_layers`` and ``early_experts`` are as in MeshConfig. Tokens per second use the
+    virtual clock: a layer takes its part of the other weights' time, then max(its experts at ``memory_speed``, the
+    reads it waits for at ``disk_speed``).
 
     Raises ValueError for unknown names and for a fraction outside (0, 1].
     """

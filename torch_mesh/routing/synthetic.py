@@ -1,9 +1,8 @@
-"""Made-up routing that behaves like a real model's: per-prompt topics that drift, not a law of popularity.
+"""Synthetic routing with the locality of real models: per-prompt topics that drift.
 
-The logit of an expert is a sum of Gaussian parts, each of which follows a hidden state shared by all layers: what the model
-prefers anyway, the prompt's topic, and states that drift as AR(1) from token to token, besides noise of each layer's own. The
-shared states make layers co-activate, and the fastest one stands for the identity of the token. Only the shares of the variance
-count, since the experts of a token are those with the largest logits.
+An expert's logit is a sum of Gaussian parts that depend on hidden states shared by all layers: the model's bias, the
+prompt's topic, and AR(1) states that drift from token to token, plus noise of each layer. Shared states correlate
+layers; the fastest one represents the token's identity. Only relative variances matter, since the largest logits win.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy.typing as npt
 
 from .traces import Trace
 
-# Shares of the variance by decay per token; what is the model's and what is the prompt's does not drift. Fitted to how many experts
-# tokens of DeepSeek-V2-Lite share at distances of 1 to 96, then lowered somewhat until lru, lfu and belady agree, too.
+# Variance by decay per token; model and prompt do not drift. Fitted to the overlap of DeepSeek-V2-Lite's tokens at
+# distances of 1 to 96, then lowered until lru, lfu and belady agree too.
 SHARES = {"model": 0.014, "prompt": 0.08, "0.985": 0.084, "0.9": 0.022, "0.4": 0.46}
 _FASTEST = "0.4"
 _MAX_SHARED = 0.98
@@ -36,9 +35,9 @@ def synthetic_trace(
 ) -> Trace:
     """Routing of ``prompts`` sequences of about ``prompt_tokens`` tokens each.
 
-    ``overlap`` is the share of a token's experts that the next token uses too, such as 0.39 for Qwen3-30B-A3B's 128 experts of
-    which it takes 8; without it, as strongly correlated as DeepSeek-V2-Lite. Raises ValueError for an overlap below what
-    chance gives or above 0.95, and for sizes that make no sense.
+    ``overlap`` is the fraction of a token's experts that the next token uses too, for example 0.39 for Qwen3-30B-A3B (8
+    of 128 experts); by default as in DeepSeek-V2-Lite. Raises ValueError for an overlap below chance or above 0.95, and
+    for impossible sizes.
     """
     if min(layers, experts, top_k, prompts, prompt_tokens) < 1 or top_k > experts:
         raise ValueError(
@@ -103,7 +102,7 @@ def _largest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool
 
 
 def _shares(experts: int, top_k: int, overlap: float | None) -> dict[str, float]:
-    """SHARES, as large as the overlap needs; beyond what noise can give up, the fastest part becomes slower."""
+    """SHARES, scaled for the overlap; if the noise is used up, the fastest part becomes slower."""
     if overlap is None:
         return SHARES
     if not top_k / experts <= overlap <= 0.95:
@@ -118,5 +117,5 @@ def _shares(experts: int, top_k: int, overlap: float | None) -> dict[str, float]
     slow = scale * (sum(lasting.values()) - lasting[_FASTEST])
     keep = (wanted - slow) / fast
     if keep >= 1:
-        raise ValueError(f"an overlap of {overlap} leaves tokens nothing to differ by; ask for less")
+        raise ValueError(f"an overlap of {overlap} leaves no variance between tokens; give less")
     return {**shares, repr(keep): fast}

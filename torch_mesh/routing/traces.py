@@ -21,18 +21,19 @@ from ..models.families import check_recordable, find_experts, find_router, ranki
 from ..prefetch.predictor import fitted_routers, load_predictor
 from ..system.atomic_files import new_file
 
-_LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any amount of zeros
+_LARGEST_FILE = 4 * 2**30  # unpacked: a small zip file can hold any number of zeros
 _MAX_EXPERTS = 65536
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Routing of ``len(offsets) - 1`` sequences, one after the other.
+    """Routing of ``len(offsets) - 1`` sequences, concatenated.
 
-    ``ids`` int32 [tokens, layers, top_k], distinct within a layer; ``offsets`` int64 [sequences + 1], the first token of each
-    sequence and the number of tokens; ``scores`` and ``lookahead`` float32 [tokens, layers, experts] or None: the router's
-    probabilities, and what the router of a layer makes of the hidden states one layer before (0 where nobody asked).
-    ``forwards`` int64 [forwards], the first token of each forward, ascending from 0; None: each token was a decode step.
+    ``ids`` int32 [tokens, layers, top_k], distinct within a layer; ``offsets`` int64 [sequences + 1], the first token
+    of each sequence and the number of tokens; ``scores`` and ``lookahead`` float32 [tokens, layers, experts] or None:
+    the router's probabilities, and those of a layer's router on the hidden states one layer before (0 where not
+    recorded). ``forwards`` int64 [forwards], the first token of each forward, ascending from 0; None: each token was a
+    decode step.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Trace:
         return self.ids.shape[2]
 
     def prompt_range(self, prompts: slice | None) -> tuple[int, int]:
-        """First of the sequences that ``prompts`` names, and the one behind the last; all for None. ValueError for none at all."""
+        """First and last + 1 of the sequences in ``prompts``; None: all. Raises ValueError for an empty range."""
         first, stop, _ = (prompts or slice(None)).indices(len(self.offsets) - 1)
         if first >= stop:
             raise ValueError(f"no prompts from {first} to {stop}; the trace has {len(self.offsets) - 1}")
@@ -64,20 +65,20 @@ class Trace:
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """Reads and checks a trace. Raises MeshError for a file that is none, saying what is wrong; OSError if it cannot be read."""
+    """Read a trace. Raises MeshError for an invalid file; OSError if it cannot be read."""
     path = Path(path)
     with path.open("rb") as file:
         try:
             held = _arrays(path, file)
         except MeshError:
             raise
-        # What numpy and zipfile raise for bytes that mean nothing is no closed list: TokenError, OverflowError, zlib.error, ...
+        # numpy and zipfile raise any exception for garbage: TokenError, OverflowError, zlib.error, ...
         except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise
-            raise MeshError(f"{path} is no routing trace (an .npz file, see docs/traces.md): {error}") from error
+            raise MeshError(f"{path} is not a routing trace (an .npz file, see docs/traces.md): {error}") from error
     if strange := [name for name, values in held.items() if not isinstance(values, np.ndarray)]:
-        raise MeshError(f"{path} is no routing trace: {', '.join(strange)} holds no array (see docs/traces.md).")
+        raise MeshError(f"{path} is not a routing trace: {', '.join(strange)} holds no array (see docs/traces.md).")
     return _checked(path, held)
 
 
@@ -140,7 +141,7 @@ def _checked(path: Path, held: dict[str, npt.NDArray[Any]]) -> Trace:
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a trace: the file appears when it is complete."""
+    """Write a trace atomically."""
     arrays: dict[str, Any] = {
         "ids": trace.ids.astype(np.min_scalar_type(trace.experts - 1)),
         "offsets": trace.offsets.astype(np.int64),
@@ -164,13 +165,13 @@ def record_trace(
     lookahead: bool = False,
     predictor: str | os.PathLike[str] | None = None,
 ) -> Iterator[None]:
-    """Records the routing of every forward of ``model`` within the block, and writes it to ``path`` (.npz) at its end.
+    """Record the routing of every forward of ``model`` within the block, and write it to ``path`` (.npz) at its end.
 
-    ``scores`` adds the probabilities of all experts, ``lookahead`` those that each layer's router makes of the hidden states
-    one layer before; ``predictor``, a file of ``torch-mesh routing fit``, those that it makes in their place, the first layer's from
-    the last one's a token earlier. A forward of more than one token begins a new sequence. Works for patched and for plain models; one
-    sequence at a time, so that a batch raises ValueError. Nothing is written when the block raises, or ran no forward:
-    then MeshError.
+    ``scores`` adds the probabilities of all experts, ``lookahead`` those of each layer's router on the hidden states
+    one layer before; ``predictor``, a file of ``torch-mesh routing fit``, replaces the latter, with the first layer's
+    predicted by the last one a token earlier. A forward of more than one token begins a new sequence. Works for patched
+    and unpatched models. Raises ValueError for a batch of several sequences, and MeshError if no forward ran; nothing
+    is written on errors.
     """
     recorder = _Recorder(model, scores, lookahead, predictor)
     handles = recorder.install()
@@ -186,7 +187,7 @@ _Asked = tuple[torch.Tensor, "torch.Tensor | None", str]  # weight, bias and sco
 
 
 def _asked(router: Any, corrected: bool) -> _Asked | None:
-    """``corrected``: with a bias that counts for the choice alone, and not for what the chosen weigh."""
+    """``corrected``: with a bias that affects selection only, not the weights of the selected."""
     if router is None:
         return None
     return router.weight, router.bias if corrected or router.scoring == "logits" else None, router.scoring
@@ -204,14 +205,15 @@ class _Recorder:
         if by_router and None in routers:
             lacking = self.layers[routers.index(None)]
             raise MeshError(
-                f"No matrix ranks the experts of {lacking.path}: {router_unsupported_reason(model, lacking)}. Record without scores and lookahead."
+                f"No matrix ranks the experts of {lacking.path}: {router_unsupported_reason(model, lacking)}. Record "
+                "without scores and lookahead."
             )
         predictors = [None, *routers[1:]]
         if predictor is not None:
             fitted = load_predictor(predictor, self.layers)
             fitted.check_model(model, self.layers, predictor)
             predictors = [*fitted_routers(model, self.layers, fitted.weights)]
-        # The weights and not the modules, which may be hooked.
+        # Weights instead of modules, which may be hooked.
         self.routers = [_asked(router, corrected=False) for router in routers]
         self.predictors = [_asked(router, corrected=True) for router in predictors]
         self.with_scores, self.with_lookahead = scores, lookahead or predictor is not None
@@ -271,7 +273,7 @@ class _Recorder:
             return np.stack([np.concatenate(layer) for layer in parts], axis=1)
 
         lookahead = stacked(self.lookahead) if self.with_lookahead else None
-        if lookahead is not None:  # the first layer's were made a token earlier
+        if lookahead is not None:  # the first layer's were predicted a token earlier
             lookahead[1:, 0] = lookahead[:-1, 0].copy()
             lookahead[self.starts, 0] = 0
         return Trace(

@@ -1,1 +1,1 @@
-"""``transformers serve`` with a patched model: opened by any MeshConfig, with the keys of the last conversations kept, and counted."""
+"""``transformers serve`` with a patched model, a cache of recent conversations, and metrics."""

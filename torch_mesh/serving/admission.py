@@ -1,6 +1,6 @@
-"""Which requests a server takes: those that the model has positions for, and whose keys and values memory is left for.
+"""Refuse requests that exceed the model's positions or the memory for their keys and values.
 
-Without this a long one would take memory until the process is killed, and with it all others. Nothing is cut: what does not fit is refused.
+Otherwise a long request would take memory until the process is killed. Requests are refused, never truncated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch_mesh.system.memory import left_bytes
 
 _LOG = logging.getLogger(__name__)
 
-# What stays free, as the guard of the pools has it at least: half of what resident="auto" leaves.
+# The reserve, as in the pools' guard: half of what resident="auto" leaves.
 RESERVE_BYTES = 256 << 20
 _PROBES = (3, 5)  # tokens: less than any window, so that all layers grow between them
-# Bytes for each head and each pair of a prompt's token with a key, where attention does not go through the fused kernel. Measured: 7.3 of
-# gpt-oss with eager attention, 10.8 of DeepSeek V3, whose values have another size than its keys, which torch's kernel does not take.
+# Bytes for each head and each pair of a prompt's token with a key, where attention is not fused. Measured: 7.3 for
+# gpt-oss with eager attention, 10.8 for DeepSeek V3, whose values and keys differ in size, which torch's kernel does
+# not support.
 _EAGER_PAIR_BYTES = 8
 _UNEVEN_PAIR_BYTES = 11
 _MASK_PAIR_BYTES = 2  # one for all heads
@@ -35,7 +36,7 @@ _MASK_PAIR_BYTES = 2  # one for all heads
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Of one layer's keys and values, or what else it keeps: bytes whatever the length, and for each token, of ``window`` at most."""
+    """Size of one layer's cache: constant bytes, and bytes for each token, of at most ``window``."""
 
     fixed: int
     per_token: int
@@ -47,24 +48,24 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a sequence takes of memory. ``pair_bytes``: for each token of a prompt and each key that it looks at, while a layer computes."""
+    """Memory of a sequence. ``pair_bytes``: for each pair of a prompt's token and a key, while a layer computes."""
 
     layers: tuple[LayerSize, ...]
     token_bytes: int  # of a prompt, while it is computed
     pair_bytes: int
-    positions: int | None  # that the model was made for
+    positions: int | None  # that the model supports
 
     def cache(self, tokens: int) -> int:
         return sum(layer.nbytes(tokens) for layer in self.layers)
 
     def peak(self, computed: int, prompt: int, tokens: int) -> int:
-        """Bytes for a sequence of ``tokens``, of whose ``prompt`` the last ``computed`` are not known."""
+        """Bytes for a sequence of ``tokens``, of whose ``prompt`` the last ``computed`` are not cached."""
         joined = max((layer.nbytes(tokens) for layer in self.layers), default=0)  # a layer's old keys beside the new
         return self.cache(tokens) + joined + computed * (self.token_bytes + prompt * self.pair_bytes)
 
 
 def find_needs(model: Any, keeps_windows: bool) -> Needs:
-    """``keeps_windows``: layers that look through a window keep what is outside of it too, so that a sequence can go back."""
+    """``keeps_windows``: sliding window layers keep older tokens too, so that a sequence can be rewound."""
     config = model.config.get_text_config(decoder=True)
     small, large = (_cache_of(model, tokens) for tokens in _PROBES)
     layers = []
@@ -79,14 +80,14 @@ def find_needs(model: Any, keeps_windows: bool) -> Needs:
         pair_bytes += about.num_attention_heads * _EAGER_PAIR_BYTES
     elif getattr(about, "kv_lora_rank", None) is not None:
         pair_bytes += about.num_attention_heads * _UNEVEN_PAIR_BYTES
-    # Hidden states and their residual, norms, queries, keys and values, and a dense layer's gate and up.
+    # Hidden states and residual, norms, queries, keys and values, and a dense layer's gate and up.
     widths = 8 * config.hidden_size + 3 * (getattr(about, "intermediate_size", None) or 0)
     positions = getattr(config, "max_position_embeddings", None)
     return Needs(tuple(layers), widths * model.dtype.itemsize, pair_bytes, positions)
 
 
 class Admission:
-    """Of a model on the CPU; on a card keys are taken from its memory, and only the positions are checked."""
+    """Checks for a model on the CPU; on a GPU only positions are checked."""
 
     def __init__(self, model: Any, needs: Needs) -> None:
         self.needs = needs
@@ -94,7 +95,7 @@ class Admission:
         self._on_cpu = model.device.type == "cpu"
 
     def free_bytes(self) -> int:
-        """For keys and values, with what pools that give way to others would give up. Less than 0 where the reserve is used already."""
+        """Bytes for keys and values, including what guarded pools would release. Negative if the reserve is in use."""
         free = left_bytes() - RESERVE_BYTES
         for pool in self._pools:
             if pool.guarded:
@@ -103,9 +104,9 @@ class Admission:
         return free
 
     def check(self, prompt: int, new: int, *, known: int, held: int) -> None:
-        """Raises RequestTooLongError for a prompt of so many tokens and ``new`` ones to generate that cannot be.
+        """Raises RequestTooLongError for a prompt of so many tokens with ``new`` ones to generate that does not fit.
 
-        ``known``: tokens that need not be computed. ``held``: bytes of keys that are given up for it, or are its own already.
+        ``known``: cached tokens. ``held``: bytes of keys that can be dropped for it, or are its own.
         """
         check_positions(self.needs.positions, prompt, new)
         if not self._on_cpu:
@@ -122,40 +123,43 @@ class Admission:
             rows = _most(prompt - known, lambda rows: peak(rows, known + rows, known + rows + new) <= free)
             advice = f"A prompt of {known + rows:,} tokens would fit with as many to generate: shorten it"
         raise RequestTooLongError(
-            f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, and {free:,} are left. "
-            f"{advice}, or start the server with a smaller --resident."
+            f"This request has {prompt:,} tokens and asks for {new:,} more: that takes {needed:,} bytes of memory, "
+            f"and {free:,} are left. {advice}, or start the server with a smaller --resident."
         )
 
 
 def check_positions(positions: int | None, prompt: int, new: int) -> None:
-    """Raises RequestTooLongError for more tokens than the model has positions for."""
+    """Raises RequestTooLongError for more tokens than the model has positions."""
     if positions is None or prompt + new <= positions:
         return
     room = positions - prompt
     advice = f"ask for at most {room:,} (max_tokens)" if room > 0 else "shorten the prompt"
     raise RequestTooLongError(
-        f"This request has {prompt:,} tokens and asks for {new:,} more, but the model was made for {positions:,} "
+        f"This request has {prompt:,} tokens and asks for {new:,} more, but the model supports {positions:,} "
         f"(max_position_embeddings): {advice}."
     )
 
 
 def check_blocks(capacity: int, prompt: int, new: int) -> None:
-    """Raises RequestTooLongError for what is longer than all blocks of continuous batching, which ends with the first that does not fit."""
+    """Raises RequestTooLongError for a request longer than all blocks of continuous batching, which would end
+    batching."""
     if prompt + new > capacity:
         room = capacity - prompt
         advice = f"Ask for at most {room:,} (max_tokens)" if room > 0 else "Shorten the prompt"
         raise RequestTooLongError(
-            f"This request has {prompt:,} tokens and asks for {new:,} more, but the server's blocks of keys hold {capacity:,}. {advice}, or "
+            f"This request has {prompt:,} tokens and asks for {new:,} more, but the server's blocks of keys hold "
+            f"{capacity:,}. {advice}, or "
             "start the server with a larger --cb-num-blocks, or a smaller --resident."
         )
 
 
 def _cache_of(model: Any, tokens: int) -> list[Any]:
-    """Layers of the cache that the model makes of so many tokens. Where it can be, nothing is computed and no expert is read."""
+    """The layers of the cache that the model makes of so many tokens, without computing or reading experts if
+    possible."""
     try:
         return _computed(model, tokens, FakeTensorMode(allow_non_fake_inputs=True))
     except Exception as error:  # noqa: BLE001  # a family may look at values, which are not there
-        _LOG.info("What a token takes of the cache is found by computing some: %s", error)
+        _LOG.info("The cache size of a token is found by computing some: %s", error)
         return _computed(model, tokens, nullcontext())
 
 
@@ -173,7 +177,7 @@ def _sizes(layer: Any) -> Iterator[int]:
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 0 to ``limit`` that fits, where all smaller ones do."""
+    """The largest number from 0 to ``limit`` that fits, if all smaller ones do."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

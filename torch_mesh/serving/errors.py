@@ -1,4 +1,4 @@
-"""Errors of a server, in the form that OpenAI's clients read: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of a server in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_mesh.errors import MeshError
 
 
 class AnsweredError(MeshError):
-    """An error that a client gets: HTTP's ``status``, OpenAI's ``code`` and ``param``, the field in question."""
+    """An error for the client: HTTP ``status``, OpenAI's ``code``, and ``param``, the field in question."""
 
     status = 500
     code: str | None = None
@@ -17,7 +17,7 @@ class AnsweredError(MeshError):
 
 
 class RequestError(AnsweredError):
-    """A request that is refused. Its message is for the client."""
+    """A refused request."""
 
     status = 400
     code = "invalid_value"
@@ -28,13 +28,13 @@ class RequestError(AnsweredError):
 
 
 class MissingFieldError(RequestError):
-    """A request without a field that it needs."""
+    """A request without a required field."""
 
     code = "missing_required_parameter"
 
 
 class RequestTooLongError(RequestError):
-    """A request that would take more than there is."""
+    """A request that needs more than is available."""
 
     code = "context_length_exceeded"
 
@@ -50,7 +50,7 @@ class ModelNotFoundError(RequestError):
 
 
 class StoppingError(AnsweredError):
-    """The server has been told to end, and this request was not done in the time that it had."""
+    """The server is stopping, and this request did not finish in time."""
 
     status = 503
     code = "server_stopping"
@@ -60,13 +60,13 @@ class StoppingError(AnsweredError):
 
 
 class FailedRequestError(AnsweredError):
-    """A request that has failed, and not by its own fault."""
+    """A request that failed through no fault of its own."""
 
 
 def envelope(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Make the body of an error.
+    """The body of an error.
 
-    Halves of surrogate pairs in ``message`` are escaped: JSON lets them through, UTF-8 does not.
+    Lone surrogates in ``message`` are escaped: JSON allows them, UTF-8 does not.
     """
     kind = "invalid_request_error" if status < 500 else "server_error"
     text = message.encode("utf-8", "backslashreplace").decode()
@@ -74,7 +74,7 @@ def envelope(message: str, status: int, *, param: str | None = None, code: str |
 
 
 def describe(error: Exception) -> tuple[dict[str, Any], int]:
-    """Body and status of the answer to a request that has ended with ``error``."""
+    """Body and status of the answer to a request that ended with ``error``."""
     from transformers.cli.serving.utils import CBWorkerDeadError
 
     if isinstance(error, AnsweredError):
@@ -84,7 +84,7 @@ def describe(error: Exception) -> tuple[dict[str, Any], int]:
 
 
 def answer_errors(app: Any) -> None:
-    """Let ``app`` answer every error in this form, those of transformers and FastAPI too."""
+    """Let ``app`` answer every error in this format, including those of transformers and FastAPI."""
     from fastapi import Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
@@ -95,7 +95,7 @@ def answer_errors(app: Any) -> None:
         body, status = describe(error)
         return JSONResponse(body, status_code=status)
 
-    # Behind its answer to any other Exception, Starlette raises it again: the log has it, and the connection is closed.
+    # Starlette re-raises other exceptions after answering: they are logged, and the connection is closed.
     for kind in (AnsweredError, CBWorkerDeadError, Exception):
         app.add_exception_handler(kind, known)
 
@@ -116,7 +116,7 @@ def answer_errors(app: Any) -> None:
 
 
 def _said(detail: Any) -> tuple[str, str | None]:
-    """Message and field of what FastAPI calls detail: a text, or what pydantic found."""
+    """Message and field of FastAPI's detail: a text, or what pydantic found."""
     if not isinstance(detail, Sequence) or isinstance(detail, str):
         return str(detail), None
     fields = [".".join(map(str, each["loc"][1:])) for each in detail if isinstance(each, Mapping)]

@@ -1,4 +1,4 @@
-"""What options of ``generate`` may be. transformers takes most as they come, and fails, or does as if they were another, when a request is computed."""
+"""Validate options of ``generate``, which transformers accepts unchecked and fails on, or misreads, while computing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be: in words that go behind "give", and as a test."""
+    """The allowed values: in words after "give", and as a test."""
 
     words: str
     fits: Callable[[Any], bool]
 
 
 def is_whole(value: Any) -> bool:
-    """One of 64 bits, as torch takes it: JSON has whole numbers without end."""
+    """A 64-bit integer, as torch takes it: JSON integers are unbounded."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: Any) -> bool:
-    """One that a float can be, and no NaN or infinity, which Python reads from JSON."""
+    """A finite float; Python also reads NaN and infinity from JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_id(value: Any) -> bool:
-    return is_whole(value) and value >= -1  # which is none, to some models and to continuous batching
+    return is_whole(value) and value >= -1  # -1: none, for some models and continuous batching
 
 
 def _is_ids(value: Any) -> bool:
@@ -62,9 +62,9 @@ TEXTS = Kind(
     lambda value: isinstance(value, str) or isinstance(value, list) and all(isinstance(each, str) for each in value),
 )
 
-_COLDEST = 1e-5  # a temperature below this is 0: logits over it could become infinite, and then nothing can be drawn
+_COLDEST = 1e-5  # lower temperatures are 0: logits would overflow, and sampling fail
 
-# Of those that are not here, transformers alone knows what they may be.
+# transformers alone knows the values of other options.
 _KINDS = {
     "max_new_tokens": whole(1),
     "min_new_tokens": whole(0),
@@ -110,7 +110,7 @@ _KINDS = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises OptionError for one that is not what it has to be. None is as if it were not given."""
+    """Raises OptionError for an invalid option. None means not given."""
     for name, value in options.items():
         kind = _KINDS.get(name)
         if kind is not None and value is not None and not kind.fits(value):
@@ -118,11 +118,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def settle(config: GenerationConfig, model: GenerationConfig) -> None:
-    """Make ``config`` one that generate takes: 2.0 where a client says 2, greedy for temperatures near 0.
+    """Normalize ``config`` for generate: 2.0 where a client says 2, greedy for temperatures near 0.
 
-    Raises OptionError for what a client has given.
-
-    ``model``: what its makers say, which is not the client's to mend.
+    ``model``: the model's own defaults, which a client cannot fix. Raises OptionError for invalid options of the
+    client.
     """
     check_options({name: value for name, value in vars(config).items() if value != getattr(model, name, None)})
     if config.temperature is not None and config.temperature < _COLDEST:

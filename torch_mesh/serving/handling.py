@@ -1,4 +1,4 @@
-"""What surrounds transformers' handlers of requests: checks, the end of the server, and what errors mean."""
+"""Wrappers of transformers' request handlers: checks, shutdown, and meaningful errors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_CB_SHARE = 0.6  # of memory that is not its own transformers gives to blocks on a processor, at most
+_CB_SHARE = 0.6  # the largest fraction of memory that transformers gives to blocks on a CPU
 _KINDS = {
     "ChatCompletionHandler": CHAT,
     "CompletionHandler": COMPLETIONS,
     "ResponseHandler": RESPONSES,
     "SystemOneHandler": DECISIONS,
 }
-# What generate raises for options that cannot be, or not together.
+# What generate raises for invalid options or combinations.
 _OPTION_ERRORS = (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, ArithmeticError)
 
 
@@ -57,10 +57,8 @@ _CURRENT: ContextVar[_Request] = ContextVar("request")
 class Requests:
     """The requests of one server.
 
-    Args:
-        manager: transformers' manager of models, with the attribute ``kept``.
-        generation: transformers' state of generation. Its managers are wrapped.
-        served: name of the model.
+    ``manager``: transformers' manager of models, with the attribute ``kept``. ``generation``: transformers' state of
+    generation, whose managers are wrapped. ``served``: name of the model.
     """
 
     def __init__(self, manager: Any, generation: Any, served: str) -> None:
@@ -76,12 +74,12 @@ class Requests:
         self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
 
     def wrap_handler(self, handler: Any) -> None:
-        """Wrap ``handler``, if it is one of transformers' for an address that generates."""
+        """Wrap ``handler``, if it is one of transformers' that generate."""
         if kind := _KINDS.get(type(handler).__name__):
             handler.handle_request = functools.partial(self._handle, handler.handle_request, kind)
 
     def cut_off(self) -> None:
-        """Answer all requests under way with StoppingError. May be called from any thread."""
+        """Answer all pending requests with StoppingError. May be called from any thread."""
         self._stopping = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
@@ -129,7 +127,7 @@ class Requests:
             work.cancel()
 
     def _explain(self, error: Exception, request: _Request) -> Exception:
-        """What the client is told of ``error``. One that is not the client's goes into the log with its traceback."""
+        """The client's version of ``error``. Errors that are not the client's are logged with a traceback."""
         from transformers.cli.serving.utils import CBWorkerDeadError
 
         if self._stopping and isinstance(error, RuntimeError) and not isinstance(error, RequestError):
@@ -137,7 +135,7 @@ class Requests:
         if isinstance(error, AnsweredError | CBWorkerDeadError):
             return error
         if "generation_config" in request.body and isinstance(error, _OPTION_ERRORS):
-            return RequestError(f"generate does not take this generation_config: {error}", "generation_config")
+            return RequestError(f"generate does not accept this generation_config: {error}", "generation_config")
         _LOG.error("A request has failed", exc_info=error)
         return FailedRequestError(f"{type(error).__name__}: {error}")
 
@@ -172,10 +170,10 @@ class Requests:
         return stream, streamer
 
     def _check(self, model: Any, prompt: Any, config: Any) -> None:
-        """Raises RequestError before a request is queued; transformers would answer it until memory is gone."""
+        """Raises RequestError before a request is queued; transformers would answer it until memory runs out."""
         _settle(config, model)
         asked = PROMPTS[_CURRENT.get().kind]
-        batched = isinstance(prompt, list)  # of continuous batching
+        batched = isinstance(prompt, list)  # continuous batching
         length = len(prompt) if batched else prompt.shape[-1]
         if length == 0:
             raise RequestError(f"{asked} has no tokens: give some text.", asked)
@@ -188,10 +186,10 @@ class Requests:
 
 
 class _Stream:
-    """Takes the place of a stream's queue, and raises the error that it ends with, after all that comes before it.
+    """Replaces a stream's queue, and raises the error that ends it, after everything before.
 
-    transformers writes the text of an error into JSON without escapes. It does not for the Responses API, where
-    ``raises`` is False.
+    transformers writes the text of an error into JSON unescaped. For the Responses API it does not, and ``raises`` is
+    False.
     """
 
     def __init__(
@@ -201,7 +199,7 @@ class _Stream:
         self._streamer = streamer
         self._explain = explain
         self._raises = raises
-        self._error: Any = None  # of transformers' class for one in a stream, which has only its text
+        self._error: Any = None  # of transformers' class for an error in a stream, which has only its text
 
     async def get(self) -> Any:
         item = await self._queue.get() if self._error is None else self._error
@@ -225,11 +223,11 @@ class _Stream:
         self._streamer.cancel()
 
 
-_FAILURE = "_mesh_failure"  # attribute of a streamer: the exception that its generate has ended with
+_FAILURE = "_mesh_failure"  # attribute of a streamer: the exception that ended its generate
 
 
 def noting_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate``, which leaves its exception with the streamer: transformers passes on the text alone."""
+    """``generate`` that leaves its exception with the streamer: transformers passes on only the text."""
 
     def noting(**arguments: Any) -> Any:
         try:
@@ -243,7 +241,7 @@ def noting_failures(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def blaming_messages(render: Callable[..., Any]) -> Callable[..., Any]:
-    """``render``, of a chat template, with every error as one of the messages: templates may raise anything."""
+    """``render`` of a chat template, with every error as one about messages: templates may raise anything."""
 
     def blaming(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -254,8 +252,8 @@ def blaming_messages(render: Callable[..., Any]) -> Callable[..., Any]:
             request = _CURRENT.get(None)
             asked = PROMPTS[CHAT if request is None else request.kind]
             raise RequestError(
-                f"The model's chat template does not take this request: {error}. "
-                f"Change {asked}, tools or chat_template_kwargs.",
+                f"The model's chat template rejects this request: {error}. Change {asked}, tools or "
+                "chat_template_kwargs.",
                 asked,
             ) from error
 
@@ -263,7 +261,7 @@ def blaming_messages(render: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeping_unparsed(tokenizer: Any) -> Callable[..., dict[str, Any]]:
-    """``parse_response`` of ``tokenizer``, which returns as text what ends within a tool call, or is no valid one."""
+    """``parse_response`` of ``tokenizer``, which returns incomplete and invalid tool calls as text."""
     parse = tokenizer.parse_response
 
     def parse_response(response: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -286,20 +284,20 @@ def _is_error(item: Any) -> bool:
 
 
 async def _with_its_error(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The parts of a stream, and last its error, if it ends with one."""
+    """The parts of a stream, then its error, if any."""
     try:
         async for part in parts:
             yield part
     except Exception as error:  # noqa: BLE001  # the answer has begun: its status cannot say so any more
-        if not isinstance(error, AnsweredError):  # of what is written, and not of what is computed
+        if not isinstance(error, AnsweredError):  # an error in writing instead of computing
             _LOG.error("A stream has failed", exc_info=error)
         yield f"data: {json.dumps(describe(error)[0])}\n\n"
-    finally:  # a client has gone: transformers' generator ends what it asked for
+    finally:  # the client has gone: transformers' generator cancels its request
         await parts.aclose()
 
 
 def _submit(submit: Callable[..., Any], work: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-    """``async_submit`` of transformers' manager, with a future that may be cancelled. Its work is then not begun."""
+    """``async_submit`` of transformers' manager, with a future that may be cancelled, which drops its work."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -322,7 +320,7 @@ def _submit(submit: Callable[..., Any], work: Callable[..., Any], *args: Any, **
 
 
 def _settled(begin: Any) -> Any:
-    """Continuous batching goes by the options of the request that it begins with."""
+    """Settles the options of the first request, which continuous batching uses for all."""
 
     def settled(model: Any, gen_config: Any) -> None:
         _settle(gen_config, model)
@@ -338,15 +336,15 @@ def _settle(config: GenerationConfig, model: Any) -> None:
         if error.name == "max_new_tokens":
             raise RequestError(f"{error} OpenAI's name for it is max_tokens.", "max_tokens") from error
         raise RequestError(str(error), error.name) from error
-    if config.max_new_tokens is None:  # there is no telling what it takes
+    if config.max_new_tokens is None:  # its size would be unknown
         raise RequestError(
-            "This request does not say how many tokens to make: give max_new_tokens in generation_config.",
+            "This request has no limit of generated tokens: give max_new_tokens in generation_config.",
             "generation_config",
         )
 
 
 def _blocks_that_fit(configured: Any) -> Any:
-    """As many blocks as memory is left for, unless given; transformers looks at neither cgroups nor other processes."""
+    """As many blocks as memory allows, unless given; transformers ignores cgroups and other processes."""
     import psutil
     from transformers import ContinuousBatchingConfig
 
@@ -358,7 +356,7 @@ def _blocks_that_fit(configured: Any) -> Any:
 
 
 def _tokens_in_blocks(generation: Any, is_stopping: Callable[[], bool]) -> int:
-    """How many tokens continuous batching has blocks for, which it makes in its own thread."""
+    """Tokens that fit continuous batching's blocks, which it makes in its own thread."""
     from transformers.cli.serving.utils import CBWorkerDeadError
 
     batching = running_batches(generation)
@@ -372,9 +370,9 @@ def _tokens_in_blocks(generation: Any, is_stopping: Callable[[], bool]) -> int:
         return int(processor.cache.num_blocks * getattr(config, "page_size", config.block_size))  # until 5.17
     if status.fatal_error is None:
         raise CBWorkerDeadError("Continuous batching has ended.")  # as when the server ends
-    problem = str(status.fatal_error)  # the error itself has frames, and those the model
+    problem = str(status.fatal_error)  # the error's frames would keep the model alive
     generation.shutdown()  # the next request may find more memory
     raise RequestTooLongError(
-        f"Memory is not left for the blocks of continuous batching ({problem}): "
-        "start the server with a smaller --resident or --cb-max-batch-tokens."
+        f"Memory is not left for the blocks of continuous batching ({problem}): start the server with a smaller "
+        "--resident or --cb-max-batch-tokens."
     )

@@ -1,7 +1,7 @@
-"""The keys and values of the last conversations, so that a turn computes only what is new in it.
+"""Keep the KV caches of recent conversations, so that a turn only computes its new tokens.
 
-``transformers serve`` begins each request anew, and a chat sends all that was said before with each turn: on a model whose experts are on disk
-that is what takes the time. ``generate`` takes a cache that has the beginning of its prompt already, which is all that is needed here.
+``transformers serve`` starts each request from scratch, although a chat sends its whole history with each turn.
+``generate`` accepts a cache that covers the beginning of its prompt.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from torch_mesh.serving.admission import Admission
 from torch_mesh.serving.errors import RequestTooLongError
 from torch_mesh.system.memory import trim_heap
 
-# Arguments of generate that change nothing in what is computed for a token.
+# Arguments of generate that do not affect a token's computation.
 _HARMLESS = {"input_ids", "attention_mask", "streamer", "generation_config", "tokenizer"}
-# Bytes beside a tensor's own: Python's and torch's objects, and the pages that it shares with free memory. Measured: 1.0 to 2.4 KB.
+# Overhead of a tensor: Python and torch objects, and shared pages. Measured: 1.0 to 2.4 KB.
 _TENSOR_BYTES = 4096
 
 
 @dataclass(eq=False)
 class Conversation:
-    """Tokens, and a cache of what the model made of them."""
+    """Tokens and their cache."""
 
     tokens: Tensor  # [n]
     cache: DynamicCache
-    shared: bool = False  # its memory is another's, until something is added
+    shared: bool = False  # its memory belongs to another conversation until something is added
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are free when it is dropped: room that its keys have to grow into and Python's objects are counted."""
+        """Bytes that dropping it frees, including spare room of its keys and Python objects."""
         cached: list[Any] = self.cache.layers
         layers = [layer for layer in cached if layer.is_initialized]
         held = (tensor for layer in layers for tensor in (layer.keys, layer.values))
         return self.tokens.nbytes + sum(tensor.untyped_storage().nbytes() + _TENSOR_BYTES for tensor in held)
 
     def common(self, tokens: Tensor) -> int:
-        """How many of ``tokens`` [n] it begins with, and has room to go back to; but one must be left to compute."""
+        """The length of the common prefix with ``tokens`` [n] that it can rewind to; at least one token is left to
+        compute."""
         most = min(len(self.tokens), len(tokens) - 1)
         differ = (self.tokens[:most] != tokens[:most]).nonzero()
         length = int(differ[0]) if len(differ) else most
@@ -61,7 +62,7 @@ class Conversation:
 @dataclass
 class Counts:
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompts': they were not computed again
+    reused_tokens: int = 0  # of the prompts': they were cached
     generated_tokens: int = 0
     kept_bytes: int = 0
     kept_tokens: int = 0
@@ -69,15 +70,16 @@ class Counts:
 
 @dataclass
 class KeptKeys:
-    """In the place of ``generate`` of a model that a server runs, one call at a time. ``limit``: bytes of memory that are kept between calls.
+    """Replaces ``generate`` of a served model, one call at a time. ``limit``: bytes of memory to keep between calls.
 
-    With an ``admission`` a call for which memory is not left raises RequestTooLongError, once no conversation is left to give up for it.
+    With an ``admission``, a call without enough memory raises RequestTooLongError after all conversations were dropped
+    for it.
     """
 
     model: Any
     limit: int
     admission: Admission | None = None
-    conversations: list[Conversation] = field(default_factory=list)  # the last one used is the last
+    conversations: list[Conversation] = field(default_factory=list)  # in order of use, the most recent last
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class KeptKeys:
         self._config = self.model.config.get_text_config(decoder=True)
 
     def generate(self, **arguments: Any) -> Tensor:
-        """As the model's own: token ids [1, n]. Of what it cannot take part in it only counts the tokens."""
+        """As the model's own: token ids [1, n]. For unsupported calls it only counts tokens."""
         seen = _Seen(arguments["input_ids"])
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), seen])
         prompt = arguments["input_ids"]
@@ -102,19 +104,20 @@ class KeptKeys:
                 if conversation is not None:
                     arguments[CACHE_NAME] = conversation.cache
                 return self._generate(**arguments)
-            finally:  # a client that has gone ends it with an exception, and may come back
+            finally:  # a client that disconnects ends it with an exception, and may come back
                 self._computing = None
                 self.counts.generated_tokens += seen.tokens.numel() - prompt.numel()
                 if conversation is not None:
                     self._keep(conversation, seen.tokens[0])
                 self._count()
-                # Conversations come and go in any order, and malloc keeps the holes between those that stay.
+                # Conversations are freed in any order, and malloc keeps the holes between the others.
                 trim_heap()
 
     def check(self, prompt: Tensor, new: int) -> None:
-        """Raises RequestTooLongError for a prompt [n] that will not be answered, when it is its turn, with ``new`` tokens.
+        """Raises RequestTooLongError for a prompt [n] that will not fit with ``new`` tokens when its turn comes.
 
-        From any thread, and while another one is answered: what that takes is free by then, or kept, and what is kept can be given up.
+        Callable from any thread, also while another request runs: that one's memory is free by then, or kept and can be
+        dropped.
         """
         if self.admission is None:
             return
@@ -148,7 +151,7 @@ class KeptKeys:
         others = set(arguments) - _HARMLESS - {"stopping_criteria"}
         return (
             self.limit > 0
-            and not any(arguments[name] is not None for name in others)  # pictures are part of the prompt, too
+            and not any(arguments[name] is not None for name in others)  # pictures are part of the prompt too
             and prompt.shape[0] == 1
             and (mask is None or bool(mask.all()))
             and config.cache_implementation is None
@@ -159,7 +162,7 @@ class KeptKeys:
         )
 
     def _new_cache(self) -> DynamicCache | None:
-        """None for a model that keeps anything but keys and values, which cannot go back to an earlier token."""
+        """None for a model with other state than keys and values, which cannot be rewound."""
         cache = DynamicCache(config=self._config)
         if not cache.layers or not all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
@@ -171,7 +174,7 @@ class KeptKeys:
         return cache
 
     def _taken(self, tokens: Tensor) -> Conversation:
-        """The kept one that has most of ``tokens``, back where they part; or a new one."""
+        """The kept conversation with the longest common prefix, rewound; or a new one."""
         best = max(self.conversations, key=lambda each: each.common(tokens), default=None)
         length = 0 if best is None else best.common(tokens)
         if best is None or length == 0:
@@ -179,7 +182,7 @@ class KeptKeys:
             assert cache is not None
             return Conversation(tokens[:0], cache)
         if 2 * length < len(best.tokens):
-            # Another conversation, of which they share the beginning, and until something is added to it the memory.
+            # Another conversation that shares the prefix, and until something is added its memory.
             cache = copy.copy(best.cache)
             cache.layers = [copy.copy(layer) for layer in cache.layers]
             best = Conversation(best.tokens, cache, shared=True)
@@ -192,11 +195,11 @@ class KeptKeys:
         layers: list[Any] = conversation.cache.layers
         lengths = {layer.get_seq_length() for layer in layers}
         if len(lengths) != 1 or 0 in lengths or min(lengths) > len(tokens):
-            return  # it ended within a forward, or before the first of all
+            return  # it ended within a forward, or before the first
         conversation.shared &= min(lengths) == len(conversation.tokens)
         conversation.tokens = tokens[: min(lengths)].clone()
         if conversation.nbytes > self.limit:
-            return  # the others would go for it, and then it too
+            return  # others would be dropped for it, and then it as well
         self.conversations.append(conversation)
         while self.conversations and sum(each.nbytes for each in self.conversations) > self.limit:
             del self.conversations[0]
@@ -207,7 +210,7 @@ class KeptKeys:
 
 
 class _Seen(StoppingCriteria):
-    """Stops nothing; knows the tokens up to the last step that was completed."""
+    """Stops nothing; records the tokens up to the last completed step."""
 
     def __init__(self, prompt: Tensor) -> None:
         self.tokens = prompt
@@ -218,7 +221,7 @@ class _Seen(StoppingCriteria):
 
 
 def _can_crop(layer: Any, surplus: int) -> bool:
-    """A layer with a window must still have the window before the token that it goes back to."""
+    """A sliding window layer must still have the window before the token that it rewinds to."""
     if not isinstance(layer, DynamicSlidingWindowLayer) or not layer.is_initialized:
         return True
     length: int = layer.get_seq_length()

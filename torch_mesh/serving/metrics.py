@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from torch_mesh.serving.kept_keys import Counts
 from torch_mesh.statistics.counters import PHASES, Stats
 
-# Of a pool, by phase; and what each counts.
+# Counters of a pool by phase, with their descriptions.
 _BY_PHASE = {
     "forwards": "Forwards of the model.",
     "accesses": "Experts that forwards used.",
@@ -26,13 +26,14 @@ _BY_PHASE = {
 }
 _OF_SERVER = {
     "prompt_tokens": "Tokens of the prompts.",
-    "reused_tokens": "Of those, ones whose keys had been kept.",
+    "reused_tokens": "Of those, tokens whose keys had been kept.",
     "generated_tokens": "Tokens that were generated.",
 }
 
 
 class Metrics:
-    """A collector: each scrape asks anew. ``now`` gives the statistics of the model, and what its server counts; None while there is no model."""
+    """A collector that reads the statistics at each scrape. ``now`` returns those of the model and its server; None
+    without a model."""
 
     def __init__(self, now: Callable[[], tuple[Stats, Counts] | None]) -> None:
         self._now = now
@@ -59,7 +60,7 @@ class Metrics:
 
 
 def _by_phase(stats: Stats, counter: str, name: str, about: str) -> CounterMetricFamily:
-    """With what belongs to neither phase, such as reads of a backward, left out: a server has none."""
+    """Omits counts of neither phase, such as reads of a backward: a server has none."""
     family = CounterMetricFamily(name, about, labels=["phase"])
     for phase in PHASES:
         family.add_metric([phase], getattr(getattr(stats, phase), counter))

@@ -1,6 +1,6 @@
-"""What the fields of a request may be. transformers checks few of them, and fails, or ignores them, later.
+"""Validate the fields of a request. transformers checks few of them, and fails or ignores them later.
 
-Checked are all fields of OpenAI's API that transformers reads, and those that it ignores with a warning.
+Covers all fields of OpenAI's API that transformers reads, and those that it ignores with a warning.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch_mesh.serving.generation import (
 )
 
 CHAT, COMPLETIONS, RESPONSES, DECISIONS = "chat", "completions", "responses", "decisions"
-# The field that holds what is asked, by address.
+# The field with the prompt, by address.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", DECISIONS: "state"}
 
-_DEEPEST = 100  # of lists and objects within one another: what copies, renders or prints them calls itself for each
+_DEEPEST = 100  # nesting of lists and objects: copying, rendering and printing are recursive
 
 _TEXT = Kind("text", lambda value: isinstance(value, str))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
@@ -114,9 +114,9 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "text": _OBJECT,
         "truncation": _TEXT,
     },
-    DECISIONS: {},  # which transformers checks by itself
+    DECISIONS: {},  # transformers checks these
 }
-# Arguments of apply_chat_template that transformers gives itself.
+# Arguments of apply_chat_template that transformers sets.
 _TAKEN = (
     "conversation",
     "add_generation_prompt",
@@ -129,15 +129,13 @@ _TAKEN = (
 
 
 def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary: int) -> dict[str, Any]:
-    """Check the body of a request, and make it what transformers' handler needs. Fields that are null are left out.
+    """Check the body of a request, and convert it for transformers' handler. Null fields are dropped.
 
-    Args:
-        kind: CHAT, COMPLETIONS, RESPONSES or DECISIONS.
-        served: name of the model.
-        vocabulary: number of the model's token ids.
+    ``kind``: CHAT, COMPLETIONS, RESPONSES or DECISIONS. ``served``: name of the model. ``vocabulary``: number of the
+    model's token ids.
 
-    Raises RequestError for a field that is not what it has to be, MissingFieldError where nothing is asked, and
-    ModelNotFoundError for another model.
+    Raises RequestError for an invalid field, MissingFieldError without a prompt, and ModelNotFoundError for another
+    model.
     """
     check_values(body)
     _check_model(body.get("model"), served)
@@ -156,7 +154,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
             _check_message(f"messages[{index}]", message, "messages")
     elif kind == RESPONSES:
         _check_input(given["input"])
-        given.setdefault("stream", False)  # as in OpenAI's API; transformers' handler streams unless told not to
+        given.setdefault("stream", False)  # OpenAI's default; transformers' handler streams by default
     for index, tool in enumerate(given.get("tools", ())):
         _check_tool(f"tools[{index}]", tool)
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
@@ -170,7 +168,7 @@ def checked_request(kind: str, body: Mapping[str, Any], served: str, vocabulary:
 
 
 def check_model_name(model: Any, served: str) -> None:
-    """Raises RequestError for what is no name; None stands for the model that is served."""
+    """Raises RequestError for an invalid name; None stands for the served model."""
     if model is not None and not isinstance(model, str):
         raise _wrong("model", "model", model, f"{served!r}, or leave it out")
 
@@ -184,22 +182,20 @@ def _check_model(model: Any, served: str) -> None:
 
 
 def check_values(body: Mapping[str, Any]) -> None:
-    """Raises RequestError for text that no tokenizer takes, and for lists and objects too deep within one another."""
+    """Raises RequestError for text that no tokenizer takes, and for lists and objects nested too deep."""
     for field, content in body.items():
         left = [(content, 0)]
         while left:
             value, depth = left.pop()
             if depth > _DEEPEST:
-                raise RequestError(
-                    f"{field} has lists or objects within one another, more than {_DEEPEST} deep.", field
-                )
+                raise RequestError(f"{field} has lists or objects nested more than {_DEEPEST} deep.", field)
             if isinstance(value, dict):
                 left += ((inner, depth + 1) for pair in value.items() for inner in pair)
             elif isinstance(value, list):
                 left += ((inner, depth + 1) for inner in value)
             elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
                 raise RequestError(
-                    f"{field} has half of a surrogate pair, which is no text. Encode it as UTF-8.", field
+                    f"{field} has half of a surrogate pair, which is not text. Encode it as UTF-8.", field
                 )
 
 
@@ -233,7 +229,7 @@ def _check_content(where: str, content: Any, field: str) -> None:
         elif kind in ("image_url", "input_image", "video_url", "audio_url"):
             name = "image_url" if kind == "input_image" else kind
             given = part.get(name)
-            # Of these only pictures may be given by their address alone.
+            # Only pictures may be given by a bare address.
             address = given.get("url") if isinstance(given, dict) else given if name == "image_url" else None
             _check(f"{place}.{name}", address, Kind('an address, as in {"url": "https://..."}', _TEXT.fits), field)
         elif kind == "input_audio":
@@ -248,7 +244,7 @@ def _check_content(where: str, content: Any, field: str) -> None:
 
 
 def _check_call(where: str, call: Mapping[str, Any], field: str) -> None:
-    """Of a call by the model, from an earlier answer."""
+    """Check a call of an earlier answer of the model."""
     _check(f"{where}.name", call.get("name"), _TEXT, field)
     _check(f"{where}.arguments", call.get("arguments"), Kind("an object, as JSON text", _is_json_object), field)
 
@@ -263,12 +259,12 @@ def _is_json_object(value: Any) -> bool:
 
 
 def _check_input(content: Any) -> None:
-    """Of the Responses API: text, the parts of one message, or messages and what else earlier answers had."""
+    """The Responses API's input: text, the parts of one message, or messages and other items of earlier answers."""
     if isinstance(content, str):
         return
     for index, item in enumerate(content):
         _check(f"input[{index}]", item, _OBJECT, "input")
-    if "role" not in content[0]:  # so transformers tells the two kinds of list
+    if "role" not in content[0]:  # transformers distinguishes the two kinds of list so
         _check_content("input", content, "input")
         return
     for index, item in enumerate(content):
@@ -303,7 +299,7 @@ def _check_template_kwargs(arguments: Mapping[str, Any]) -> None:
     for name in _TAKEN:
         if name in arguments:
             raise RequestError(
-                f"chat_template_kwargs has {name!r}, which the server sets. Give variables of the chat template alone.",
+                f"chat_template_kwargs has {name!r}, which the server sets: give variables of the chat template only.",
                 "chat_template_kwargs",
             )
 
@@ -322,15 +318,15 @@ def _check_generation_config(text: str | None) -> None:
         raise
     except OptionError as error:
         raise RequestError(str(error), error.name) from error
-    except Exception as error:  # of what kind is for each option another matter
+    except Exception as error:  # any kind, depending on the option
         raise RequestError(
-            f"generation_config cannot be: {error}. Give an object of generate's options, as JSON text.",
+            f"generation_config is invalid: {error}. Give an object of generate's options, as JSON text.",
             "generation_config",
         ) from error
 
 
 def _logit_bias(given: Mapping[str, Any], vocabulary: int) -> dict[str, float]:
-    """Biases as floats: transformers takes no whole numbers."""
+    """Biases as floats, since transformers rejects integers."""
     biases = {}
     for token, bias in given.items():
         if not token.isdecimal() or int(token) >= vocabulary:

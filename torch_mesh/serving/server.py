@@ -1,7 +1,7 @@
-"""``transformers serve`` of one model that is opened with a MeshConfig.
+"""``transformers serve`` for one model that is opened with a MeshConfig.
 
-It is transformers' own server. What it takes in the place of transformers' are two things that it makes itself: the manager of its model, which
-says how the model is opened, and the application, which gets an address more.
+It is transformers' own server with two parts replaced: the model manager, which opens the model, and the application,
+which gets one more address.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HOW_TO_INSTALL = "pip install torch_mesh[serve]"
-GRACE = 5.0  # seconds that requests have to end when the server is to end
-AFTERMATH = 20.0  # seconds, after those, that what computes has to end
+GRACE = 5.0  # seconds for pending requests when the server stops
+AFTERMATH = 20.0  # further seconds for computations to end
 _ANSWERING = 2.0  # seconds for answers to requests that are cut off
 
 _NO_TEMPLATE = (
-    "has no template for chats (chat_template.jinja, or chat_template in tokenizer_config.json), as models have that "
-    "were not made for them: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or ask "
-    "a server for /v1/completions."
+    "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), as models that are not "
+    "made for chats: put one beside its tokenizer (for Qwen's models ChatML, which docs/serving.md has), or use a "
+    "server's /v1/completions."
 )
 
-# Addresses of transformers' server that are taken away. /reset is for its tests: any page in a browser could end the
+# Addresses of transformers' server that are removed. /reset is for its tests: any page in a browser could unload the
 # model with it, since a POST without a body needs no permission. Transcriptions need a model without a prompt.
-# /load_model is put back with a check of its body.
+# /load_model is added again with a check of its body.
 _NOT_SERVED = ("/reset", "/v1/audio/transcriptions", "/load_model")
 
-# Of transformers' server, what a MeshConfig, or torch_mesh's own way to run it, takes the place of.
+# Options of transformers' server that MeshConfig, or torch_mesh's way to run it, replaces.
 _NOT_TAKEN = ("self", "force_model", "quantization", "model_timeout", "non_blocking")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One of transformers' own."""
+    """An option of transformers' server."""
 
     name: str
     default: Any
@@ -75,7 +75,7 @@ class Option:
 
 
 def options() -> list[Option]:
-    """What the installed ``transformers serve`` may be told."""
+    """The options of the installed ``transformers serve``."""
     from transformers.cli.serve import Serve
 
     start = Serve.__init__
@@ -88,14 +88,14 @@ def options() -> list[Option]:
         kinds = [each for each in (typing.get_args(hint) or (hint,)) if each is not type(None)]
         members = getattr(kinds[0], "__members__", None)
         choices = () if members is None else tuple(str(member.value) for member in members.values())
-        if name == "log_level":  # which it looks up without a check
+        if name == "log_level":  # transformers looks it up unchecked
             choices = tuple(logging.log_levels)
         text = next((each.help for each in about if getattr(each, "help", None)), "")
         found.append(Option(name, parameter.default, str if choices else kinds[0], choices, text))
     return found
 
 
-# owner/model, @revision, and a GGUF file of it behind a colon, as transformers has it, or behind a slash, as the rest of torch_mesh.
+# owner/model, @revision, and a GGUF file of it behind a colon (transformers) or a slash (torch_mesh).
 _ON_HUB = tuple(
     re.compile(pattern)
     for pattern in (
@@ -107,9 +107,10 @@ _ON_HUB = tuple(
 
 
 def name_for(model: str) -> str:
-    """As transformers' server names what it opens: a GGUF file behind its folder's or repository's name, its revision and a colon.
+    """The name of a model in transformers' server: for a GGUF file its folder or repository, revision, a colon and the
+    file.
 
-    Raises ValueError for the name of a file or folder that it would take for something else, StoreError for a path where nothing is.
+    Raises ValueError for a path that it would misread, StoreError for a path that does not exist.
     """
     if os.path.lexists(model) or model.startswith(("/", "./", "../", "~")):
         check_path = check_folder if not is_gguf(model) else _check_file
@@ -117,7 +118,8 @@ def name_for(model: str) -> str:
         folder, _, file = model.rpartition("/") if is_gguf(model) else (model, "", "")
         if special := re.search("[:@]", folder):
             raise ValueError(
-                f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the folder, or make a link to it."
+                f"{model}: transformers takes what follows {special[0]!r} for a revision or a file. Rename the "
+                "folder, or make a link to it."
             )
         return f"{folder or '.'}:{file}" if file else folder
     found = next((match for pattern in _ON_HUB if (match := pattern.fullmatch(model))), None)
@@ -127,7 +129,8 @@ def name_for(model: str) -> str:
         validate_repo_id(found["repo"])
     except HFValidationError:
         raise ValueError(
-            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, owner/model@revision, "
+            f"{model}: there is no such file or folder, and a model of the hub is named owner/model, "
+            "owner/model@revision, "
             "owner/model/file.gguf or owner/model@revision/folder/file.gguf"
         ) from None
     parts = found.groupdict()
@@ -140,10 +143,10 @@ def _check_file(path: str) -> None:
 
 
 class Server:
-    """Runs in threads of its own, from when it is made until ``stop``. ``kept_bytes``: of keys that are kept between requests.
-    ``must_chat``: a model that cannot is not opened.
+    """A server that runs in its own threads until ``stop``.
 
-    Raises ImportError where a package is missing, OSError where the address cannot be had, and what opening a model raises.
+    ``kept_bytes``: limit of KV caches kept between requests. ``must_chat``: refuse models without a chat template.
+    Raises ImportError for a missing package, OSError for an unusable address, and the errors of opening a model.
     """
 
     def __init__(
@@ -164,9 +167,7 @@ class Server:
         try:
             while not self._serve.server.started:
                 if not self._thread.is_alive():
-                    raise MeshError(
-                        f"The server has ended before it began to listen on {given['host']}:{given['port']}."
-                    )
+                    raise MeshError(f"The server ended before it began to listen on {given['host']}:{given['port']}.")
                 time.sleep(0.01)
         except BaseException:  # Ctrl-C: the process would wait for the thread for ever
             self._serve.server.should_exit = True
@@ -174,17 +175,17 @@ class Server:
         host, port = self._serve.server.servers[0].sockets[0].getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    manager: Any = None  # of transformers' classes, once it is there
+    manager: Any = None  # of transformers' classes, once it exists
     requests: Requests
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def stop(self, grace: float = GRACE) -> None:
-        """Take no more requests, and end.
+        """Refuse further requests, and end.
 
-        Requests under way have ``grace`` seconds; then they are answered with status 503. Their computation is waited
-        for, AFTERMATH seconds at most.
+        Pending requests have ``grace`` seconds, then get status 503. Their computation is waited for, at most AFTERMATH
+        seconds.
         """
         server = self._serve.server
         server.should_exit = True
@@ -195,13 +196,13 @@ class Server:
             for model in [timed.model for timed in list(self.manager.loaded_models.values())]:
                 # None: transformers is unloading it.
                 for pool in set() if model is None else {module._mesh_pool for module in patched_modules(model)}:
-                    pool.close()  # whatever computes raises
+                    pool.close()  # pending computations raise
             self._thread.join(_ANSWERING)
-            server.force_exit = True  # there is a client that does not take its answer
+            server.force_exit = True  # a client does not read its answer
             self._thread.join(_ANSWERING)
         generation = generation_state(self._serve)
         generation.shutdown()
-        # Behind what the threads of generate still have to end: a process that ends before they do is aborted.
+        # After the threads of generate: a process that ends before they do is aborted.
         for manager in generation_managers(generation):
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 manager.submit(lambda: None).result(max(0, end - time.monotonic()))
@@ -230,7 +231,7 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             return config
 
         def _load_processor(self, model_id_and_revision: str, gguf_file: str | None = None) -> Any:
-            """From the file that the model comes from: transformers would look for another revision's, and download that."""
+            """From the model's own files: transformers would look for another revision and download it."""
             name, _, revision = model_id_and_revision.partition("@")
             if gguf_file is not None and not any(map(os.path.isdir, (name, model_id_and_revision))):
                 path = os.fspath(local_folder(f"{name}/{gguf_file}", revision=revision))
@@ -260,14 +261,14 @@ def _in_place_of_transformers(model: str, config: MeshConfig, kept_bytes: int, s
             return found, processor
 
         def shutdown(self) -> None:
-            self.kept = None  # which has the model, too
+            self.kept = None  # it refers to the model
             super().shutdown()
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """The one that is served, and not what the hub's cache has."""
+            """The served model, instead of the hub's cache."""
             return [{"id": model, "object": "model", "created": int(started), "owned_by": "torch_mesh"}]
 
-        list_models = get_gen_models  # as it is called from transformers 5.24 on
+        list_models = get_gen_models  # its name in transformers 5.24 and later
 
         def now(self) -> tuple[Stats, Counts] | None:
             kept = self.kept
@@ -323,11 +324,11 @@ def _refuse_chat(*_: Any, **__: Any) -> None:
 
 def _transformers_serve() -> Any:
     if not is_serve_available():
-        raise ImportError(f"To serve a model transformers needs fastapi, uvicorn and openai: {HOW_TO_INSTALL}")
+        raise ImportError(f"Serving a model needs fastapi, uvicorn and openai: {HOW_TO_INSTALL}")
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"To serve a model torch_mesh needs prometheus_client: {HOW_TO_INSTALL}") from error
+        raise ImportError(f"Serving a model needs prometheus_client: {HOW_TO_INSTALL}") from error
     from transformers.cli.serve import Serve
 
     return Serve
@@ -340,7 +341,7 @@ def _check_template_arguments(text: str | None) -> None:
         if isinstance(json.loads(text), dict):
             return
     raise ValueError(
-        f"--chat-template-kwargs is {text!r}, which is no JSON object; give one such as '{{\"name\": true}}'"
+        f"--chat-template-kwargs is {text!r}, which is not a JSON object; give one such as '{{\"name\": true}}'"
     )
 
 
@@ -356,18 +357,18 @@ def _check_decision_config(path: str | None) -> None:
 
 
 def _check_blocks_options(given: Mapping[str, Any]) -> None:
-    """Of continuous batching, which looks at them when the first request comes, and ends with it."""
+    """Check options of continuous batching, which would fail at the first request."""
     for name in ("cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"):
         if (value := given.get(name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     share = given.get("cb_max_memory_percent")
     if share is not None and not 0 < share <= 1:
-        raise ValueError(f"--cb-max-memory-percent {share} must be a share above 0, up to 1")
+        raise ValueError(f"--cb-max-memory-percent {share} must be above 0 and at most 1")
 
 
 def _check_address(host: str, port: int) -> None:
     if not 0 <= port <= 65535:
-        raise ValueError(f"--port {port} is not a port: give 1 to 65535, or 0 for any that is free")
+        raise ValueError(f"--port {port} is not a port: give 1 to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
