@@ -103,7 +103,7 @@ def stop_recording(layer: Any) -> None:
     """Reverse ``record_past``. Recorded keys stay until the next forward."""
     layer.record_past = False
     if type(layer) is RecordedWindow:
-        layer.__class__ = DynamicSlidingWindowLayer
+        layer.__class__ = DynamicSlidingWindowLayer  # type: ignore[assignment]  # mypy narrows layer to RecordedWindow
 
 
 def _can_append(kept: Tensor, new: Tensor) -> bool:
