@@ -16,10 +16,11 @@ from synthetic import WEIGHT_STD, Shape
 
 import torch_mesh
 from torch_mesh import _C, _testing
+from torch_mesh.formats import PASSTHROUGH_FORMATS
 from torch_mesh.models.families import ExpertTensors, Geometry
 from torch_mesh.pool.expert_pool import ExpertPool
 from torch_mesh.store.convert import pack_expert
-from torch_mesh.store.manifest import PASSTHROUGH_FORMATS, open_store
+from torch_mesh.store.manifest import open_store
 
 SHAPE = Shape()
 HIDDEN, INTERMEDIATE = SHAPE.hidden, SHAPE.intermediate

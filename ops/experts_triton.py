@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import launches
 from .device import DeviceLayer, DeviceRecord
-from .launches import BLOCK_COLUMNS, REDUCE_COLUMNS, Launch
+from .launches import BLOCK_COLUMNS, REDUCE_COLUMNS, SCALE_WORDS, TRELLIS_BITS, VALUES_PER_WORD, Launch
 
 # bf16 rows are loaded and stored as bits. The interpreter truncates where a GPU rounds, converts bf16 a hundred times
 # slower than it shifts, and treats it as integers in tl.dot. There, values are rounded by hand and multiplied as
@@ -64,19 +64,19 @@ _step = triton.constexpr_function(launches.depth_step)
 @triton.constexpr_function
 def _places(FORMAT):
     """Values in a word, or in a window of ``_windows``."""
-    return {"bf16": 2, "fp8": 2, "int8": 4, "int8_fp16": 4, "tcq2": 4, "tcq3": 4}.get(FORMAT, 8)
+    return VALUES_PER_WORD[FORMAT]
 
 
 @triton.constexpr_function
 def _code_bits(FORMAT):
     """Bits of a trellis code (csrc/store/trellis.h); 0 for other formats."""
-    return {"tcq2": 2, "tcq3": 3}.get(FORMAT, 0)
+    return TRELLIS_BITS[FORMAT]
 
 
 @triton.constexpr_function
 def _scale_words(FORMAT):
     """Words of scales in front of each group."""
-    return {"bf16": 0, "fp8": 0, "mxfp4": 16, "nvfp4": 16}.get(FORMAT, 32)
+    return SCALE_WORDS[FORMAT]
 
 
 @triton.constexpr_function

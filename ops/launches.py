@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_mesh.formats import FORMATS
+
 BLOCK_COLUMNS = 64  # of a record: csrc/store/record.h
+# Of one matrix, that the kernels compute with.
+_FORMATS = {name: each for name, each in FORMATS.items() if each.gpu and each.matrices is None}
+# Values in a word, of which fp8's have 16 bits, or in a window of a trellis' codes.
+VALUES_PER_WORD = {
+    name: 2 if name == "fp8" else 4 if each.trellis else int(32 // each.bits) for name, each in _FORMATS.items()
+}
+TRELLIS_BITS = {name: int(each.bits) if each.trellis else 0 for name, each in _FORMATS.items()}
+SCALE_WORDS = {name: each.scale_bits * BLOCK_COLUMNS // 32 for name, each in _FORMATS.items()}  # before a group's codes
 
 
 @dataclass(frozen=True)
@@ -21,17 +31,9 @@ class Launch:
 
 # Few rows: each row reads the weights in 64-column blocks, split along their depth into enough programs to saturate
 # memory.
-_FOUR_BITS = "int4", "lut4", "int4_fp16", "mxfp4", "nvfp4"
-_EIGHT_BITS = "int8", "int8_fp16", "fp8"
-_TRELLIS = "tcq3", "tcq2"  # with as many windows as words of eight bits
-FEW: dict[str, Launch] = {
-    "bf16": Launch(4, 3),
-    **dict.fromkeys(_EIGHT_BITS, Launch(4, 3)),
-    **dict.fromkeys(_FOUR_BITS, Launch(2, 4)),
-    **dict.fromkeys(_TRELLIS, Launch(4, 3)),
-}
+FEW: dict[str, Launch] = {name: Launch(2, 4) if each.bits == 4 else Launch(4, 3) for name, each in _FORMATS.items()}
 # Many rows: tiles of an expert's rows, through the tensor cores.
-MANY: dict[str, Launch] = {"bf16": Launch(4, 4), **dict.fromkeys((*_EIGHT_BITS, *_FOUR_BITS, *_TRELLIS), Launch(4, 3))}
+MANY: dict[str, Launch] = {name: Launch(4, 4) if name == "bf16" else Launch(4, 3) for name in _FORMATS}
 ELEMENTWISE = Launch(4, 1)
 
 _FEW_PROGRAMS = 1024  # two waves of four on each of an H100's multiprocessors

@@ -11,6 +11,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from torch_mesh.formats import ROUNDED_FORMATS, in_words
 from torch_mesh.lossy.decoding import ROUTING_BIAS_FAMILIES
 from torch_mesh.models.families import (
     UNDECORATED,
@@ -32,7 +33,7 @@ _HEAD = f"""\
 The families of transformers {transformers.__version__} that torch_mesh runs. Tests compare a tiny random model of each,
 patched and unpatched. They fail for a family that is neither listed here nor refused below.
 
-Each family takes every format: bf16, int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2, in groups of 32, 64 or 128, made from
+Each family takes every format: {in_words(ROUNDED_FORMATS)}, in groups of 32, 64 or 128, made from
 bf16, fp16 or fp32, or from any [quantised checkpoint](checkpoints.md).
 
 - **model types**: those of the family that hold these experts. A model that contains a language model of another family,

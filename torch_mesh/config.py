@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import validators
-from .store.manifest import DENSE_WEIGHTS, GROUP_SIZES, PASSTHROUGH_FORMATS, WEIGHTS
+from .formats import DENSE_FORMATS, FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
 from .validators import Values, count, one_of, parse_size, path, share, shown
 
 # Of a CUDA device that takes experts: tl.dot needs it for bf16.
@@ -93,7 +93,7 @@ class GpuFields:
     )
     weights: str = _field(
         "auto",
-        one_of("auto", *WEIGHTS),
+        one_of("auto", *ROUNDED_FORMATS),
         'Format of the experts on the GPU. `"auto"`: as in memory. Their records come from a store in '
         "`store`'s folder with the format behind its name, or from a bf16 checkpoint itself. For a converted "
         "checkpoint only formats of fewer bits are available.",
@@ -134,7 +134,7 @@ class LossyFields:
     )
     fallback: str = _field(
         "none",
-        one_of("none", *(name for name in WEIGHTS if name != "bf16")),
+        one_of("none", *(name for name in ROUNDED_FORMATS if name != "bf16")),
         "Format, with fewer bits, of the records that decode steps use for cold experts. They take three "
         'quarters of `resident`. `"none"` is exact. Not for models with '
         "[unfused](models.md#what-is-peculiar-about-some) experts, nor with `lossy.deferred_experts`, "
@@ -236,12 +236,13 @@ class MeshConfig(QuantizationConfigMixin):
     )
     weights: str = _field(
         "auto",
-        validators.weights("auto", *WEIGHTS, *PASSTHROUGH_FORMATS),
+        validators.weights("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         'Format of the experts\' weights. `"auto"`: that of the checkpoint or store, or [the nearest](checkpoints.md); with '
         "`max_error`, the fastest. lut4 has int4's size, a seventh less error and somewhat more arithmetic. "
         "[tcq3 and tcq2](formats.md) have three and two bits per weight, tcq2+tcq3 two for gate and up and three for "
-        "down; their conversion takes up to half an hour. The last five hold the codes of a "
-        "[quantised checkpoint](checkpoints.md) unchanged; nothing is rounded to them.",
+        "down; their conversion takes up to half an hour. "
+        f"{in_words(PASSTHROUGH_FORMATS)} hold the codes of a [quantised checkpoint](checkpoints.md) unchanged; nothing is "
+        "rounded to them.",
         of_checkpoint=True,
     )
     max_error: float | None = _field(
@@ -253,7 +254,7 @@ class MeshConfig(QuantizationConfigMixin):
     )
     dense: str = _field(
         "auto",
-        one_of("auto", "none", *DENSE_WEIGHTS),
+        one_of("auto", "none", *DENSE_FORMATS),
         "How the CPU computes the linear layers outside the experts (attention, shared experts, the head). "
         '`"auto"`: bf16 weights stay as they are, and torch_mesh\'s kernel multiplies with them, in inference '
         "only: up to 4 rows, or any number on CPUs without native bf16. Sums are in another order than "
@@ -272,9 +273,10 @@ class MeshConfig(QuantizationConfigMixin):
     group_size: int = _field(
         64,
         one_of(*GROUP_SIZES),
-        "How many weights share a scale along the input. Use 128 for tcq3, tcq2+tcq3 and tcq2. Ignored for "
-        "bf16, mxfp4, nvfp4 and fp8, and where `weights` names the codes of a quantised checkpoint or is "
-        '`"auto"` for one.',
+        "How many weights share a scale along the input. Use 128 for "
+        f"{in_words([name for name, each in FORMATS.items() if each.trellis])}. Ignored for "
+        f"{in_words([name for name, each in FORMATS.items() if not each.chosen_groups])}, and where `weights` names the "
+        'codes of a quantised checkpoint or is `"auto"` for one.',
         of_checkpoint=True,
     )
     store: str | None = _field(

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import torch_mesh
 from torch_mesh import _C, MeshConfig, PackedWeight
 from torch_mesh.cli import main
+from torch_mesh.formats import ROUNDED_FORMATS
 from torch_mesh.planning import machine
-from torch_mesh.planning.formats import WEIGHT_ERROR
 from torch_mesh.planning.hit_rates import expected_hit_rate, simulated_hit_rate
 from torch_mesh.planning.machine import disk_speed, huge_pages, measure_speeds
 from torch_mesh.planning.plan import Plan, plan
@@ -513,7 +513,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(
 
 
 MADE_UP = Speeds(disk=1e8, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
-EQUALLY_FAST = dict.fromkeys(WEIGHT_ERROR, 1e10)
+EQUALLY_FAST = dict.fromkeys(ROUNDED_FORMATS, 1e10)
 
 
 def choices_of(

@@ -39,6 +39,7 @@ ORDER = (
     "hf.torch_compat",
     "system",
     "validators",
+    "formats",
     "errors",
     "version",
 )

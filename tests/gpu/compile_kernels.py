@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 import torch_mesh  # noqa: F401  registers the ops
-from torch_mesh.store.manifest import group_sizes
+from torch_mesh.formats import FORMATS
 
 POINTERS = {
     **dict.fromkeys(("x", "activated", "out"), "*i16"),
@@ -33,7 +33,7 @@ def variants() -> list[tuple[Any, dict[str, Any], launches.Launch]]:
     found: list[tuple[Any, dict[str, Any], launches.Launch]] = []
     most = launches.TILE_ROWS[-1]
     for index, (format, few) in enumerate(launches.FEW.items()):
-        groups = group_sizes(format)
+        groups = FORMATS[format].group_sizes
         if format.endswith("_fp16"):
             groups = groups[:1]  # the others are as those of int8 and int4
         activation = ACTIVATIONS[index % len(ACTIVATIONS)]

@@ -9,14 +9,14 @@ from tiny_pools import Spec, TinyExperts
 from torch import Tensor
 from torch_mesh.ops.device import DeviceLayer, DeviceRecord, SharedDevice
 
-from torch_mesh.store.manifest import group_sizes
+from torch_mesh.formats import FORMATS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_record(spec: Spec) -> DeviceRecord:
     assert spec.activation is not None
-    allowed = group_sizes(spec.weights)
+    allowed = FORMATS[spec.weights].group_sizes
     return DeviceRecord(
         spec.weights,
         spec.group_size if spec.group_size in allowed else allowed[0],

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 import torch_mesh
 from torch_mesh import _C, MeshConfig, MeshError
+from torch_mesh.formats import ROUNDED_FORMATS
 from torch_mesh.modules.experts import patched_modules
-from torch_mesh.planning.formats import WEIGHT_ERROR
 from torch_mesh.planning.plan import plan
 from torch_mesh.planning.token_time import Speeds
 from torch_mesh.store.convert import convert
 
 SLOW_DISK = Speeds(disk=1e7, experts=1e10, dense=1e10, layer_seconds=1e-6, measured=())
-EQUALLY_FAST = dict.fromkeys(WEIGHT_ERROR, 1e10)
+EQUALLY_FAST = dict.fromkeys(ROUNDED_FORMATS, 1e10)
 MEMORY = 12 * _C.record_bytes("bf16", 0, 192, 64, True, False)
 
 

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import torch_mesh
 from torch_mesh import ChecksumError, MeshConfig, MeshError, StoreError, UnsupportedModelError, _testing
+from torch_mesh.formats import FORMATS
 from torch_mesh.gpu import choosing, placing, planning
 from torch_mesh.gpu.planning import plan_gpu
 from torch_mesh.models.families import find_experts
@@ -41,11 +42,11 @@ from torch_mesh.routing.traces import Trace
 from torch_mesh.statistics.counters import DeviceCounters
 from torch_mesh.statistics.stats import shared_devices_of
 from torch_mesh.store.convert import convert, pack_expert
-from torch_mesh.store.manifest import TRELLISES
 
 pytestmark = pytest.mark.device
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 3
+TRELLIS_FORMATS = tuple(name for name, each in FORMATS.items() if each.trellis)
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 GIB = 1 << 30
 
@@ -483,7 +484,7 @@ def test_from_pretrained_finds_records_of_both_formats(tmp_path: Path, cache: Pa
 @pytest.mark.usefixtures("card", "cache")
 @pytest.mark.parametrize(
     ("kind", "weights", "fewer"),
-    [("ct_mxfp4", "mxfp4", TRELLISES), ("fp8_blocks", "fp8", ("int4", "lut4", *TRELLISES))],
+    [("ct_mxfp4", "mxfp4", TRELLIS_FORMATS), ("fp8_blocks", "fp8", ("int4", "lut4", *TRELLIS_FORMATS))],
 )
 def test_the_codes_of_a_checkpoint_go_to_the_card_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, weights: str, fewer: tuple[str, ...]

@@ -15,7 +15,8 @@ from codes import pack_random_codes
 from torch import Tensor
 
 from torch_mesh import _C, _testing
-from torch_mesh.store.manifest import FORMAT_VERSIONS, PASSTHROUGH_FORMATS, Shape, Store, group_sizes
+from torch_mesh.formats import FORMATS, PASSTHROUGH_FORMATS
+from torch_mesh.store.manifest import Shape, Store
 from torch_mesh.store.store_plan import StorePlan
 from torch_mesh.store.writer import write_store
 
@@ -74,7 +75,7 @@ def cpu_operands(spec: Spec) -> Operands:
     return as_bf16 if spec.weights in ("bf16", "fp8") else as_bytes(group_size)
 
 
-WEIGHTS = sorted(FORMAT_VERSIONS)
+WEIGHTS = sorted(FORMATS)
 
 # Values of torch.ops.torch_mesh.residency.
 EMPTY, LOADING, READY = 0, 1, 2
@@ -146,8 +147,8 @@ class TinyExperts:
                 modules=tuple(f"layers.{layer}.experts" for layer in range(spec.layers)),
                 weights=spec.weights,
                 group_size=spec.group_size
-                if spec.group_size in group_sizes(spec.weights)
-                else group_sizes(spec.weights)[0],
+                if spec.group_size in FORMATS[spec.weights].group_sizes
+                else FORMATS[spec.weights].group_sizes[0],
                 source_name="tiny",
                 source_fingerprint="tiny",
             )

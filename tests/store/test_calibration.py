@@ -19,7 +19,6 @@ from tiny_checkpoints import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 import torch_mesh
-from torch_mesh import _C
 from torch_mesh.calibration import collecting, packing
 from torch_mesh.calibration.collecting import collect, text_sequences
 from torch_mesh.calibration.packing import on_text
@@ -30,7 +29,7 @@ from torch_mesh.models.families import find_experts
 from torch_mesh.store import writer
 from torch_mesh.store.convert import convert, stored_expert
 from torch_mesh.store.inspect import describe
-from torch_mesh.store.manifest import CALIBRATED, FORMAT_VERSIONS, MANIFEST_NAME, Store, open_store
+from torch_mesh.store.manifest import MANIFEST_NAME, Store, open_store
 from torch_mesh.store.verify import verify
 
 TOKENS = 1024
@@ -258,10 +257,6 @@ def test_tokens_without_a_text(tmp_path: Path, mesh_tiny: Path, capsys: pytest.C
     arguments = ["convert", str(mesh_tiny), str(tmp_path / "store"), "--weights", "int4", "--calibrate-tokens", "999"]
     assert main(arguments) == 2
     assert "give --calibrate TEXT" in capsys.readouterr().err
-
-
-def test_the_formats_are_those_that_packing_takes() -> None:
-    assert set(CALIBRATED) == {weights for weights in FORMAT_VERSIONS if _C.calibration_order(weights)[1] > 0}
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from tiny_checkpoints import save_tiny
 
 from torch_mesh.errors import StoreError
+from torch_mesh.formats import FORMATS
 from torch_mesh.store import manifest as manifest_module
 from torch_mesh.store.convert import convert
 from torch_mesh.store.header import read_header
@@ -158,7 +159,7 @@ def _meaning(weights: str) -> str:
 
 @pytest.mark.parametrize(("weights", "version"), MEANINGS)
 def test_a_format_version_is_a_promise_of_what_bytes_mean(weights: str, version: int) -> None:
-    assert manifest_module.FORMAT_VERSIONS[weights] == version
+    assert FORMATS[weights].version == version
     assert _meaning(weights) == MEANINGS[weights, version]
 
 

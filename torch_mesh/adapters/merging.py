@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..formats import PASSTHROUGH_FORMATS, ROUNDED_FORMATS
 from ..models.families import ExpertsLayer, ExpertTensors, find_experts
 from ..store.checkpoint import checkpoint_fingerprint, find_checkpoint_experts, meta_model, read_config
 from ..store.convert import (
@@ -29,7 +30,7 @@ from ..store.dense_weights import DENSE_DTYPES, Dense, Rest, files_beside, rest_
 from ..store.gguf import is_gguf
 from ..store.header import store_error, weight_files
 from ..store.hub import local_folder
-from ..store.manifest import MAX_FILE_BYTES, PASSTHROUGH_FORMATS, WEIGHTS, Shape, is_store, open_store
+from ..store.manifest import MAX_FILE_BYTES, Shape, is_store, open_store
 from ..store.mapping import model_names
 from ..store.store_plan import Progress, StorePlan
 from ..store.verify import check_other_files
@@ -113,7 +114,7 @@ class _Base:
 
 def _base_of(source: Path, weights: str, group_size: int) -> _Base:
     fingerprint = _fingerprint(source)  # before the headers are read
-    if weights not in ("auto", *WEIGHTS):
+    if weights not in ("auto", *ROUNDED_FORMATS):
         checked_group_size(weights, group_size)  # raises for other values
     model = meta_model(read_config(source))
     return (_of_store if is_store(source) else _of_checkpoint)(source, model, fingerprint, weights, group_size)
@@ -171,7 +172,7 @@ def _check_rounds(source: Path, weights: str) -> None:
     if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
             f"{source} has {weights} experts, a format that nothing is rounded to: choose the format of the merged "
-            f"experts with weights= (--weights), one of {', '.join(map(repr, WEIGHTS))}. 'int8' is the most precise "
+            f"experts with weights= (--weights), one of {', '.join(map(repr, ROUNDED_FORMATS))}. 'int8' is the most precise "
             "with few bits."
         )
 

@@ -7,9 +7,9 @@ import os
 
 from torch_mesh.cli.options import positive
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
+from torch_mesh.formats import CALIBRATED_FORMATS, PASSTHROUGH_FORMATS, ROUNDED_FORMATS, in_words
 from torch_mesh.store.convert import CALIBRATE_TOKENS, convert
 from torch_mesh.store.hub import local_folder
-from torch_mesh.store.manifest import PASSTHROUGH_FORMATS, WEIGHTS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -22,14 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="the folder to write")
     parser.add_argument(
         "--weights",
-        choices=("auto", *WEIGHTS, *PASSTHROUGH_FORMATS),
+        choices=("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS),
         required=True,
         help="format of the experts' weights; auto: the checkpoint's own if a store can hold it, else the nearest",
     )
     parser.add_argument(
         "--calibrate",
         metavar="TEXT",
-        help="calibrate int8, int4, lut4, tcq3, tcq2+tcq3 or tcq2 on this text, of the kind that the model will read: "
+        help=f"calibrate {in_words(CALIBRATED_FORMATS, 'or')} on this text, of the kind that the model will read: "
         'plain text, or .jsonl with a "text" in each line. The model is run on it first',
     )
     parser.add_argument(

@@ -258,11 +258,12 @@ def _instruction_sets(chosen: str, available: list[str]) -> Finding:
 
 def _bf16_products() -> Finding:
     """What ``dense="auto"`` goes by; imported here, since the extension may be missing."""
-    from torch_mesh.modules.dense import DENSE_ERROR, torch_emulates_bf16
+    from torch_mesh.formats import FORMATS
+    from torch_mesh.modules.dense import torch_emulates_bf16
 
     less = (
-        f'MeshConfig(dense="int8") halves what attention, shared experts and the head read for each token, with weights off by {DENSE_ERROR["int8"]:.1%}; '
-        f'"int4" quarters it, off by {DENSE_ERROR["int4"]:.0%}'
+        'MeshConfig(dense="int8") halves what attention, shared experts and the head read for each token, with weights '
+        f'off by {FORMATS["int8"].errors[64]:.1%}; "int4" quarters it, off by {FORMATS["int4"].errors[64]:.0%}'
     )
     if torch_emulates_bf16():
         found = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch_mesh.cli.stores import add_store_arguments, format_summary, naming_force
-from torch_mesh.store.manifest import WEIGHTS
+from torch_mesh.formats import ROUNDED_FORMATS
 from torch_mesh.store.progress import progress_bar
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="the folder to write")
     parser.add_argument(
         "--weights",
-        choices=("auto", *WEIGHTS),
+        choices=("auto", *ROUNDED_FORMATS),
         default="auto",
         help="format of the experts' weights; auto: that of the base (default: %(default)s)",
     )

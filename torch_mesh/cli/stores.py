@@ -10,8 +10,8 @@ from rich.filesize import decimal as format_bytes
 
 from torch_mesh.cli.options import positive
 from torch_mesh.errors import StoreError
+from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, in_words
 from torch_mesh.store.folders import OtherStoreError
-from torch_mesh.store.manifest import GROUP_SIZES
 from torch_mesh.store.writer import Written
 
 
@@ -22,7 +22,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, model: str, calibrates:
         type=int,
         choices=GROUP_SIZES,
         default=64,
-        help="weights that share one scale, for int8, int4, lut4, tcq3, tcq2+tcq3 and tcq2 (default: %(default)s)",
+        help=f"weights that share one scale, for {in_words(CALIBRATED_FORMATS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--revision", help=f"revision of {model} on the hub: a branch, a tag or a commit (default: main)"

@@ -14,10 +14,10 @@ from torch import nn
 
 from ..config import MIN_CAPABILITY, MeshConfig
 from ..errors import MeshError, UnsupportedModelError
+from ..formats import formats_of_fewer_bits
 from ..models.families import ExpertsLayer
 from ..modules.packed_weight import device_of
 from ..pool.expert_pool import record_bytes
-from ..pool.secondary_pool import formats_of_fewer_bits
 from ..routing.profiles import check_fits, load_profile
 from ..store.convert import checked_group_size
 from .placement import Placement, from_counts, given_experts

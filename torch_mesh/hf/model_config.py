@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import MeshConfig
+from ..formats import FORMATS
 from ..modules.experts import patched_modules
 from ..modules.packed_weight import PackedLinearWeight, PackedWeight
-from ..store.manifest import has_chosen_groups
 
 _REPLACED = "_mesh_replaced_configs"
 _NOT_SENT = "_ddp_params_and_buffers_to_ignore"  # read by DistributedDataParallel
@@ -27,7 +27,7 @@ def set_config_metadata(model: nn.Module, config: MeshConfig) -> None:
     """
     pool = next(patched_modules(model))._mesh_pool
     # Without the store, which belongs to this model's weights: another model opened with the config would use it.
-    group_size = pool.group_size if has_chosen_groups(pool.weights) else config.group_size
+    group_size = pool.group_size if FORMATS[pool.weights].chosen_groups else config.group_size
     found = config.replace(weights=pool.weights, group_size=group_size, store=None)
     replaced: list[tuple[Any, Any]] = []
     vars(model)[_REPLACED] = replaced

@@ -8,9 +8,9 @@ from torch import nn
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
+from ..formats import formats_of_fewer_bits
 from ..models.families import ExpertsLayer
 from ..pool.expert_pool import least_slots, record_bytes
-from ..pool.secondary_pool import formats_of_fewer_bits
 from ..store.convert import checked_group_size
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from .. import _C
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
+from ..formats import FORMATS
 from ..hf.compat import keep_local
 from ..hf.torch_compat import in_forward_mode, multiplies_bf16
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, router_adapter
@@ -30,9 +31,6 @@ _FEW_ROWS = 4
 _WIDENED = 1 << 23  # weights that are in fp32 at a time
 _SMALL_BYTES = 4 << 20
 _MAPPINGS = Path("/proc/self/maps")
-
-# Relative error of packing Gaussian weights in groups of 64.
-DENSE_ERROR = {"int8": 0.006, "int4": 0.09}
 
 # Linear layers whose weight is multiplied by the class around them: packed, every forward would unpack them.
 WEIGHT_READERS = {"JambaMambaMixer": ("dt_proj",), "LongcatFlashTopkRouter": ("classifier",)}
@@ -113,7 +111,7 @@ class PlainLinear(nn.Linear):
         if not self._mesh_shows_formats:
             return shown
         formats = ", ".join(
-            f'"{weights}" reads {fraction} of all such layers, off by {DENSE_ERROR[weights]:.1%}'
+            f'"{weights}" reads {fraction} of all such layers, off by {FORMATS[weights].errors[64]:.1%}'
             for weights, fraction in (("int8", "half"), ("int4", "a quarter"))
         )
         return f"{shown} (dense={formats})"

@@ -10,13 +10,13 @@ from torch import nn
 
 from ..config import MeshConfig, with_fields
 from ..errors import MeshError, UnsupportedModelError
+from ..formats import PASSTHROUGH_FORMATS
 from ..hf.parallelism_checks import check_undivided
 from ..hf.saving import PatchedModelQuantizer
 from ..models.families import WEIGHT_DTYPES, ExpertsLayer, check_model, find_experts
 from ..modules.dense import packed_linears
 from ..modules.experts import MeshExperts, PackedModule, drop_attributes, has_attributes, patched_modules, restore
 from ..modules.packed_weight import device_of
-from ..store.manifest import PASSTHROUGH_FORMATS
 from .expert_source import LoadedModelSource
 from .modes import MODES
 from .pipeline import assemble, check

@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from ..config import MeshConfig
 from ..errors import StoreError, UnsupportedModelError
+from ..formats import FORMATS
 from ..hf.compat import clear_quantized, gguf_config_readers, ignore_unexpected, wrap
 from ..hf.expert_parallel import check_divisible, divide, finish_forwards, prepare_forwards, share_of
 from ..hf.parallelism_checks import check_launch, expert_ranks
@@ -50,16 +51,7 @@ from ..store.disk_cache import cache_folder, note_use
 from ..store.gguf import gguf_files, is_gguf
 from ..store.gguf_model import READ_BY_TABLES, complete_config, config_table
 from ..store.header import store_error, weight_files
-from ..store.manifest import (
-    FORMAT_VERSIONS,
-    MANIFEST_NAME,
-    Manifest,
-    Store,
-    has_chosen_groups,
-    is_store,
-    open_store,
-    read_manifest,
-)
+from ..store.manifest import MANIFEST_NAME, Manifest, Store, is_store, open_store, read_manifest
 from ..store.progress import progress_bar
 from ..store.sources import method_of, own_quantisation, source_of
 from ..store.verify import check_other_files
@@ -205,7 +197,7 @@ class _CheckpointSource(RecordSource):
 
 def _cached(name: str, source: str, weights: str) -> Path:
     """The folder of the cache for what is made of ``source``."""
-    digest = hashlib.blake2b(f"{FORMAT_VERSIONS[weights]} {source}".encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{FORMATS[weights].version} {source}".encode(), digest_size=8).hexdigest()
     return cache_folder() / "stores" / f"{name}-{digest}"
 
 
@@ -281,7 +273,7 @@ class _OfQuantised(_OfCheckpoint):
         self._files = checkpoint_files
         weights, group_size = weights_of_checkpoint(experts, config.weights, config.group_size)
         config = config.replace(weights=weights)
-        if has_chosen_groups(weights):
+        if FORMATS[weights].chosen_groups:
             config = config.replace(group_size=group_size)
         super().__init__(experts, model, layers, config, weights, group_size)
         if is_gguf(folder):  # one of several in its folder
@@ -440,7 +432,7 @@ def _check_manifest(manifest: Manifest, folder: Path, layers: list[ExpertsLayer]
             f"weights={config.weights!r}, but the experts in {folder} are {manifest.weights}: leave weights at 'auto', or "
             "give the original checkpoint."
         )
-    if has_chosen_groups(manifest.weights) and config.group_size != manifest.group_size:
+    if FORMATS[manifest.weights].chosen_groups and config.group_size != manifest.group_size:
         raise ValueError(
             f"group_size={config.group_size}, but the experts in {folder} have groups of {manifest.group_size}: leave "
             "group_size out, or give the original checkpoint."

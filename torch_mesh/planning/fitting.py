@@ -6,18 +6,15 @@ from pathlib import Path
 
 from .. import _C
 from ..config import MeshConfig
+from ..formats import FORMATS, formats_of_fewer_bits
 from ..gpu.choosing import format_on_gpu
 from ..gpu.placement import check_beside_gpu
 from ..gpu.placing import GPU_POOL_SLOTS
 from ..gpu.planning import BY_PROJECTION, SEVERAL_ACTIVATIONS, GpuPlan, plan_config, plan_on_cpu
 from ..lossy.fallback import split_slots
 from ..modules.dense import packs
-from ..pool.secondary_pool import formats_of_fewer_bits
 from ..system.memory import auto_budget, auto_margin, resident_slots
 from .sizes import Sizes, bytes_in, fallback_record_bytes
-
-# What a user who is short of memory is told of: of each number of bits one.
-_ADVISED = ("int8", "int4", "tcq3", "tcq2")
 
 
 def _gpu_record_bytes(sizes: Sizes, config: MeshConfig) -> int:
@@ -123,5 +120,8 @@ def peak_bytes(sizes: Sizes, config: MeshConfig, process: int, slots: int | None
 
 def or_fewer_bits(sizes: Sizes) -> str:
     """The end of an advice to give more memory; empty where no format has fewer bits."""
-    fewer = [name for name in formats_of_fewer_bits(sizes.weights) if name in _ADVISED]
-    return f", or take weights in {' or '.join(fewer[:2])}" if fewer else ""
+    fewer: dict[float, str] = {}  # one format for each number of bits
+    for name in formats_of_fewer_bits(sizes.weights):
+        if FORMATS[name].matrices is None:
+            fewer.setdefault(FORMATS[name].bits, name)
+    return f", or take weights in {' or '.join([*fewer.values()][:2])}" if fewer else ""

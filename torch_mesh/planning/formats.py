@@ -9,26 +9,13 @@ from pathlib import Path
 
 from ..config import MeshConfig
 from ..errors import UnsupportedModelError
-from ..modules.dense import DENSE_ERROR
+from ..formats import BF16_ERROR, FORMATS, ROUNDED_FORMATS
 from ..store.convert import checked_group_size
-from ..store.manifest import TRELLISES, Shape, is_store
-from ..store.sources.layout import BF16_ERROR, INT8_ERROR
+from ..store.manifest import Shape, is_store
 from .fitting import fitting_slots
 from .hit_rates import HitRate, known_or_expected
 from .sizes import Sizes, find_sizes
 from .token_time import Speeds, token_seconds
-
-# Relative root mean square of what a format leaves of Gaussian weights, by group size: benchmarks/weight_error.py, as docs/formats.md
-# has it. bf16 is that of a bf16 checkpoint; see ``BF16_ERROR`` for others.
-WEIGHT_ERROR: dict[str, dict[int, float]] = {
-    "bf16": {0: 0.0},
-    "int8": {32: INT8_ERROR, 64: 0.0057, 128: 0.0063},
-    "int4": {32: 0.081, 64: 0.090, 128: 0.097},
-    "lut4": {32: 0.069, 64: 0.078, 128: 0.085},
-    "tcq3": {32: 0.138, 64: 0.141, 128: 0.142},
-    "tcq2": {32: 0.267, 64: 0.269, 128: 0.271},
-    "tcq2+tcq3": {32: 0.232, 64: 0.234, 128: 0.236},  # of a gated expert
-}
 
 # What a choice of formats may leave where nobody says: four bits in any groups, and not three.
 MAX_ERROR = 0.10
@@ -80,7 +67,9 @@ def dense_choices(
         seconds = None
         if rate is not None and speeds is not None:
             seconds = token_seconds(sizes, speeds, rate.expected, config.prefetch != "off")
-        yield DenseChoice(dense, DENSE_ERROR[dense], sizes.dense_bytes, None if seconds is None else 1 / seconds)
+        yield DenseChoice(
+            dense, FORMATS[dense].errors[config.group_size], sizes.dense_bytes, None if seconds is None else 1 / seconds
+        )
 
 
 def format_choices(
@@ -161,17 +150,17 @@ def compared_formats(sizes: Sizes, config: MeshConfig) -> dict[str, tuple[int, f
     its codes, comes first; all errors are of what codes and scales stand for."""
     own = sizes.own_codes
     formats = {} if own is None else {own[0]: (own[1], sizes.own_error)}
-    for weights, errors in WEIGHT_ERROR.items():
+    for weights in ROUNDED_FORMATS:
         group = compared_group(weights, sizes.shape, config)
         rounded = weights == "bf16" and not sizes.exact_in_bf16
-        formats.setdefault(weights, (group, BF16_ERROR if rounded else errors[group]))
+        formats.setdefault(weights, (group, BF16_ERROR if rounded else FORMATS[weights].errors[group]))
     return formats
 
 
 def compared_group(weights: str, shape: Shape, config: MeshConfig) -> int:
     """The group size that a format is compared in: the config's, 0 for bf16. For trellises, where smaller groups buy little, 128, or 64 if that
     pads the shape less and so takes fewer bytes."""
-    if weights in TRELLISES:
+    if FORMATS[weights].trellis:
         return min((128, 64), key=lambda group: shape.record_bytes(weights, group))
     return checked_group_size(weights, config.group_size)
 

@@ -11,6 +11,7 @@ import torch
 
 from .. import _C
 from ..config import MeshConfig
+from ..formats import FORMATS
 from ..models.families import ExpertsLayer, common_activation, describe_left_alone, find_experts, layers_left_alone
 from ..modules.dense import dense_saving, kept_in_fp32, packs
 from ..store.checkpoint import (
@@ -24,7 +25,7 @@ from ..store.checkpoint import (
 )
 from ..store.convert import checked_group_size, describe_nearest, weights_of_checkpoint
 from ..store.gguf import is_gguf
-from ..store.manifest import Shape, has_chosen_groups, is_store, open_store
+from ..store.manifest import Shape, is_store, open_store
 
 
 @dataclass(frozen=True)
@@ -218,5 +219,5 @@ def bytes_in(sizes: Sizes, config: MeshConfig, weights: str) -> int:
     """Of a record in that format."""
     if weights == sizes.weights:
         return sizes.expert_bytes
-    groups = sizes.group_size if has_chosen_groups(sizes.weights) else None
+    groups = sizes.group_size if FORMATS[sizes.weights].chosen_groups else None
     return sizes.shape.record_bytes(weights, checked_group_size(weights, groups or config.group_size))

@@ -10,28 +10,8 @@ from typing import Any
 from .. import _C
 from ..config import MeshConfig
 from ..models.families import ExpertsLayer, common_geometry, pool_activations
-from ..store.manifest import WEIGHTS, Store
+from ..store.manifest import Store
 from .expert_pool import ExpertPool
-
-BITS: dict[str, float] = {
-    "bf16": 16,
-    "int8": 8,
-    "int4": 4,
-    "lut4": 4,
-    "int8_fp16": 8,
-    "int4_fp16": 4,
-    "mxfp4": 4,
-    "nvfp4": 4,
-    "fp8": 8,
-    "tcq2": 2,
-    "tcq3": 3,
-    "tcq2+tcq3": 7 / 3,  # gate_up is two thirds of a gated expert
-}
-
-
-def formats_of_fewer_bits(weights: str) -> list[str]:
-    """Formats with fewer bytes that experts in ``weights`` can be rounded to."""
-    return [name for name in WEIGHTS if BITS[name] < BITS[weights]]
 
 
 def format_of(config: MeshConfig) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import _C
 from ..errors import PoolClosedError
-from ..store.manifest import has_chosen_groups
+from ..formats import FORMATS
 from ..system.atomic_files import FILE_MODE
 from ..system.background import BackgroundThread
 from .counters import engine_stats
@@ -112,7 +112,7 @@ def start_log(pool: ExpertPool, config: MeshConfig, model: str, places: Sequence
     """
     if config.stats.file is None:
         return
-    group = f", groups of {pool.group_size}" if has_chosen_groups(pool.weights) else ""
+    group = f", groups of {pool.group_size}" if FORMATS[pool.weights].chosen_groups else ""
     about = {
         "model": model,
         "format": f"{pool.weights}{group}",

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from torch_mesh.formats import SCALES_ERROR
 from torch_mesh.store.header import Header
-from torch_mesh.store.sources.layout import SCALES_ERROR, Codes, Weight
+from torch_mesh.store.sources.layout import Codes, Weight
 
 if TYPE_CHECKING:
     from torch_mesh._C import RawCodes, RawPlace, RawView

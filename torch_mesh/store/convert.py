@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_mesh.errors import StoreError
+from torch_mesh.formats import CALIBRATED_FORMATS, GROUP_SIZES, PASSTHROUGH_FORMATS, ROUNDED_FORMATS
 from torch_mesh.models.families import ExpertsLayer, ExpertTensors, describe_left_alone, find_experts
 from torch_mesh.store.checkpoint import (
     CheckpointExperts,
@@ -28,14 +29,7 @@ from torch_mesh.store.checkpoint import (
 from torch_mesh.store.dense_weights import dense_files, files_beside, rest_of_checkpoint, tensors_of
 from torch_mesh.store.gguf import is_gguf
 from torch_mesh.store.header import store_error, weight_files
-from torch_mesh.store.manifest import (
-    CALIBRATED,
-    GROUP_SIZES,
-    MAX_FILE_BYTES,
-    PASSTHROUGH_FORMATS,
-    WEIGHTS,
-    Store,
-)
+from torch_mesh.store.manifest import MAX_FILE_BYTES, Store
 from torch_mesh.store.store_plan import Progress, StorePlan
 from torch_mesh.store.verify import read_record
 from torch_mesh.store.writer import Written, write_folder, write_store
@@ -80,10 +74,10 @@ def convert(
     that is something else, and a disk without room; ``MeshError`` for a text that is too short and a checkpoint without a tokenizer.
     """
     source, destination = Path(source), Path(destination)
-    if weights in WEIGHTS:
+    if weights in ROUNDED_FORMATS:
         checked_group_size(weights, group_size)
     elif weights not in ("auto", *PASSTHROUGH_FORMATS):
-        raise ValueError(unknown_weights(weights, ("auto", *WEIGHTS, *PASSTHROUGH_FORMATS)))
+        raise ValueError(unknown_weights(weights, ("auto", *ROUNDED_FORMATS, *PASSTHROUGH_FORMATS)))
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(destination)):
         raise ValueError(f"the store cannot replace its source {source}: choose another folder")
     fingerprint = fingerprint_of(source, key_mapping)  # before the headers are read by which it is converted
@@ -141,7 +135,7 @@ def convert(
 
 
 def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int) -> None:
-    if weights not in CALIBRATED:
+    if weights not in CALIBRATED_FORMATS:
         why = (
             "holds a checkpoint's codes as they are, and there is nothing to calibrate"
             if weights in PASSTHROUGH_FORMATS
@@ -149,7 +143,7 @@ def _check_calibrated(experts: CheckpointExperts, weights: str, group_size: int)
             if weights == "bf16"
             else "cannot be calibrated yet"
         )
-        allowed = ", ".join(map(repr, CALIBRATED))
+        allowed = ", ".join(map(repr, CALIBRATED_FORMATS))
         raise ValueError(f"weights={weights!r} {why}: give one of {allowed}, or convert without calibration.")
     if experts.kept is not None and experts.reads_as(weights, group_size):
         raise ValueError(
@@ -236,13 +230,13 @@ def weights_of_checkpoint(experts: CheckpointExperts, weights: str, group_size: 
 
     Raises ``ValueError`` for unknown ones, and where the checkpoint's codes are not those of a format of codes.
     """
-    if weights in WEIGHTS:
+    if weights in ROUNDED_FORMATS:
         return weights, checked_group_size(weights, group_size)
     choice = experts.nearest()
     if weights not in ("auto", choice.weights):
         raise ValueError(
             f"weights={weights!r} holds the codes of a checkpoint as they are, and {experts.folder} has {experts.format} experts: give one of "
-            f"{', '.join(map(repr, dict.fromkeys((choice.weights, *WEIGHTS))))}, or 'auto'."
+            f"{', '.join(map(repr, dict.fromkeys((choice.weights, *ROUNDED_FORMATS))))}, or 'auto'."
         )
     if experts.weights and (experts.kept is None or not choice.exact):
         warnings.warn(f"{experts.folder}: {describe_nearest(experts)}. Name weights= for another format.", stacklevel=3)
@@ -282,10 +276,10 @@ def checked_group_size(weights: str, group_size: int) -> int:
     if weights in PASSTHROUGH_FORMATS:
         raise ValueError(
             f"weights={weights!r} holds the codes of a checkpoint that has them, and nothing is rounded to it: give one of "
-            f"{', '.join(map(repr, WEIGHTS))}."
+            f"{', '.join(map(repr, ROUNDED_FORMATS))}."
         )
-    if weights not in WEIGHTS:
-        raise ValueError(unknown_weights(weights, WEIGHTS))
+    if weights not in ROUNDED_FORMATS:
+        raise ValueError(unknown_weights(weights, ROUNDED_FORMATS))
     if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size={group_size!r} is unknown; it is one of {', '.join(map(str, GROUP_SIZES))}.")
     return 0 if weights == "bf16" else group_size

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_mesh.formats import FORMATS
 from torch_mesh.store.checkpoint import checkpoint_files, find_checkpoint_experts, meta_model, read_config
 from torch_mesh.store.convert import source_name
 from torch_mesh.store.gguf import is_gguf
-from torch_mesh.store.manifest import FORMAT_VERSIONS, is_store, open_store
+from torch_mesh.store.manifest import is_store, open_store
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def _describe_store(folder: Path) -> dict[str, Any]:
     return {
         "kind": "store",
         "folder": str(folder),
-        "format_version": FORMAT_VERSIONS[manifest.weights],
+        "format_version": FORMATS[manifest.weights].version,
         "store_id": manifest.store_id.hex(),
         "source": manifest.source_name,
         "weights": manifest.weights,

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_mesh.errors import StoreError
+from torch_mesh.formats import FORMATS, GROUP_SIZES
 from torch_mesh.store.header import (
     ALIGNMENT,
     MAX_TENSORS,
@@ -40,30 +41,6 @@ from torch_mesh.store.header import (
 )
 
 MANIFEST_NAME = "mesh_manifest.json"
-# Of the manifest and of the packed layout of these weights, csrc/store/record.h. int8 had weight sums in version 1.
-FORMAT_VERSIONS = {
-    "bf16": 1,
-    "int8": 2,
-    "int4": 1,
-    "lut4": 1,
-    "int8_fp16": 1,
-    "int4_fp16": 1,
-    "mxfp4": 1,
-    "nvfp4": 1,
-    "fp8": 1,
-    "tcq2": 1,
-    "tcq3": 1,
-    "tcq2+tcq3": 1,
-}
-DENSE_WEIGHTS = ("bf16", "int8", "int4", "lut4")  # that linear layers outside the experts can be rounded to
-TRELLISES = ("tcq3", "tcq2+tcq3", "tcq2")  # of two the first is gate_up's, the second down's
-WEIGHTS = (*DENSE_WEIGHTS, *TRELLISES)  # that experts can be rounded to
-CALIBRATED = ("int8", "int4", "lut4", *TRELLISES)  # of these, what calibration is for
-PASSTHROUGH_FORMATS = tuple(
-    name for name in FORMAT_VERSIONS if name not in WEIGHTS
-)  # that a quantised checkpoint's codes fit as they are
-GROUP_SIZES = (32, 64, 128)  # that can be chosen
-_OTHER_GROUP_SIZES = {"bf16": (0,), "mxfp4": (32,), "nvfp4": (16,), "fp8": (0, 32, 128)}
 MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 16 << 20  # of a file beside the records: what one of its checksums covers
 _MAX_PATH = 512
@@ -162,7 +139,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest file's text. Its last key is a digest of all that stands before."""
-        table: dict[str, object] = {"format_version": FORMAT_VERSIONS[self.weights], **asdict(self)}
+        table: dict[str, object] = {"format_version": FORMATS[self.weights].version, **asdict(self)}
         if self.calibration is None:  # as manifests were before there was one
             del table["calibration"]
         table["store_id"] = self.store_id.hex()
@@ -249,17 +226,7 @@ def file_digest(path: Path, before_each: Callable[[], None] = lambda: None) -> s
 def quantization_table(weights: str, group_size: int) -> dict[str, Any]:
     """``quantization_config`` of a store's config.json, as the conversion writes it."""
     table: dict[str, Any] = {"quant_method": "mesh", "weights": weights}
-    return table | ({"group_size": group_size} if has_chosen_groups(weights) else {})
-
-
-def group_sizes(weights: str) -> tuple[int, ...]:
-    """That records of a format can have; 0: no groups."""
-    return _OTHER_GROUP_SIZES.get(weights, GROUP_SIZES)
-
-
-def has_chosen_groups(weights: str) -> bool:
-    """Whether a config's ``group_size`` says something of such records."""
-    return weights not in _OTHER_GROUP_SIZES
+    return table | ({"group_size": group_size} if FORMATS[weights].chosen_groups else {})
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -360,26 +327,30 @@ def is_of_another_release(folder: Path) -> bool:
         return False
     if not isinstance(table, dict) or "format_version" not in table:
         return False
-    return (table.get("weights"), table["format_version"]) not in list(FORMAT_VERSIONS.items())
+    return (table.get("weights"), table["format_version"]) not in [
+        (name, each.version) for name, each in FORMATS.items()
+    ]
 
 
 def _check_version(path: Path, table: dict[str, Any]) -> None:
     weights, version = table.get("weights"), table.get("format_version")
-    if weights not in tuple(FORMAT_VERSIONS):  # whatever it is
-        raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMAT_VERSIONS)}")
-    if version != FORMAT_VERSIONS[weights]:
+    if weights not in tuple(FORMATS):  # whatever it is
+        raise store_error(path, f"holds {weights!r} records; this release reads {', '.join(FORMATS)}")
+    if version != FORMATS[weights].version:
         raise store_error(
             path,
-            f"holds {weights} records of format version {version!r}; this release reads version {FORMAT_VERSIONS[weights]} of "
-            "them: convert the original checkpoint again (torch-mesh convert; with --force it replaces this folder)",
+            f"holds {weights} records of format version {version!r}; this release reads version "
+            f"{FORMATS[weights].version} of them: convert the original checkpoint again (torch-mesh convert; with --force it replaces this folder)",
         )
 
 
 def _typed_manifest(path: Path, table: dict[str, Any]) -> Manifest:
     shape = _typed_shape(table["shape"])
     weights, group_size = table["weights"], _integer(table, "group_size", 0, max(GROUP_SIZES))
-    if group_size not in group_sizes(weights):
-        raise ValueError(f"'group_size' is {group_size} of {weights} records; it is one of {group_sizes(weights)}")
+    if group_size not in FORMATS[weights].group_sizes:
+        raise ValueError(
+            f"'group_size' is {group_size} of {weights} records; it is one of {FORMATS[weights].group_sizes}"
+        )
     record_bytes = _integer(table, "record_bytes", ALIGNMENT, 1 << 40)
     modules = table["modules"]
     if not isinstance(modules, list) or len(modules) != shape.layers or not all(map(_is_module_path, modules)):

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_mesh.store.manifest import FORMAT_VERSIONS, Calibration, Manifest, Shape
+from torch_mesh.formats import FORMATS
+from torch_mesh.store.manifest import Calibration, Manifest, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,7 @@ class StorePlan:
             del table["calibration"]
         if isinstance(self.shape.activation, tuple):  # as it comes back from the journal
             table["shape"]["activation"] = list(self.shape.activation)
-        return {"format_version": FORMAT_VERSIONS[self.weights], **table, "modules": list(self.modules)}
+        return {"format_version": FORMATS[self.weights].version, **table, "modules": list(self.modules)}
 
     def is_plan_of(self, manifest: Manifest) -> bool:
         mine = (

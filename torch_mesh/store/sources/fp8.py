@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from torch_mesh.formats import BF16_ERROR
 from torch_mesh.store.header import DTYPE_BITS, Tensor
 from torch_mesh.store.sources.layout import (
-    BF16_ERROR,
     EXPONENTS,
     FLOATS,
     IN_BF16,

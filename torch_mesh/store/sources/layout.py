@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torch_mesh.formats import BF16_ERROR, FORMATS
 from torch_mesh.store.gguf import BLOCK_TYPES
 from torch_mesh.store.header import Tensor, read_range, store_error
 
@@ -106,14 +107,10 @@ class Codes:
     in_turn: str | None = None  # the part that has to say that groups follow one another
 
 
-# Of Gaussian weights in groups of 32, of any values in scales of bf16, and of values in bf16:
-# benchmarks/weight_error.py, docs/checkpoints.md.
-INT8_ERROR = 0.0050
-SCALES_ERROR = 0.0016
-BF16_ERROR = 0.0017
 # Rounding to eight bits adds half a percent to what the source's own rounding to four or eight has cost already, which is 3 to 10 %;
 # groups of 32 have the least error for their bytes: docs/decisions/0040.
-_INT8 = Nearest("int8", 32, INT8_ERROR, f"which rounds by about {INT8_ERROR:.1%} of a weight's typical size")
+_INT8_ERROR = FORMATS["int8"].errors[32]
+_INT8 = Nearest("int8", 32, _INT8_ERROR, f"which rounds by about {_INT8_ERROR:.1%} of a weight's typical size")
 IN_BF16 = Nearest("bf16", 0, 0.0, "which holds every value exactly")
 
 
